@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine:  make train   and   make test
+# Pass options to the job with ARGS:               make train ARGS="--epochs 5 --batch-size 128"
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+ARGS ?=
+
+.PHONY: help setup train test test-fast lint format lock
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+setup: $(INSTALLED)  ## create .venv with the locked versions
+
+# The lock is applied as constraints, so that packages which one platform does not need are not installed there.
+$(INSTALLED): pyproject.toml requirements.lock
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --constraint requirements.lock --editable '.[dev]'
+	@touch $@
+
+train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU processes
+	$(BIN)/torchrun --standalone --nproc_per_node=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') train.py $(ARGS)
+
+test: $(INSTALLED)  ## all tests
+	$(BIN)/pytest $(ARGS)
+
+test-fast: $(INSTALLED)  ## the unit tests, under a minute
+	$(BIN)/pytest -m 'not multiprocess and not nodes' $(ARGS)
+
+lint: $(INSTALLED)  ## ruff and a strict type check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## apply ruff's fixes and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: $(INSTALLED)  ## renew requirements.lock from pyproject.toml (needs the network)
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip compile --universal --python-version 3.10 --extra dev --no-annotate --no-header --upgrade \
+	  --constraint requirements.in --output-file requirements.lock pyproject.toml
