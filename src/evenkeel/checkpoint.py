@@ -1,0 +1,169 @@
+"""The committed state on disk.
+
+    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else
+                              manifest.json   step, metrics, and each file's size and sha256
+
+A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-*
+is complete. An older one is deleted only after that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .files import read_json, sync_folder, write_json
+
+log = logging.getLogger(__name__)
+
+STATE, MANIFEST = "state.pt", "manifest.json"
+
+
+class Damaged(Exception):  # noqa: N818
+    """A checkpoint that is not what was written; the message names the file and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """A folder of checkpoints of one run. Only rank 0 uses it."""
+
+    folder: Path
+    keep: int
+    """Newest ones to keep, besides the best."""
+    best: tuple[str, str]
+    """(metric, "max" or "min") that says which one is best."""
+
+    def all(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted(path for path in self.folder.glob("step-*") if (path / MANIFEST).is_file())
+
+    def newest_step(self) -> int:
+        """Step of the newest checkpoint, 0 if there is none."""
+        paths = self.all()
+        return int(paths[-1].name.removeprefix("step-")) if paths else 0
+
+    def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
+        """Write a state and then delete what is not to be kept.
+
+        Args:
+            state: what `State.capture` gave.
+            metrics: the evaluation at this step, if there was one.
+
+        Raises:
+            OSError: the disk is full or gone; what was there before is untouched.
+        """
+        final = self.folder / f"step-{state['step']:08d}"
+        temporary = self.folder / f".{final.name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            with (temporary / STATE).open("wb") as file:
+                writer = _HashingWriter(file)
+                torch.save(dict(state), writer)  # type: ignore[arg-type]  # it needs no more than write and flush
+                writer.sync()
+            manifest = {
+                "step": state["step"],
+                "time": time.time(),
+                "metrics": dict(metrics),
+                "files": {STATE: {"bytes": writer.bytes, "sha256": writer.digest.hexdigest()}},
+            }
+            write_json(temporary / MANIFEST, manifest)
+            shutil.rmtree(final, ignore_errors=True)  # the same step, set down by an earlier attempt
+            temporary.replace(final)
+            sync_folder(self.folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._prune()
+        return final
+
+    def load_newest(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is whole; damaged ones are reported and set aside, not deleted."""
+        for path in reversed(self.all()):
+            try:
+                return load(path)
+            except Damaged as damage:
+                aside = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
+                path.replace(aside)
+                log.error("%s; set aside as %s, trying the one before", damage, aside.name)
+        return None
+
+    def best_value(self) -> float | None:
+        """The best metric among the checkpoints there are."""
+        values = [value for path in self.all() if (value := self._value(path)) is not None]
+        return (max if self.best[1] == "max" else min)(values) if values else None
+
+    def improves(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than that of every checkpoint there is."""
+        value, known = metrics.get(self.best[0]), self.best_value()
+        if value is None:
+            return False
+        return known is None or (value > known if self.best[1] == "max" else value < known)
+
+    def _value(self, path: Path) -> float | None:
+        value: float | None = read_json(path / MANIFEST).get("metrics", {}).get(self.best[0])
+        return value
+
+    def _prune(self) -> None:
+        paths, best = self.all(), self.best_value()
+        holders = [path for path in paths if best is not None and self._value(path) == best]
+        for path in paths[: -self.keep]:
+            if path not in holders[-1:]:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint on the CPU, after checking that it is what was written.
+
+    Loads nothing but tensors and plain data (``weights_only``), so a checkpoint cannot run code.
+
+    Raises:
+        Damaged: a file is missing, or its size or sha256 differs from the manifest.
+    """
+    for name, expected in read_json(path / MANIFEST)["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != expected["bytes"]:
+            raise Damaged(f"{file}: should have {expected['bytes']} bytes")
+        with file.open("rb") as opened:
+            digest = _sha256(opened)
+        if digest != expected["sha256"]:
+            raise Damaged(f"{file}: sha256 is {digest}, the manifest says {expected['sha256']}")
+    state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    return state
+
+
+class _HashingWriter:
+    """A file that knows its size and sha256 when it is written, without being read again."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.bytes = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.bytes += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+def _sha256(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,164 @@
+"""What a run is: the options of `train.py`, all of them facts about the job and none about its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from .errors import Refusal
+
+Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a task. Runs under torchrun on any number of processes, or alone as `python train.py`.
+
+    The same command again continues the run at its next step, on as many processes as there are then. Every
+    number below is about the whole job: nothing has to change when the number of processes does.
+    """
+
+    task: str = "digits"
+    """What to train: a built-in task by name (digits), or your own class as FILE.py:CLASS or
+    PACKAGE.MODULE:CLASS. Its own options then appear below."""
+    run_dir: Path | None = None
+    """Folder for all that the run leaves: checkpoints, metrics, logs, the final model. Default: runs/TASK."""
+    epochs: int = 15
+    """Passes over the training data."""
+    max_steps: int = 0
+    """Stop after this many optimizer steps, if the epochs are not over before. 0: no limit."""
+    batch_size: int = 64
+    """Samples of one optimizer step, over all processes together."""
+    micro_batch: int = 0
+    """Samples that a process computes at a time. Bounds memory, and batch size / micro-batch bounds the number
+    of processes with work. 0: an eighth of the batch size, so that up to 8 processes share a step."""
+    lr: float = 2e-3
+    """Peak learning rate."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    """sgd has Nesterov momentum 0.9. A task may bring its own optimizers instead."""
+    weight_decay: float = 0.01
+    """L2 penalty (sgd, adam) or decoupled decay (adamw)."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0 in a straight line."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate from the end of the warm-up to 0 at the last step."""
+    clip_norm: float = 0.0
+    """Largest 2-norm of the whole gradient. 0: no clipping."""
+    seed: int = 0
+    """Decides initial weights, sample order, augmentation and dropout."""
+    num_workers: int = 0
+    """Data loading processes for each training process. Does not change the data."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints. There is one at the end and at a stop in any case."""
+    keep: int = 2
+    """Newest checkpoints to keep, besides the best one."""
+    eval_every: int = 0
+    """Steps between two evaluations on the test data. 0: after each epoch."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Weights & Biases. auto: online where a key is configured (WANDB_API_KEY or `wandb login`), else off."""
+    fresh: Flag = False
+    """Start over, even if the run directory holds a run: that one is moved aside, not deleted."""
+    init_from: Path | None = None
+    """Start from the weights in this file (a model.pt, say) instead of random ones."""
+    config: Path | None = None
+    """Read options from this TOML file; the command line overrides it."""
+
+    def resolved(self) -> Config:
+        """The same with the defaults that depend on other options filled in."""
+        name = self.task.rpartition(":")[2]
+        return replace(
+            self,
+            run_dir=self.run_dir or Path("runs") / name,
+            micro_batch=self.micro_batch or max(1, self.batch_size // 8),
+        )
+
+
+HARMLESS = frozenset(
+    [
+        "run_dir",
+        "num_workers",
+        "checkpoint_every",
+        "keep",
+        "eval_every",
+        "log_every",
+        "wandb",
+        "fresh",
+        "config",
+    ]
+)
+"""Options that may change when a run is continued. All others, a task's own included, shape the result."""
+
+UNSAVED = frozenset({"run_dir", "fresh", "config"})
+"""Options about one start of a run rather than the run, so that its config.toml does not hold them."""
+
+
+def validate(config: Config, samples: int | None = None, test_samples: int | None = None) -> None:
+    """Refuse values that cannot be meant.
+
+    Args:
+        config: resolved options.
+        samples: size of the training data, where it is known.
+        test_samples: size of the test data.
+
+    Raises:
+        Refusal: names the flag, the value and the remedy.
+    """
+    at_least = dict.fromkeys(("epochs", "batch_size", "micro_batch", "keep", "log_every"), 1) | dict.fromkeys(
+        ("max_steps", "warmup_steps", "clip_norm", "num_workers", "checkpoint_every", "eval_every"), 0
+    )
+    for name, least in (at_least | {"lr": 0, "weight_decay": 0, "seed": 0}).items():
+        value = getattr(config, name)
+        if not value >= least:  # also refuses NaN
+            raise Refusal(f"{flag(name)} {value}: must be at least {least}")
+    if not config.lr < float("inf"):
+        raise Refusal(f"--lr {config.lr}: must be finite")
+    if config.seed >= 2**63:
+        raise Refusal(f"--seed {config.seed}: must be below 2**63")
+    if config.micro_batch > config.batch_size:
+        raise Refusal(
+            f"--micro-batch {config.micro_batch}: is above --batch-size {config.batch_size}; "
+            "a micro-batch is a part of the batch"
+        )
+    if samples is not None and config.batch_size > samples:
+        raise Refusal(
+            f"--batch-size {config.batch_size}: the training data has only {samples} samples; use at most that"
+        )
+    if test_samples == 0:
+        raise Refusal(f"--task {config.task}: its test data is empty")
+    if config.init_from and not config.init_from.is_file():
+        raise Refusal(f"--init-from {config.init_from}: no such file")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Options that shape the result and differ between a saved run and the present command.
+
+    Args:
+        old: the options in the run's config.toml.
+        new: the present ones, as :func:`saved_options` gives them.
+
+    Returns:
+        (name, old value, new value) of each. The length of a run (epochs, max_steps) counts only where the
+        learning rate depends on it: a run with a constant one may be prolonged.
+    """
+    free = HARMLESS | ({"epochs", "max_steps"} if new["schedule"] == "constant" else set())
+    names = [name for name in [*new, *(k for k in old if k not in new)] if name not in free]
+    return [(n, old.get(n), new.get(n)) for n in names if old.get(n) != new.get(n)]
+
+
+def saved_options(config: Config, task_options: dict[str, Any]) -> dict[str, Any]:
+    """All options as plain TOML values, those of the task beside the others; absent means None."""
+    options = {k: v for k, v in asdict(config).items() if k not in UNSAVED} | task_options
+    return {k: str(v) if isinstance(v, Path) else v for k, v in options.items() if v is not None}
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of an option."""
+    return "--" + name.replace("_", "-")
+
+
+OPTION_NAMES = frozenset(f.name for f in fields(Config))

@@ -1,0 +1,223 @@
+"""From a data set to the micro-batches of this rank.
+
+torch's `DistributedSampler` deals samples out like cards, so who gets which depends on the number of players;
+after a stop, "skip the first k batches" is right only if as many sit down again, and even torch's own
+`ElasticDistributedSampler` skips and repeats samples otherwise. Here the cut comes first and the
+dealing last: an epoch is cut into steps and micro-batches without looking at the ranks (`plan`), and
+each rank takes its share of the pieces.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+
+from .order import shuffled
+from .plan import MicroBatch, Plan
+from .randomness import derive, seed_everything
+
+
+class SizedDataset(Protocol):
+    """Any map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Indices(list[int]):
+    """The samples of one micro-batch, with where they stand in the run. A plain list to any data set."""
+
+    def __init__(self, samples: Sequence[int], epoch: int, micro_batch: MicroBatch) -> None:
+        super().__init__(samples)
+        self.epoch = epoch
+        self.micro_batch = micro_batch
+
+
+class ElasticSampler(DistributedSampler[Any]):
+    """Deals the micro-batches of an epoch to ranks; each sample exactly once an epoch at any world size.
+
+    Pass it to a `DataLoader` as ``batch_sampler``. It holds no state but where the next epoch starts: the
+    same position at another world size continues with exactly the samples that are left, in O(1).
+
+    Args:
+        dataset: anything with a length N.
+        global_batch: samples of one step over all ranks, G.
+        micro_batch: samples of one batch of this loader. The last one of a step may be smaller.
+        num_replicas: world size W >= 1, which need not divide anything; default: the process group's.
+        rank: default: the process group's. Ranks beyond G / micro_batch get nothing.
+        shuffle: a new order every epoch, or 0 .. N-1 every time.
+        seed: the same on all ranks.
+
+    Warning:
+        Call :meth:`set_epoch` before every epoch, or all epochs have the same order.
+
+    Example:
+        >>> sampler = ElasticSampler(range(10), global_batch=8, micro_batch=3, num_replicas=2, rank=0, shuffle=False)
+        >>> list(sampler)
+        [[0, 1, 2], [3, 4, 5], [8, 9]]
+        >>> sampler.set_epoch(0, first_step=1)
+        >>> list(sampler)
+        [[8, 9]]
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        global_batch: int,
+        micro_batch: int,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed)  # type: ignore[arg-type]
+        self.plan = Plan(len(dataset), global_batch, micro_batch, epochs=1)
+        self.first_step = 0
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Choose the epoch of the next iteration and the step within it to start from."""
+        super().set_epoch(epoch)
+        self.first_step = first_step
+
+    def __iter__(self) -> Iterator[Indices]:
+        for step in self.steps():
+            for micro_batch in self.micro_batches(step):
+                yield self._indices(micro_batch)
+
+    def __len__(self) -> int:
+        return sum(len(self.micro_batches(step)) for step in self.steps())
+
+    def steps(self) -> range:
+        """Global numbers of the epoch's steps that are left."""
+        first = self.epoch * self.plan.steps_per_epoch
+        return range(first + self.first_step, first + self.plan.steps_per_epoch)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a global step."""
+        return self.plan.micro_batches(step, self.rank, self.num_replicas)
+
+    def _indices(self, micro_batch: MicroBatch) -> Indices:
+        positions = np.arange(micro_batch.start, micro_batch.start + micro_batch.size, dtype=np.uint64)
+        if self.shuffle:
+            positions = shuffled(positions, self.plan.samples, self.seed, self.epoch)
+        return Indices(positions.tolist(), self.epoch, micro_batch)
+
+
+class InMemory(Dataset[Any]):
+    """Tensors of equal length as a data set that hands out whole micro-batches by one indexing each.
+
+    Args:
+        tensors: each of shape [N, ...].
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """A collated micro-batch, each tensor of shape [len(indices), ...]."""
+        return tuple(tensor[torch.as_tensor(list(indices))] for tensor in self.tensors)
+
+
+class Seeded(Dataset[Any]):
+    """A data set whose random numbers are those of the sample, not of the process that loads it.
+
+    Before each sample the generators are seeded from (seed, purpose, epoch, index). A data set that
+    fetches whole micro-batches (``__getitems__``) is seeded once a micro-batch, from where that starts.
+    """
+
+    def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.purpose = purpose
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Indices) -> Any:
+        """A list of samples, or a collated micro-batch from a data set that makes one."""
+        fetch_all = getattr(self.dataset, "__getitems__", None)
+        if fetch_all is not None:
+            self._seed(indices.epoch, indices.micro_batch.start)
+            return fetch_all(indices)
+        return [self._sample(indices.epoch, index) for index in indices]
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        self._seed(epoch, index)
+        return self.dataset[index]
+
+    def _seed(self, epoch: int, index: int) -> None:
+        seed_everything(derive(self.seed, self.purpose, epoch, index))
+
+
+def loader(
+    dataset: SizedDataset, sampler: ElasticSampler, purpose: str, num_workers: int, device: torch.device
+) -> DataLoader[Any]:
+    """A `DataLoader` of this rank's micro-batches, in order, the same for any number of workers.
+
+    Args:
+        dataset: map-style.
+        sampler: this rank's share.
+        purpose: "train" or "test"; keeps their random numbers apart.
+        num_workers: loading processes; they live as long as the loader.
+        device: where batches will go; a GPU gets them from pinned memory.
+    """
+    return DataLoader(
+        Seeded(dataset, sampler.seed, purpose),
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_collate,
+        pin_memory=device.type == "cuda",
+        persistent_workers=num_workers > 0,
+        worker_init_fn=_leave_signals_to_the_parent,
+    )
+
+
+def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[tuple[int, list[MicroBatch], Iterator[Any]]]:
+    """Group a loader's micro-batches by step, from where the sampler stands to the end of the epoch.
+
+    Yields:
+        (global step, this rank's micro-batches of it, their batches in the same order, loaded on demand).
+        An idle rank gets the step with no micro-batches, because it takes part in the reduction.
+    """
+    stream = iter(batches)
+    for step in sampler.steps():
+        mine = sampler.micro_batches(step)
+        yield step, mine, (next(stream) for _ in mine)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch of nested dicts, lists and tuples with its tensors on the device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def _collate(samples: Any) -> Any:
+    """Collate a list of samples; what a data set has collated itself passes through."""
+    return default_collate(samples) if isinstance(samples, list) else samples
+
+
+def _leave_signals_to_the_parent(_worker: int) -> None:
+    """Slurm and Ctrl-C signal every process: a worker that died first would take the parent's step with it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)

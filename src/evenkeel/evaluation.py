@@ -1,0 +1,61 @@
+"""Exact evaluation: every test sample once, and the same result at any world size.
+
+`DistributedSampler` pads the test set so that all ranks get equally many samples, which counts some twice. Here
+ranks take unequal shares of fixed micro-batches. Nothing is exchanged until the end; then the sums of all
+micro-batches come together once and are added in one order, whoever computed them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from . import data
+from .config import Config
+from .tasks import Task
+from .world import World
+
+
+class Evaluation:
+    """A task's metrics over all test samples; call it as often as needed.
+
+    Args:
+        task: computes the metrics of a batch.
+        model: the bare model, because a DDP forward would wait for ranks that have no batch left.
+        test_set: N samples, cut into micro-batches of the training's size, dealt to ranks in contiguous shares.
+        config: micro-batch, loader workers and seed.
+        world: who takes part.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, test_set: data.SizedDataset, config: Config, world: World) -> None:
+        self.task, self.model, self.world = task, model, world
+        self.samples = len(test_set)
+        # the whole test set is one step of one epoch, in its own order
+        sampler = data.ElasticSampler(
+            test_set,
+            self.samples,
+            config.micro_batch,
+            num_replicas=world.world_size,
+            rank=world.rank,
+            shuffle=False,
+            seed=config.seed,
+        )
+        self.batches = data.loader(test_set, sampler, "test", config.num_workers, world.device)
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """The metrics, the same on every rank. The model is back in its mode afterwards."""
+        was_training = self.model.training
+        self.model.eval()
+        sums: dict[str, list[Tensor]] = {}
+        for batch in map(partial(data.to_device, device=self.world.device), self.batches):
+            for name, values in self.task.metrics(self.model, batch).items():
+                # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
+                sums.setdefault(name, []).append(values.double().sum(0))
+        self.model.train(was_training)
+        mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
+        shares = [share for share in self.world.gather(mine) if share]
+        rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+        return self.task.summarize({name: values.sum(0) / self.samples for name, values in rows.items()})

@@ -1,0 +1,51 @@
+"""Files that are either whole or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file under a temporary name, bring it to the disk, and only then give it its name.
+
+    A crash leaves the old file or the new one, never a part. The steps and their order are those of
+    "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014).
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON for people and programs, atomically."""
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return value
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's own entries to the disk: a rename is not durable before."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

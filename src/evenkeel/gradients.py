@@ -1,0 +1,157 @@
+"""The gradient of one step: the mean over the global batch, whoever computes which part of it.
+
+Each micro-batch contributes (its samples / the step's samples) x (its mean loss), so that uneven shares
+and a short last step need no special case: a plain sum over micro-batches and ranks is the gradient of the mean
+over the step's samples. DDP adds the ranks' parts up while the last micro-batch's backward pass still runs.
+
+Two things that stock DDP gets wrong for an elastic job are mended here. A rank without a micro-batch takes part with
+an exact zero instead of waiting for ever. And the statistics of BatchNorm follow all the micro-batches of a
+step, not those that happened to run on rank 0: each micro-batch starts from the step's own statistics, and the
+step moves them by the mean of the micro-batches' changes. They are therefore the same on all ranks, at any world size.
+"""
+
+# no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .data import to_device
+from .plan import MicroBatch
+from .randomness import derive, seed_everything
+from .tasks import Task
+from .world import World
+
+
+class Loss(nn.Module):
+    """What DDP wraps: the model and its loss in one module, called with a batch, or None on an idle rank."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, batch: Any) -> Tensor:
+        """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter."""
+        if batch is None:
+            return torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum() * 0
+        return self._task.loss(self.model, batch)
+
+
+def wrap(model: nn.Module, task: Task, world: World) -> nn.Module:
+    """The model with its loss, under DDP where there is a process group.
+
+    DDP starts by giving every rank the weights of rank 0.
+    """
+    module = Loss(model, task)
+    if not world.launched:
+        return module
+    ddp = DistributedDataParallel(
+        module,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        broadcast_buffers=False,  # `_Statistics` keeps them equal
+        gradient_as_bucket_view=True,
+        find_unused_parameters=task.unused_parameters,
+    )
+    ddp.register_comm_hook(None, _sum_over_ranks)
+    return ddp
+
+
+def backward(
+    wrapped: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    batches: Iterable[Any],
+    step_samples: int,
+    seed: int,
+    world: World,
+) -> Tensor:
+    """Compute and add up the gradient of one step; afterwards every rank holds it in ``.grad``.
+
+    Args:
+        wrapped: what :func:`wrap` returned, gradients cleared.
+        micro_batches: this rank's share of the step; may be empty.
+        batches: their data, in the same order.
+        step_samples: samples of the step over all ranks.
+        seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
+        world: who takes part.
+
+    Returns:
+        This rank's share of the step's mean loss, a detached scalar on the device; the sum over ranks is
+        the loss. Not read here, because reading it would make the host wait for the device.
+    """
+    statistics = _Statistics(wrapped)
+    share = torch.zeros((), device=world.device)
+    try:
+        for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
+            seed_everything(derive(seed, "micro-batch", micro_batch.step, micro_batch.id))
+            weight = micro_batch.size / step_samples
+            with nullcontext() if number == len(micro_batches) else _no_reduction(wrapped):
+                loss = wrapped(to_device(batch, world.device)) * weight
+                loss.backward()
+            share += loss.detach()
+            statistics.collect(weight)
+        if not micro_batches:
+            wrapped(None).backward()
+    except BaseException:
+        statistics.rollback()  # so that the model is that of the last finished step, and can be saved
+        raise
+    statistics.commit(world)
+    return share
+
+
+class _Statistics:
+    """A model's saved buffers in the course of one step: BatchNorm's running statistics and the like.
+
+    Constants that a model registers with ``persistent=False`` are not among them and cost nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        saved = module.state_dict(keep_vars=True).keys()
+        self.buffers = [buffer for name, buffer in module.named_buffers() if name in saved]
+        self.base = [buffer.clone() for buffer in self.buffers]
+        self.changes = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in self.buffers]
+
+    @torch.no_grad()
+    def collect(self, weight: float) -> None:
+        """Take a micro-batch's change, weighted, and go back to the step's start for the next one."""
+        for buffer, base, change in zip(self.buffers, self.base, self.changes, strict=True):
+            difference = buffer.double() - base.double()
+            # where nothing changed, an infinite value (a mask, say) would give inf - inf
+            change += torch.where(buffer == base, 0.0, difference) * weight
+        self.rollback()
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        """Undo what an unfinished step did to the buffers."""
+        for buffer, base in zip(self.buffers, self.base, strict=True):
+            buffer.copy_(base)
+
+    @torch.no_grad()
+    def commit(self, world: World) -> None:
+        """Move the buffers by the mean change over all micro-batches of all ranks."""
+        if not self.buffers:
+            return
+        total = world.sum(torch.cat([change.flatten() for change in self.changes]))
+        parts = torch.split(total, [buffer.numel() for buffer in self.buffers])
+        for buffer, change in zip(self.buffers, parts, strict=True):
+            # rounded, because thirds of one count need not add up to exactly one
+            change = change if buffer.is_floating_point() else change.round()
+            buffer.copy_(buffer.double() + change.view_as(buffer))
+
+
+def _no_reduction(wrapped: nn.Module) -> AbstractContextManager[None]:
+    """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""
+    return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+
+def _sum_over_ranks(
+    _state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: stock all-reduce without the division, for the weights already are in the loss."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])

@@ -1,0 +1,171 @@
+"""The folder of one run, over all its starts: who may use it, what the run is, how it stands.
+
+Rank 0 alone keeps it (the other ranks only write their logs), and holds a lock on it while it lives, so that two jobs
+cannot train into the same folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import tomli_w
+
+from .config import differences, flag
+from .errors import Refusal
+from .files import read_json, write_atomically, write_json
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RunState = Literal["running", "finished", "stopped", "failed"]
+
+LOCK_PATIENCE = 10.0
+"""Seconds to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
+
+
+def launch_token() -> str:
+    """What identifies the torchrun agent that started this process; it outlives the processes it restarts.
+
+    Host, pid and start time of the parent. Empty without torchrun, where there are no restarts.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):  # no /proc: the pid must do
+        started = "?"
+    return f"{socket.gethostname()}:{parent}:{started}"
+
+
+@dataclass
+class RunDirectory:
+    """Rank 0's handle on a run's folder. Make it with :func:`claim`."""
+
+    path: Path
+    status: dict[str, Any]
+    _lock: IO[bytes]
+
+    def start_over(self, tokens: list[str]) -> None:
+        """Move the run in the folder aside, unless a restart of this very launch finds its own.
+
+        Args:
+            tokens: the `launch_token` of every rank. torchrun's own restart count does not tell a restart: it
+                stays 0 when a node joins.
+        """
+        if (self.path / "config.toml").exists() and not self._restarted(tokens):
+            stem = f"{self.path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
+            names = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
+            self.path.rename(next(aside for name in names if not (aside := self.path.with_name(name)).exists()))
+            self.path.mkdir()
+            self._lock = _lock(self.path)
+            self.status = {}
+
+    def begin(self, options: dict[str, Any], tokens: list[str]) -> None:
+        """Record an attempt: the options as they are now, and who is at work."""
+        write_atomically(self.path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()))
+        launch = {token for token in tokens if token}
+        if self._restarted(tokens):
+            launch |= set(self.status["launch"])
+        world_sizes = [*self.status.get("world_sizes", []), len(tokens)]
+        self.update("running", reason="", launch=sorted(launch), world_sizes=world_sizes)
+
+    @property
+    def attempts(self) -> int:
+        """Starts of this run so far."""
+        return len(self.status.get("world_sizes", []))
+
+    def _restarted(self, tokens: list[str]) -> bool:
+        return bool(set(filter(None, tokens)) & set(self.status.get("launch", [])))
+
+    def update(self, state: RunState, **facts: Any) -> None:
+        """Rewrite status.json with a new state and some facts; the others stay."""
+        self.status |= {
+            "state": state,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+        } | facts
+        write_json(self.path / "status.json", self.status)
+
+
+def claim(path: Path, options: dict[str, Any], fresh: bool) -> RunDirectory:
+    """Check that a run may use a folder, create it if need be, and lock it. Changes nothing in a run there.
+
+    Raises:
+        Refusal: it is a file, cannot be written, is not a run's, is another run's, or is in use.
+    """
+    if path.exists() and not path.is_dir():
+        raise Refusal(f"--run-dir {path}: is a file; name a folder")
+    if path.is_dir() and not (path / "config.toml").exists() and _contents(path):
+        raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
+    if not fresh:
+        _refuse_another_run(path, options)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+    except OSError as error:
+        raise Refusal(f"--run-dir {path}: cannot be written: {error.strerror or error}") from None
+    return RunDirectory(path, read_json(path / "status.json"), lock)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The options in a TOML file.
+
+    Raises:
+        Refusal: no such file, or not TOML.
+    """
+    try:
+        options: dict[str, Any] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"{path}: not TOML: {error}") from None
+    return options
+
+
+def _contents(path: Path) -> list[Path]:
+    """What is in a folder, but for what a start that came to nothing, or another rank, leaves there."""
+    return [entry for entry in path.iterdir() if entry.name not in (".lock", "logs")]
+
+
+def _refuse_another_run(path: Path, options: dict[str, Any]) -> None:
+    if not (path / "config.toml").exists():
+        return
+    changed = differences(read_config(path / "config.toml"), options)
+    if changed:
+        shown = ", ".join(
+            f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
+            for name, old, new in changed
+        )
+        raise Refusal(
+            f"--run-dir {path}: holds another run: {shown}; continue it with the old values, name another folder, "
+            "or start over with --fresh"
+        )
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Hold a lock on the folder until this process ends, however it ends."""
+    file = (path / ".lock").open("ab")
+    patience = time.monotonic() + LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < patience:
+                time.sleep(0.1)
+                continue
+            holder = read_json(path / "status.json")
+            who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+            raise Refusal(f"--run-dir {path}: is in use by {who}; stop that job or name another folder") from None
+        return file

@@ -1,0 +1,209 @@
+"""A task: data, model, loss and metrics. The one thing a user of the template writes.
+
+    class MyTask(Task):
+        def train_dataset(self): ...
+        def test_dataset(self): ...
+        def model(self): ...
+        def loss(self, model, batch): ...
+        def metrics(self, model, batch): ...
+
+Make it a dataclass and its fields become command-line options, with their docstrings as help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .config import Config
+from .data import InMemory, SizedDataset
+from .errors import Refusal
+from .models import SmallCNN
+from .optimization import build_optimizer
+
+
+class Task(ABC):
+    """What is trained on what. Methods run on every rank; none of them needs to know that there are ranks.
+
+    A *batch* is what `torch.utils.data.default_collate` makes of a micro-batch of samples, on the device of
+    the model.
+    """
+
+    best: ClassVar[tuple[str, Literal["max", "min"]]] = ("accuracy", "max")
+    """The metric by which the best checkpoint is kept. A name that `metrics` does not return keeps none."""
+
+    unused_parameters: ClassVar[bool] = False
+    """Set it if some parameters get no gradient in some steps; DDP then looks for them, which costs time."""
+
+    @abstractmethod
+    def train_dataset(self) -> SizedDataset:
+        """Any map-style data set; random augmentation may use torch's, NumPy's or Python's generator."""
+
+    @abstractmethod
+    def test_dataset(self) -> SizedDataset:
+        """The data of the evaluation."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The network, on the CPU, with random weights (the generators are seeded). Several networks: an
+        `nn.ModuleDict` of them."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean loss over a batch, a scalar with a gradient. Several losses: their sum."""
+
+    @abstractmethod
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Values of each sample, every tensor of shape [samples, ...]; their means over all samples are what
+        `summarize` gets. Runs without gradients, the model in evaluation mode."""
+
+    def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
+        """From means over all test samples (float64) to the numbers that are reported."""
+        return {name: float(mean) for name, mean in means.items()}
+
+    def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
+        """One by --optimizer over all parameters. A task with several networks may return one for each."""
+        return [build_optimizer(model.parameters(), config)]
+
+    def options(self) -> dict[str, Any]:
+        """The task's own options and their values; none unless it is a dataclass."""
+        return dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+
+
+class Classification(Task):
+    """(image, label) data: cross-entropy and accuracy. A subclass brings the data and the model."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean cross-entropy."""
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Cross-entropy and top-1 accuracy of each image."""
+        images, labels = batch
+        logits = model(images)
+        return {
+            "loss": F.cross_entropy(logits, labels, reduction="none"),
+            "accuracy": logits.argmax(1) == labels,
+        }
+
+
+@dataclass
+class Digits(Classification):
+    """The UCI optical digits, 1,797 real images of 8 x 8 pixels that come with Evenkeel (assets/digits.md)."""
+
+    width: int = 32
+    """Channels of the first convolution; the second has twice as many."""
+    dropout: float = 0.1
+    """Probability of dropping a feature before the last layer."""
+
+    TEST_SAMPLES: ClassVar[int] = 360
+    """A fifth, chosen once and for all."""
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or not 0 <= self.dropout < 1:
+            raise Refusal(f"--width {self.width} --dropout {self.dropout}: need width >= 1 and 0 <= dropout < 1")
+
+    def train_dataset(self) -> InMemory:
+        """1,437 images, float [1, 8, 8] in 0 .. 1."""
+        return self._images(slice(self.TEST_SAMPLES, None))
+
+    def test_dataset(self) -> InMemory:
+        """360 images."""
+        return self._images(slice(0, self.TEST_SAMPLES))
+
+    def model(self) -> nn.Module:
+        """A CNN of two convolutions; about 60,000 parameters at the default width."""
+        return SmallCNN(classes=10, width=self.width, dropout=self.dropout)
+
+    @staticmethod
+    def _images(part: slice) -> InMemory:
+        with as_file(files("evenkeel") / "assets" / "digits.npz") as path, np.load(path) as data:
+            images, labels = torch.from_numpy(data["images"]), torch.from_numpy(data["labels"])
+        # neighbours in the file share a writer, so the split takes every sample from anywhere
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[part]
+        return InMemory(images[order].float().div_(16).unsqueeze(1), labels[order].long())
+
+
+BUILT_IN: dict[str, type[Task]] = {"digits": Digits}
+
+
+def load_task(name: str) -> type[Task]:
+    """The class behind --task: a built-in by name, else FILE.py:CLASS or PACKAGE.MODULE:CLASS.
+
+    Raises:
+        Refusal: no such task, or its file fails to import (says at which line and why).
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    source, colon, attribute = name.rpartition(":")
+    if not colon or not source or not attribute:
+        raise Refusal(
+            f"--task {name}: unknown; built in: {', '.join(BUILT_IN)}; your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
+        )
+    module = _import_file(name, Path(source)) if source.endswith(".py") else _import_module(name, source)
+    found = getattr(module, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        what = "does not exist" if found is None else "is not a subclass of evenkeel.tasks.Task"
+        raise Refusal(f"--task {name}: {attribute} {what} in {source}")
+    return found
+
+
+def _import_file(name: str, path: Path) -> Any:
+    """Import a file under its own stem, so that loader processes can find its classes by name."""
+    if not path.is_file():
+        raise Refusal(f"--task {name}: no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    known = sys.modules.get(path.stem)
+    if spec is None or spec.loader is None or (known and getattr(known, "__file__", None) != spec.origin):
+        raise Refusal(f"--task {name}: the module name '{path.stem}' is taken or not allowed; rename the file")
+    sys.path.insert(0, str(path.resolve().parent))
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    with _import_errors(name):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str, module: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))
+    with _import_errors(name):
+        return importlib.import_module(module)
+
+
+class _import_errors:  # noqa: N801  (reads as a statement)
+    """Turn whatever a user's module raises into one line that says where."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        place = ""
+        if isinstance(error, SyntaxError):
+            place = f" at {error.filename}:{error.lineno}"
+        elif frames := [f for f in traceback.extract_tb(trace) if not _is_import_machinery(f.filename)]:
+            place = f" at {frames[-1].filename}:{frames[-1].lineno}"
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        lines = f"{type(error).__name__}: {reason}".split("\n")
+        raise Refusal(f"--task {self.name}: does not import: {lines[0]}{place}") from error
+
+
+def _is_import_machinery(filename: str) -> bool:
+    return filename.startswith("<frozen") or filename == __file__ or filename == importlib.__file__

@@ -1,0 +1,172 @@
+"""What a run tells: a live display, metrics.jsonl, Weights & Biases, and a log for each rank.
+
+All but the logs are rank 0's. `metrics.jsonl` is append-only: after a stop without a checkpoint some steps are
+done again and stand there twice; a "start" record between them says from which step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import netrc
+import os
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from .config import Config
+from .plan import Plan
+from .world import World
+
+log = logging.getLogger(__name__)
+
+
+def start_logs(folder: Path, world: World) -> None:
+    """Send this rank's log records to ``folder/rank-R.log``, and rank 0's warnings to stderr as well."""
+    folder.mkdir(parents=True, exist_ok=True)
+    form = logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(name)s: %(message)s")
+    handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank-{world.rank}.log")]
+    if world.rank == 0:
+        stderr = logging.StreamHandler()
+        stderr.setLevel(logging.WARNING)
+        stderr.setFormatter(logging.Formatter("evenkeel: %(levelname)s: %(message)s"))
+        handlers.append(stderr)
+    handlers[0].setFormatter(form)
+    package = logging.getLogger("evenkeel")
+    package.handlers[:] = handlers
+    package.setLevel(logging.INFO)
+
+
+class Tracker:
+    """What rank 0 tells.
+
+    Args:
+        config: for the log interval and Weights & Biases.
+        plan: length of the run.
+        run_dir: where metrics.jsonl is.
+        attempt: starts of the run so far, this one included.
+        world_size: ranks of this attempt.
+    """
+
+    def __init__(self, config: Config, plan: Plan, run_dir: Path, attempt: int, world_size: int) -> None:
+        self.config, self.plan, self.path = config, plan, run_dir
+        self.attempt, self.world_size = attempt, world_size
+        self.metrics: dict[str, float] = {}
+        self._wandb: Any = None
+        self._mark = (time.perf_counter(), 0)
+        # no colours for numbers, and no line breaks where a pipe has no width
+        self._console = Console(highlight=False, soft_wrap=True)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._display = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._line = self._display.add_task("starting", total=plan.total_steps)
+
+    def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> str | None:
+        """Open the run's one W&B run; its id, if there is one now. Trouble with it never ends a training."""
+        mode, why = wandb_mode(self.config.wandb)
+        if mode == "disabled":
+            self.say(f"Weights & Biases is off{': ' if why else ''}{why}")
+            return run_id
+        run_id = run_id or uuid.uuid4().hex[:12]
+        try:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "evenkeel"),
+                name=os.environ.get("WANDB_NAME", self.path.name),
+                id=run_id,
+                resume="allow",
+                mode=mode,
+                dir=self.path,
+                config=options,
+            )
+        except Exception as error:  # whatever it is
+            log.warning("Weights & Biases is off: %s: %s", type(error).__name__, error)
+        return run_id
+
+    def start(self, step: int) -> None:
+        """The attempt begins at a step."""
+        self._mark = (time.perf_counter(), step)
+        self.event("start", step, attempt=self.attempt, world_size=self.world_size)
+        number = f"attempt {self.attempt}, " if self.attempt > 1 else ""
+        self.say(
+            f"{number}{self.world_size} rank{'s' * (self.world_size > 1)}, step {step}/{self.plan.total_steps} -> {self.path}"
+        )
+        self._display.start()
+        self._display.update(self._line, completed=step)
+
+    def train(self, step: int, loss: float, lr: float) -> None:
+        """A line for a step: its loss, and the speed since the last line."""
+        now, (then, step_then) = time.perf_counter(), self._mark
+        self._mark = (now, step)
+        seconds, seen = max(now - then, 1e-9), self.plan.samples_seen
+        speed = (seen(step) - seen(step_then)) / seconds
+        left = timedelta(seconds=round((self.plan.total_steps - step) * seconds / max(1, step - step_then)))
+        epoch = (step - 1) // self.plan.steps_per_epoch
+        self.event("train", step, epoch=epoch, loss=loss, lr=lr, samples_per_s=round(speed, 1))
+        self._log_wandb(step, {"train/loss": loss, "train/lr": lr, "train/samples_per_s": speed, "epoch": epoch})
+
+        metrics = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items() if name != "loss")
+        text = f"epoch {epoch + 1}/{self.plan.epochs}  loss {loss:.4f}{metrics}  {speed:,.0f} samples/s  ETA {left}"
+        self._display.update(self._line, completed=step, description=text)
+        if self._display.disable:
+            self.say(f"step {step}/{self.plan.total_steps}  {text}")
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """The result of an evaluation."""
+        self.metrics = metrics
+        self.event("eval", step, **metrics)
+        self._log_wandb(step, {f"test/{name}": value for name, value in metrics.items()})
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.say(f"step {step}/{self.plan.total_steps}  test: {shown}")
+
+    def event(self, kind: str, step: int, **facts: Any) -> None:
+        """A line in metrics.jsonl."""
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | facts
+        try:
+            with (self.path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:  # a full disk costs a line, not the training
+            log.error("metrics.jsonl: %s", error)
+
+    def say(self, text: str) -> None:
+        """A line for the reader."""
+        self._console.print(text, markup=False)
+
+    def close(self, exit_code: int = 0) -> None:
+        """End the display and the W&B run."""
+        self._display.stop()
+        if self._wandb:
+            self._wandb.finish(exit_code=exit_code)
+            self._wandb = None
+
+    def _log_wandb(self, step: int, values: dict[str, float]) -> None:
+        if self._wandb:
+            self._wandb.log(values, step=step)
+
+
+def wandb_mode(asked: str) -> tuple[Any, str]:
+    """What --wandb comes to on this machine: (online, offline or disabled; why it is off by itself)."""
+    if asked != "auto":
+        return asked, ""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode, ""
+    if _wandb_key_exists():
+        return "online", ""
+    return "disabled", "no key found; run `wandb login` or set WANDB_API_KEY, or use --wandb offline"
+
+
+def _wandb_key_exists() -> bool:
+    """Look where wandb looks, without its import of a second and without ever holding the key."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return host is not None and netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

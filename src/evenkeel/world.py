@@ -1,0 +1,172 @@
+"""Who this process is: torchrun's environment, its device, and the process group.
+
+torchrun tells a worker everything through environment variables (https://docs.pytorch.org/docs/stable/elastic/run.html).
+Without them the process is alone: world size 1, no process group, and every collective below is a no-op, so that
+`python train.py` and `torchrun train.py` are one code path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from .errors import Refusal
+from .rendezvous import fresh_store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all of them."""
+
+    rank: int
+    """0 .. world_size-1, over all nodes."""
+    local_rank: int
+    """0 .. local_world_size-1, on this node; picks the device."""
+    world_size: int
+    """Processes in all."""
+    local_world_size: int
+    """Processes on this node."""
+    device: torch.device
+    """Where this process computes."""
+    launched: bool
+    """Whether torchrun started it; if not, there is no process group."""
+
+    @staticmethod
+    def from_environment() -> World:
+        """Read torchrun's variables and pick the device; no process group yet.
+
+        Raises:
+            Refusal: if there are more processes on this node than visible GPUs, or variables are missing.
+        """
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        values = [os.environ.get(name) for name in names]
+        if all(value is None for value in values):
+            return World(0, 0, 1, 1, _device(0, 1), launched=False)
+        try:
+            rank, local_rank, world_size, local_world_size = (int(value or "") for value in values)
+        except ValueError:
+            shown = " ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in names)
+            raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/") from None
+        device = _device(local_rank, local_world_size)
+        return World(rank, local_rank, world_size, local_world_size, device, launched=True)
+
+    @contextmanager
+    def connected(self, timeout: timedelta = timedelta(minutes=10)) -> Iterator[None]:
+        """The process group's life: gloo for CPU tensors, and NCCL beside it for CUDA ones.
+
+        Args:
+            timeout: the longest that a rank waits for the others, at the start and in any collective.
+        """
+        if not self.launched:
+            yield
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store = fresh_store(store, self.rank, self.world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    def broadcast(self, value: T | None, source: int = 0) -> T:
+        """One rank's value to all, by pickle: for small things."""
+        box: list[Any] = [value]
+        if self.launched:
+            dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
+        return box[0]  # type: ignore[no-any-return]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks, on every rank, by pickle: for small things."""
+        if not self.launched:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add a tensor up over all ranks, in place."""
+        if self.launched:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_tensors(self, tree: Any, source: int = 0) -> Any:
+        """One rank's nested dicts and lists of tensors and plain data to all ranks.
+
+        The shape of the tree goes by pickle and each tensor by itself, so that no rank ever holds a second
+        copy of the whole. Other ranks pass anything. Tensors arrive on the CPU.
+        """
+        if not self.launched:
+            return tree
+        tensors: list[torch.Tensor] = []
+        outline = self.broadcast(_outline(tree, tensors) if self.rank == source else None, source)
+        return _fill(outline, iter(tensors), source)
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """Stands for a tensor in a tree's outline."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _outline(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree.detach().cpu().contiguous())
+        return _Placeholder(tree.shape, tree.dtype)
+    if isinstance(tree, dict):
+        return {key: _outline(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_outline(value, tensors) for value in tree)
+    return tree
+
+
+def _fill(outline: Any, tensors: Iterator[torch.Tensor], source: int) -> Any:
+    if isinstance(outline, _Placeholder):
+        tensor = next(tensors, None)
+        tensor = torch.empty(outline.shape, dtype=outline.dtype) if tensor is None else tensor
+        dist.broadcast(tensor, src=source)
+        return tensor
+    if isinstance(outline, dict):
+        return {key: _fill(value, tensors, source) for key, value in outline.items()}
+    if isinstance(outline, (list, tuple)):
+        return type(outline)(_fill(value, tensors, source) for value in outline)
+    return outline
+
+
+def _device(local_rank: int, local_world_size: int) -> torch.device:
+    """The GPU numbered by the local rank, among those visible; the CPU where there are none."""
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return torch.device("cpu")
+    if local_world_size > gpus:
+        raise Refusal(explain_devices(local_world_size, gpus))
+    return torch.device("cuda", local_rank)
+
+
+def explain_devices(local_world_size: int, gpus: int) -> str:
+    """Why so many processes do not fit on so many visible GPUs, and which GPU each would get."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(gpus)]
+    got = ", ".join(
+        f"local rank {r} -> " + (f"cuda:{r} (GPU {names[r].strip()})" if r < gpus else "none")
+        for r in range(local_world_size)
+    )
+    return (
+        f"{local_world_size} processes on this node but {gpus} visible GPU{'s' * (gpus != 1)} "
+        f"(CUDA_VISIBLE_DEVICES={'unset' if visible is None else visible}): {got}; "
+        f"start at most {gpus} (--nproc_per_node or -g), or hide all with CUDA_VISIBLE_DEVICES= to train on the CPU"
+    )

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Train a task on one process or many, and continue where the last attempt stopped.
+
+    torchrun --standalone --nproc_per_node=2 train.py
+    python train.py --task my_job.py:MyTask --help
+
+Read it from the top: this is the whole job. What is hard to get right is in src/evenkeel, one subject a file.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.utils import clip_grad_norm_
+
+from evenkeel import data, gradients
+from evenkeel.cli import exit_code, parse
+from evenkeel.config import Config, validate
+from evenkeel.data import ElasticSampler
+from evenkeel.evaluation import Evaluation
+from evenkeel.interruption import StopRequest
+from evenkeel.optimization import rate, set_rate
+from evenkeel.plan import Plan
+from evenkeel.randomness import derive, seed_everything
+from evenkeel.run import Run
+from evenkeel.state import State, load_weights
+from evenkeel.tasks import Task
+from evenkeel.world import World
+
+
+@record  # torchrun's closing report then shows the traceback of the rank that failed
+def main() -> int:
+    """From the command line to an exit code: 0 finished, 75 stopped and can be continued, 2 refused."""
+    config, task = parse(sys.argv[1:])
+    world = World.from_environment()
+    train_set, test_set = task.train_dataset(), task.test_dataset()
+    validate(config, len(train_set), len(test_set))
+    plan = Plan(len(train_set), config.batch_size, config.micro_batch, config.epochs, config.max_steps)
+    state = build(config, task, world)
+    run = Run(config, task, plan, world)  # the last that may refuse; nothing has been touched so far
+    stop = StopRequest()
+
+    with world.connected():
+        if run.begin():
+            return 0  # it was finished before
+        try:
+            run.resume(state)
+            train(config, task, world, plan, state, run, stop, train_set, test_set)
+        except BaseException as error:
+            return run.interrupted(state, stop.reason, error)
+    return 0
+
+
+def build(config: Config, task: Task, world: World) -> State:
+    """Model and optimizers as they are before the first step, the same on every rank."""
+    seed_everything(derive(config.seed, "weights"))
+    model = task.model()
+    if config.init_from:
+        load_weights(model, config.init_from)
+    model.to(world.device)
+    return State(model, task.optimizers(model, config))
+
+
+def train(
+    config: Config,
+    task: Task,
+    world: World,
+    plan: Plan,
+    state: State,
+    run: Run,
+    stop: StopRequest,
+    train_set: data.SizedDataset,
+    test_set: data.SizedDataset,
+) -> None:
+    """Step after step until the plan is done, then the final evaluation and the export."""
+    model = gradients.wrap(state.model, task, world)  # DDP
+    sampler = ElasticSampler(
+        train_set,
+        config.batch_size,
+        config.micro_batch,
+        num_replicas=world.world_size,
+        rank=world.rank,
+        seed=config.seed,
+    )
+    batches = data.loader(train_set, sampler, "train", config.num_workers, world.device)
+    evaluation = Evaluation(task, state.model, test_set, config, world)
+    eval_every = config.eval_every or plan.steps_per_epoch
+
+    while state.step < plan.total_steps:
+        epoch, first_step = plan.locate(state.step)
+        sampler.set_epoch(epoch, first_step)
+        for step, micro_batches, their_batches in data.by_step(batches, sampler):
+            stop.check(world.rank)
+            state.clear_gradients()
+            loss = gradients.backward(model, micro_batches, their_batches, plan.step_samples(step), config.seed, world)
+            if config.clip_norm:
+                clip_grad_norm_(state.model.parameters(), config.clip_norm)
+            set_rate(state.optimizers, rate(config, step, plan.total_steps))
+            state.commit()
+
+            if state.step % config.log_every == 0:
+                run.log_step(state.step, world.sum(loss))
+            if state.step == plan.total_steps:
+                break
+            metrics = evaluation() if state.step % eval_every == 0 else {}
+            run.checkpoint(state, metrics)
+
+    run.finish(state, evaluation())
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
