@@ -15,9 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.utils import clip_grad_norm_
 
 from evenkeel import data, gradients
-from evenkeel.cli import exit_code, parse
+from evenkeel.cli import parse
 from evenkeel.config import Config, validate
 from evenkeel.data import ElasticSampler
+from evenkeel.errors import exit_code
 from evenkeel.evaluation import Evaluation
 from evenkeel.interruption import StopRequest
 from evenkeel.optimization import rate, set_rate
@@ -84,7 +85,7 @@ def train(
         seed=config.seed,
     )
     batches = data.loader(train_set, sampler, "train", config.num_workers, world.device)
-    evaluation = Evaluation(task, state.model, test_set, config, world)
+    evaluation = Evaluation(task, state.model, test_set, config, world, stop)
     eval_every = config.eval_every or plan.steps_per_epoch
 
     while state.step < plan.total_steps:

@@ -4,14 +4,18 @@
                               manifest.json   step, metrics, and each file's size and sha256
 
 A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-*
-is complete. An older one is deleted only after that.
+is complete. An older one is deleted only after that, and loses its name first. What a kill in the middle leaves
+has a hidden name and is cleared away at the next start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -44,12 +48,13 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(path for path in self.folder.glob("step-*") if (path / MANIFEST).is_file())
+        named = [path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+        return sorted((path for path in named if (path / MANIFEST).is_file()), key=_step)
 
     def newest_step(self) -> int:
         """Step of the newest checkpoint, 0 if there is none."""
         paths = self.all()
-        return int(paths[-1].name.removeprefix("step-")) if paths else 0
+        return _step(paths[-1]) if paths else 0
 
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
         """Write a state and then delete what is not to be kept.
@@ -68,7 +73,12 @@ class Checkpoints:
         try:
             with (temporary / STATE).open("wb") as file:
                 writer = _HashingWriter(file)
-                torch.save(dict(state), writer)  # type: ignore[arg-type]  # it needs no more than write and flush
+                try:
+                    torch.save(dict(state), writer)  # type: ignore[arg-type]  # it needs no more than write and flush
+                except RuntimeError:
+                    if writer.error:  # torch reports it as a wrong position in the file
+                        raise writer.error from None
+                    raise
                 writer.sync()
             manifest = {
                 "step": state["step"],
@@ -77,17 +87,22 @@ class Checkpoints:
                 "files": {STATE: {"bytes": writer.bytes, "sha256": writer.digest.hexdigest()}},
             }
             write_json(temporary / MANIFEST, manifest)
-            shutil.rmtree(final, ignore_errors=True)  # the same step, set down by an earlier attempt
+            replaced = self.folder / f".{final.name}.old"
+            if final.exists():  # the same step, set down by an earlier attempt
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.replace(replaced)
             temporary.replace(final)
             sync_folder(self.folder)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
         return final
 
     def load_newest(self) -> dict[str, Any] | None:
         """The newest checkpoint that is whole; damaged ones are reported and set aside, not deleted."""
+        self._clear_away()
         for path in reversed(self.all()):
             try:
                 return load(path)
@@ -104,21 +119,37 @@ class Checkpoints:
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is better than that of every checkpoint there is."""
-        value, known = metrics.get(self.best[0]), self.best_value()
+        value, known = _finite(metrics.get(self.best[0])), self.best_value()
         if value is None:
             return False
         return known is None or (value > known if self.best[1] == "max" else value < known)
 
     def _value(self, path: Path) -> float | None:
-        value: float | None = read_json(path / MANIFEST).get("metrics", {}).get(self.best[0])
-        return value
+        try:
+            return _finite(_manifest(path)["metrics"].get(self.best[0]))
+        except Damaged:
+            return None
 
     def _prune(self) -> None:
         paths, best = self.all(), self.best_value()
         holders = [path for path in paths if best is not None and self._value(path) == best]
         for path in paths[: -self.keep]:
             if path not in holders[-1:]:
-                shutil.rmtree(path, ignore_errors=True)
+                unnamed = self.folder / f".{path.name}.tmp"
+                with contextlib.suppress(OSError):
+                    path.replace(unnamed)
+                    shutil.rmtree(unnamed)
+
+    def _clear_away(self) -> None:
+        """What a kill in the middle of `save` has left."""
+        for replaced in self.folder.glob(".step-*.old"):
+            final = self.folder / replaced.name[1 : -len(".old")]
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.replace(final)
+        for temporary in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -127,9 +158,9 @@ def load(path: Path) -> dict[str, Any]:
     Loads nothing but tensors and plain data (``weights_only``), so a checkpoint cannot run code.
 
     Raises:
-        Damaged: a file is missing, or its size or sha256 differs from the manifest.
+        Damaged: a file is missing or not readable, or its size or sha256 differs from the manifest.
     """
-    for name, expected in read_json(path / MANIFEST)["files"].items():
+    for name, expected in _manifest(path)["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != expected["bytes"]:
             raise Damaged(f"{file}: should have {expected['bytes']} bytes")
@@ -141,6 +172,25 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _finite(value: float | None) -> float | None:
+    """NaN is neither better nor worse than anything, so it can be no best value."""
+    return None if value is None or math.isnan(value) else value
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest = path / MANIFEST
+    try:
+        content = read_json(manifest)
+        files = {str(name): {"bytes": f["bytes"], "sha256": f["sha256"]} for name, f in content["files"].items()}
+        return {"metrics": dict(content["metrics"]), "files": {STATE: files[STATE]} | files}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"{manifest}: is missing or not a manifest ({type(error).__name__}: {error})") from None
+
+
 class _HashingWriter:
     """A file that knows its size and sha256 when it is written, without being read again."""
 
@@ -148,11 +198,16 @@ class _HashingWriter:
         self.file = file
         self.bytes = 0
         self.digest = hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
         self.bytes += len(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self.file.flush()

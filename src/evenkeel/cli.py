@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import os
 import re
-import sys
-import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import tyro
 
 from .config import OPTION_NAMES, Config, flag, validate
-from .errors import REFUSED, Refusal
+from .errors import Refusal, one_line_errors
 from .run_directory import read_config
 from .tasks import Task, load_task
 
@@ -40,7 +36,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
         early, _ = first.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise Refusal(str(error)) from None
-    from_file = read_config(early.config) if early.config else {}
+    from_file = _read_file(early.config) if early.config else {}
     task_class = load_task(str(early.task or from_file.get("task", Config.task)))
     task_options = task_class if is_dataclass(task_class) else _NoOptions
     _check_options(task_options)
@@ -65,37 +61,6 @@ class _NoOptions:
     """No options of its own."""
 
 
-def one_line_errors(call: Callable[[], T]) -> T:
-    """Run a tyro command line so that its framed error message becomes a :class:`Refusal` of one line."""
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            return call()
-    except SystemExit as exit_:
-        if exit_.code != REFUSED:
-            raise
-        lines = [re.sub(r"[│╭╮╰╯─]+", " ", line).strip() for line in captured.getvalue().splitlines()]
-        message = " ".join(lines[1 : lines.index("", 1)] if "" in lines[1:] else lines)
-        raise Refusal(f"{message} (--help lists all options)") from None
-
-
-def exit_code(main: Callable[[], int | None]) -> int:
-    """Run a main program; a refusal is one line on stderr and exit code 2.
-
-    Under torchrun all processes of a node refuse alike. The first to exit ends the others, so the one that
-    speaks must be first.
-    """
-    try:
-        return main() or 0
-    except Refusal as refusal:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            line = " ".join(str(refusal).split())
-            print(f"evenkeel: {line}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(10)  # torchrun ends this process as soon as local rank 0 has exited
-        return REFUSED
-
-
 def _check_options(task_class: type) -> None:
     """A task's fields share the command line with the job's options and are all optional there."""
     for option in fields(task_class):
@@ -108,6 +73,13 @@ def _check_options(task_class: type) -> None:
             raise Refusal(f"task {task_class.__name__}: its option {flag(option.name)} has no default; give it one")
 
 
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return read_config(path)
+    except Refusal as refusal:
+        raise Refusal(f"--config {refusal}") from None
+
+
 def _with_file(values: dict[str, Any], path: Path | None, *classes: type) -> list[Any]:
     """Instances of option classes whose defaults a file overrides.
 
@@ -116,7 +88,7 @@ def _with_file(values: dict[str, Any], path: Path | None, *classes: type) -> lis
     """
     known = {option.name for cls in classes for option in fields(cls)}
     if unknown := sorted(set(values) - known):
-        raise Refusal(f"{path}: unknown key '{unknown[0]}'; keys are option names, batch_size for example")
+        raise Refusal(f"--config {path}: unknown key '{unknown[0]}'; keys are option names, batch_size for example")
     return [_instance(cls, values, path) for cls in classes]
 
 
@@ -125,22 +97,39 @@ def _instance(cls: type, values: dict[str, Any], path: Path | None) -> Any:
     mine = {option.name: values[option.name] for option in fields(cls) if option.name in values}
     for name, value in mine.items():
         hint = hints[name]
-        if not _fits(value, hint):
-            expected = getattr(hint, "__name__", str(hint)).replace("typing.", "")
-            raise Refusal(f"{path}: {name} = {value!r} has the wrong type; expected {expected}")
-        if Path in (hint, *get_args(hint)):
-            mine[name] = Path(value)
-    return cls(**mine)
+        try:
+            mine[name] = _from_toml(value, hint)
+        except (TypeError, ValueError):
+            shown = str(hint) if get_origin(hint) else getattr(hint, "__name__", str(hint))
+            expected = re.sub(r"\b(typing|pathlib)\.", "", shown)
+            raise Refusal(f"--config {path}: {name} = {value!r} has the wrong type; expected {expected}") from None
+    try:
+        return cls(**mine)
+    except ValueError as error:  # from a task's own check of its options
+        raise Refusal(f"--config {path}: {error}") from None
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a TOML value may stand for an option of this type."""
-    origin = get_origin(hint)
-    if origin is Literal:
-        return value in get_args(hint)
+def _from_toml(value: Any, hint: Any) -> Any:
+    """A TOML value as an option of this type; TypeError or ValueError if it is none."""
+    origin, options = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if origin in (list, tuple):
-        return isinstance(value, list)
-    accepted: Any = {float: (float, int), Path: str}.get(hint, hint)
-    return isinstance(value, accepted) and (hint is bool or not isinstance(value, bool))
+        for option in options:
+            with contextlib.suppress(TypeError, ValueError):
+                return _from_toml(value, option)
+    elif origin is Literal:
+        if any(value == option and type(value) is type(option) for option in options):
+            return value
+    elif origin in (list, tuple):
+        if isinstance(value, list):
+            any_length = origin is list or options[-1] is Ellipsis
+            hints = options[:1] * len(value) if any_length else options
+            return origin(_from_toml(item, each) for item, each in zip(value, hints, strict=True))
+    elif hint is Path:
+        if isinstance(value, str):
+            return Path(value)
+    elif isinstance(value, bool):  # to Python, True is an int
+        if hint in (bool, Any):
+            return value
+    elif hint is Any or isinstance(value, (float, int) if hint is float else hint):
+        return value
+    raise TypeError

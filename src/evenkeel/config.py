@@ -26,7 +26,7 @@ class Config:
     PACKAGE.MODULE:CLASS. Its own options then appear below."""
     run_dir: Path | None = None
     """Folder for all that the run leaves: checkpoints, metrics, logs, the final model. Default: runs/TASK."""
-    epochs: int = 15
+    epochs: int = 20
     """Passes over the training data."""
     max_steps: int = 0
     """Stop after this many optimizer steps, if the epochs are not over before. 0: no limit."""
@@ -151,9 +151,26 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any
 
 
 def saved_options(config: Config, task_options: dict[str, Any]) -> dict[str, Any]:
-    """All options as plain TOML values, those of the task beside the others; absent means None."""
+    """All options as plain TOML values, those of the task beside the others; absent means None.
+
+    Raises:
+        Refusal: a task's option has a type that the file cannot hold.
+    """
     options = {k: v for k, v in asdict(config).items() if k not in UNSAVED} | task_options
-    return {k: str(v) if isinstance(v, Path) else v for k, v in options.items() if v is not None}
+    return {k: _plain(k, v) for k, v in options.items() if v is not None}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if type(value) not in (bool, int, float, str):
+        raise Refusal(
+            f"{flag(name)}: config.toml cannot hold its value of type {type(value).__name__}; an option is a bool, "
+            "int, float, str, Path, Literal, or a list or tuple of them"
+        )
+    return value
 
 
 def flag(name: str) -> str:

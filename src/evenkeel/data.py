@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, StackDataset, Subset, default_collate
 
 from .order import shuffled
 from .plan import MicroBatch, Plan
@@ -149,7 +149,10 @@ class Seeded(Dataset[Any]):
 
     def __getitems__(self, indices: Indices) -> Any:
         """A list of samples, or a collated micro-batch from a data set that makes one."""
-        fetch_all = getattr(self.dataset, "__getitems__", None)
+        # these two of torch only loop over samples, which then had better be seeded one by one
+        fetch_all = (
+            None if isinstance(self.dataset, (Subset, StackDataset)) else getattr(self.dataset, "__getitems__", None)
+        )
         if fetch_all is not None:
             self._seed(indices.epoch, indices.micro_batch.start)
             return fetch_all(indices)

@@ -1,4 +1,17 @@
-"""The one error that is the user's to mend, told apart from a bug in the code."""
+"""The one error that is the user's to mend, told apart from a bug in the code, and said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 REFUSED = 2
 """Exit code of a refused input."""
@@ -10,3 +23,39 @@ class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error o
     Main programs print it on stderr as ``evenkeel: <line>`` and exit with :data:`REFUSED`, before any
     process group exists and before anything is written.
     """
+
+
+def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options") -> T:
+    """Run a tyro command line so that its framed error message becomes a :class:`Refusal` of one line."""
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return call()
+    except SystemExit as exit_:
+        if exit_.code != REFUSED:
+            raise
+        plain = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", captured.getvalue())  # no colours, no frame
+        title, *lines = [line.strip() for line in plain.splitlines()] or [""]
+        sections = re.split(r"^[─-]{3,}$", "\n".join(lines), flags=re.MULTILINE)  # dashes where there is no UTF-8
+        message = next((" ".join(section.split()) for section in sections if section.strip()), title)
+        _, _, suggested = "\n".join(sections).partition("Perhaps you meant:")
+        if names := re.findall(r"^--[\w-]+", suggested, re.MULTILINE):
+            message += f"; perhaps {' or '.join(names)}?"
+        raise Refusal(f"{message} ({hint})") from None
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Run a main program; a refusal is one line on stderr and exit code 2.
+
+    Under torchrun all processes of a node refuse alike. The first to exit ends the others, so the one that
+    speaks must be first.
+    """
+    try:
+        return main() or 0
+    except Refusal as refusal:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            line = " ".join(str(refusal).split())
+            print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(10)  # torchrun ends this process as soon as local rank 0 has exited
+        return REFUSED

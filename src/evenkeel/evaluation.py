@@ -7,13 +7,12 @@ micro-batches come together once and are added in one order, whoever computed th
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 from . import data
 from .config import Config
+from .interruption import StopRequest
 from .tasks import Task
 from .world import World
 
@@ -27,10 +26,19 @@ class Evaluation:
         test_set: N samples, cut into micro-batches of the training's size, dealt to ranks in contiguous shares.
         config: micro-batch, loader workers and seed.
         world: who takes part.
+        stop: looked at between batches, because an evaluation may last longer than a stop may wait.
     """
 
-    def __init__(self, task: Task, model: nn.Module, test_set: data.SizedDataset, config: Config, world: World) -> None:
-        self.task, self.model, self.world = task, model, world
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        test_set: data.SizedDataset,
+        config: Config,
+        world: World,
+        stop: StopRequest | None = None,
+    ) -> None:
+        self.task, self.model, self.world, self.stop = task, model, world, stop
         self.samples = len(test_set)
         # the whole test set is one step of one epoch, in its own order
         sampler = data.ElasticSampler(
@@ -50,8 +58,11 @@ class Evaluation:
         was_training = self.model.training
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
-        for batch in map(partial(data.to_device, device=self.world.device), self.batches):
-            for name, values in self.task.metrics(self.model, batch).items():
+        for batch in self.batches:
+            if self.stop:
+                self.stop.check(self.world.rank)
+            of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
+            for name, values in of_samples.items():
                 # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
         self.model.train(was_training)

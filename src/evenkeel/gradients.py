@@ -11,6 +11,7 @@ step moves them by the mean of the micro-batches' changes. They are therefore th
 """
 
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
+import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,6 +26,13 @@ from .plan import MicroBatch
 from .randomness import derive, seed_everything
 from .tasks import Task
 from .world import World
+
+# newer releases of torch warn about the old name
+_BUFFER_OPTION = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 class Loss(nn.Module):
@@ -53,9 +61,9 @@ def wrap(model: nn.Module, task: Task, world: World) -> nn.Module:
     ddp = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        broadcast_buffers=False,  # `_Statistics` keeps them equal
         gradient_as_bucket_view=True,
         find_unused_parameters=task.unused_parameters,
+        **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `_Statistics` keeps them equal
     )
     ddp.register_comm_hook(None, _sum_over_ranks)
     return ddp

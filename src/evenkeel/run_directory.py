@@ -105,17 +105,21 @@ def claim(path: Path, options: dict[str, Any], fresh: bool) -> RunDirectory:
     Raises:
         Refusal: it is a file, cannot be written, is not a run's, is another run's, or is in use.
     """
-    if path.exists() and not path.is_dir():
-        raise Refusal(f"--run-dir {path}: is a file; name a folder")
-    if path.is_dir() and not (path / "config.toml").exists() and _contents(path):
-        raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
-    if not fresh:
-        _refuse_another_run(path, options)
     try:
+        if path.exists() and not path.is_dir():
+            raise Refusal(f"--run-dir {path}: is a file; name a folder")
+        if path.is_dir() and not (path / "config.toml").exists() and _contents(path):
+            raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
+        if not fresh:
+            _refuse_another_run(path, options)
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
     except OSError as error:
-        raise Refusal(f"--run-dir {path}: cannot be written: {error.strerror or error}") from None
+        raise Refusal(
+            f"--run-dir {path}: cannot be written: {error.strerror or error}; mend that or name another folder"
+        ) from None
+    if not fresh:
+        _refuse_another_run(path, options)  # again: the last holder of the lock may have started over
     return RunDirectory(path, read_json(path / "status.json"), lock)
 
 
@@ -136,7 +140,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _contents(path: Path) -> list[Path]:
     """What is in a folder, but for what a start that came to nothing, or another rank, leaves there."""
-    return [entry for entry in path.iterdir() if entry.name not in (".lock", "logs")]
+    return [entry for entry in path.iterdir() if entry.name not in (".lock", "logs") and entry.suffix != ".tmp"]
 
 
 def _refuse_another_run(path: Path, options: dict[str, Any]) -> None:
@@ -156,11 +160,15 @@ def _refuse_another_run(path: Path, options: dict[str, Any]) -> None:
 
 def _lock(path: Path) -> IO[bytes]:
     """Hold a lock on the folder until this process ends, however it ends."""
-    file = (path / ".lock").open("ab")
+    name = path / ".lock"
+    file = name.open("ab")
     patience = time.monotonic() + LOCK_PATIENCE
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not name.exists() or not os.path.samestat(os.fstat(file.fileno()), name.stat()):
+                file = name.open("ab")  # the holder started over, and moved what we waited for aside
+                continue
         except BlockingIOError:
             if time.monotonic() < patience:
                 time.sleep(0.1)

@@ -6,8 +6,10 @@ done again and stand there twice; a "start" record between them says from which 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import netrc
 import os
 import time
@@ -18,13 +20,17 @@ from typing import Any
 from urllib.parse import urlparse
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from .config import Config
 from .plan import Plan
 from .world import World
 
 log = logging.getLogger(__name__)
+
+INIT_TIMEOUT = 30.0
+"""Seconds that a training waits for Weights & Biases to answer, unless WANDB_INIT_TIMEOUT says otherwise."""
 
 
 def start_logs(folder: Path, world: World) -> None:
@@ -62,8 +68,14 @@ class Tracker:
         self._mark = (time.perf_counter(), 0)
         # no colours for numbers, and no line breaks where a pipe has no width
         self._console = Console(highlight=False, soft_wrap=True)
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-        self._display = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        columns = (
+            # only the text at the end may shrink in a narrow terminal
+            TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
+        )
+        live = self._console.is_terminal
+        self._display = Progress(*columns, console=self._console, disable=not live, expand=True)
         self._line = self._display.add_task("starting", total=plan.total_steps)
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> str | None:
@@ -80,8 +92,9 @@ class Tracker:
                 project=os.environ.get("WANDB_PROJECT", "evenkeel"),
                 name=os.environ.get("WANDB_NAME", self.path.name),
                 id=run_id,
-                resume="allow",
+                resume="allow" if mode == "online" else None,  # offline has nothing to ask, and would warn
                 mode=mode,
+                settings=wandb.Settings(init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT))),
                 dir=self.path,
                 config=options,
             )
@@ -93,10 +106,9 @@ class Tracker:
         """The attempt begins at a step."""
         self._mark = (time.perf_counter(), step)
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
-        number = f"attempt {self.attempt}, " if self.attempt > 1 else ""
-        self.say(
-            f"{number}{self.world_size} rank{'s' * (self.world_size > 1)}, step {step}/{self.plan.total_steps} -> {self.path}"
-        )
+        attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        self.say(f"{attempt}{ranks}, step {step}/{self.plan.total_steps} -> {self.path}")
         self._display.start()
         self._display.update(self._line, completed=step)
 
@@ -128,9 +140,14 @@ class Tracker:
     def event(self, kind: str, step: int, **facts: Any) -> None:
         """A line in metrics.jsonl."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | facts
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            with (self.path / "metrics.jsonl").open("ab", buffering=0) as file:
+                end = file.tell()
+                line = f"{json.dumps(record)}\n".encode()
+                if file.write(line) < len(line):
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # a full disk costs a line, not the training
             log.error("metrics.jsonl: %s", error)
 
@@ -163,10 +180,12 @@ def wandb_mode(asked: str) -> tuple[Any, str]:
 
 def _wandb_key_exists() -> bool:
     """Look where wandb looks, without its import of a second and without ever holding the key."""
-    if os.environ.get("WANDB_API_KEY"):
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    usual = [path for name in ("~/.netrc", "~/_netrc") if (path := Path(name).expanduser()).exists()]
     try:
-        return host is not None and netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+        path = Path(os.environ["NETRC"]).expanduser() if os.environ.get("NETRC") else usual[0]
+        return netrc.netrc(path).authenticators(host) is not None
+    except (IndexError, OSError, UnicodeDecodeError, netrc.NetrcParseError):
         return False

@@ -1,0 +1,133 @@
+"""The command lines of ``launch/single_node.py`` and ``launch/multi_node.py``: check all, become torchrun."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from .errors import REFUSED, Refusal, one_line_errors
+from .launch import (
+    DEFAULT_PORT,
+    JOIN_SECONDS,
+    Topology,
+    count_cores,
+    count_processes,
+    parse_master,
+    parse_nodes,
+    torchrun,
+)
+from .network import Link, find_link, meet
+
+
+@dataclass(frozen=True)
+class SingleNode:
+    """Start a training job on this machine. What comes after -- goes to train.py as it is.
+
+      launch/single_node.py -- --epochs 5             one process for each GPU
+      launch/single_node.py -g 4 -- --epochs 5        four processes
+      launch/single_node.py -g 4 --dry-run            only print the command and its environment
+
+    The launcher becomes torchrun, so signals and the exit status are torchrun's.
+    """
+
+    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
+    """Processes on this node, one for each GPU. Default: the GPUs present; on a machine without, 2."""
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    """How often this node may start its processes again after one of them, or another node, has died."""
+    script: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """Run this instead of train.py."""
+    dry_run: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Print the exact command and its environment, and start nothing."""
+
+    def topology(self, gpus: int) -> Topology:
+        """Return the topology that was typed."""
+        return Topology(gpus, max_restarts=self.max_restarts)
+
+
+@dataclass(frozen=True)
+class MultiNode(SingleNode):
+    """Start one node's share of a training job: run this on every node, each with its own -nr.
+
+      launch/multi_node.py -n 2 -g 4 -nr 0 --master node0 -- --epochs 5     on the first node
+      launch/multi_node.py -n 2 -g 4 -nr 1 --master node0 -- --epochs 5     on the second
+      launch/multi_node.py -n 2:4 -nr 3 --master 10.0.0.1:29501 -- ...      elastic: runs on 2, 3 or 4
+
+    The nodes may start in any order. Nodes other than node 0 may leave an elastic job and come back.
+    """
+
+    nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
+    """How many nodes; MIN:MAX for a job that may lose and gain nodes while it runs."""
+    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"], metavar="N", help_behavior_hint="")] = None
+    """The number of this node, from 0."""
+    master: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")] = None
+    """The address by which the other nodes reach node 0; the same on every node. Default port: 29500."""
+    run_id: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
+    """A name for the rendezvous; the same on every node. Default: evenkeel-PORT."""
+
+    def topology(self, gpus: int) -> Topology:
+        """Return the topology that was typed."""
+        min_nodes, max_nodes = parse_nodes(self.nodes)
+        host, port = parse_master(self.master) if self.master is not None else ("", DEFAULT_PORT)
+        topology = Topology(
+            gpus=gpus,
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            node_rank=self.node_rank or 0,
+            master_host=host,
+            master_port=port,
+            run_id=self.run_id,
+            max_restarts=self.max_restarts,
+        )
+        if topology.max_nodes > 1 and self.node_rank is None:
+            raise Refusal(f"-nr is missing: with -n {self.nodes} give each node its own, from 0")
+        return topology
+
+
+def parse_arguments(options: type[SingleNode], argv: Sequence[str]) -> tuple[SingleNode, list[str]]:
+    """Split at the first ``--`` into the launcher's options and train.py's; refuse in one line."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    text = inspect.getdoc(options)  # given by hand, or tyro joins the lines of the examples
+    parsed = one_line_errors(
+        lambda: tyro.cli(options, args=argv[:cut], description=text, config=(tyro.conf.FlagCreatePairsOff,)),
+        hint="see --help; options for train.py come after --",
+    )
+    return parsed, list(argv[cut + 1 :])
+
+
+def check_train_options(train_args: Sequence[str]) -> None:
+    """Refuse bad options of train.py here, once, and not in every process of every node."""
+    from .cli import parse  # brings torch: not before the cheap refusals
+
+    parse(train_args)
+
+
+def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
+    """Check everything, then become torchrun; return only if there is nothing to run."""
+    try:
+        typed, train_args = parse_arguments(options, argv)
+        topology = typed.topology(1 if typed.gpus is None else typed.gpus)
+        script = typed.script or train
+        if not script.is_file():
+            raise Refusal(f"--script {script}: no such file")
+        if typed.script is None:
+            check_train_options(train_args)
+        topology = replace(topology, gpus=count_processes(typed.gpus))
+        host, port, first = topology.master_host, topology.master_port, topology.node_rank == 0
+        link = find_link(host, port, is_master=first) if host else Link("127.0.0.1")
+        command = torchrun(topology, link, script, train_args, cores=count_cores(), environ=os.environ)
+        if typed.dry_run:
+            print(command)
+            return 0
+        if host:
+            meet(host, port, is_master=first, patience=JOIN_SECONDS)
+    except Refusal as refusal:
+        print(f"evenkeel: {refusal}", file=sys.stderr)
+        return REFUSED
+    return command.execute()

@@ -1,0 +1,96 @@
+"""Where this node is on the network: how the others reach it, and whether node 0 can be met.
+
+Torch takes the host name for the answer. On many machines that name resolves to 127.0.1.1, or to nothing, or
+only on the machine itself; then two nodes on a healthy network never meet. The kernel's routing table knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+
+from .errors import Refusal
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the other nodes reach this one."""
+
+    address: str
+    interface: str | None = None
+
+
+def find_link(master: str, port: int, *, is_master: bool) -> Link:
+    """Ask the kernel by which address and interface this node talks to ``master``. Sends nothing."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
+        address = _source_address(family, target)
+    except OSError as error:
+        raise Refusal(f"--master {master}: cannot be reached from this node: {error.strerror}") from None
+    if not is_master:
+        return Link(address, _interface(address))
+    if _is_loopback(address) and not (master == "localhost" or _is_loopback(master)):
+        # Debian lists a machine's own name as 127.0.1.1. The others see its true address; for the interface
+        # take that of the default route (192.0.2.1 is reserved for documentation).
+        with contextlib.suppress(OSError):
+            address = _source_address(socket.AF_INET, ("192.0.2.1", 9))
+        if _is_loopback(address):
+            raise Refusal(f"--master {master}: is {address} on this node; give the address that the others see")
+    return Link(master, _interface(address))
+
+
+def meet(master: str, port: int, *, is_master: bool, patience: float) -> None:
+    """Wait until ``master`` answers; on the master itself, see that the port is free.
+
+    Left to torch, both end in a stack trace, on the other nodes after a minute.
+    """
+    if is_master:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise Refusal(
+                    f"--master: port {port} of this node: {error.strerror}; give all nodes another, HOST:PORT"
+                ) from None
+        return
+    deadline, told = time.monotonic() + patience, False
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((master, port), timeout=5):
+            return
+        if not told:
+            print(f"evenkeel: waiting for node 0 at {master} port {port}", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(0.5)
+    raise Refusal(f"--master {master}: nothing answered on port {port} for {patience:.0f} s; is node 0 started?")
+
+
+def _source_address(family: int, target: tuple[str | int, ...] | tuple[int, bytes]) -> str:
+    """Return the address that this node would send from: connecting a UDP socket only looks up the route."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _interface(address: str) -> str | None:
+    """Return the name of the interface with this IPv4 address, or None where Linux does not tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None

@@ -1,0 +1,73 @@
+"""A task whose data set writes down every sample it hands out, and which can be told to die or to be slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from evenkeel.tasks import Task
+
+SAMPLES = 101
+
+
+class Recording(Dataset[Any]):
+    """Sample i is (features, i); a line "rank i" goes to a file of this attempt for each one handed out."""
+
+    def __init__(self, folder: str) -> None:
+        self.features = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+        name = f"rank-{os.environ.get('RANK', 0)}-{time.time_ns()}"
+        self.path = Path(folder) / name if folder else None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(f"{index}\n")
+        return self.features[index], index
+
+
+@dataclass
+class Recorded(Task):
+    """Linear regression on noise."""
+
+    record: str = ""
+    """Folder for the records; empty: none."""
+    pause: float = 0.0
+    """Seconds that a micro-batch takes."""
+    die_at: int = -1
+    """The last rank kills itself in this call of loss, in the first attempt."""
+
+    calls = 0
+
+    def train_dataset(self) -> Any:
+        return Recording(self.record)
+
+    def test_dataset(self) -> Any:
+        features = torch.randn(37, 4, generator=torch.Generator().manual_seed(1))
+        return [(row, i) for i, row in enumerate(features)]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        time.sleep(self.pause)
+        last = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
+        if last and self.calls == self.die_at and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        features, index = batch
+        return (model(features).squeeze(1) - index / SAMPLES).square().mean()
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        features, index = batch
+        return {"loss": (model(features).squeeze(1) - index / SAMPLES).square()}

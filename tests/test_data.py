@@ -1,0 +1,624 @@
+"""No sample skipped, none seen twice, whatever the ranks do: the sampler, and the batches behind it."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import pickle
+import random
+import signal
+import time
+import tracemalloc
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, cycle, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+from torch.distributed.elastic.utils.data import ElasticDistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+from evenkeel import data
+from evenkeel.data import ElasticSampler, Indices, InMemory, by_step, loader, to_device
+from evenkeel.order import shuffled
+from evenkeel.plan import MicroBatch
+
+CPU = torch.device("cpu")
+patient = settings(deadline=None)  # a busy machine is no failure
+
+# ------------------------------------------------------------------------------------- the property, for any sampler
+
+
+class Job(NamedTuple):
+    """All that a user configures; no world size."""
+
+    samples: int
+    global_batch: int
+    micro_batch: int
+    seed: int = 0
+    epochs: int = 1
+
+
+Batches = list[list[int]]
+"""Samples of every micro-batch of a step, rank after rank."""
+Deal = Callable[[Job, int, int, int], Iterator[Batches]]
+"""(job, world size, epoch, first step) -> the steps from there to the end of the epoch."""
+Schedule = Sequence[tuple[int, int]]
+"""(world size, steps until the next stop), over and over until the epochs are done."""
+
+ALONE: Schedule = [(1, 10**9)]
+
+
+class Damage(NamedTuple):
+    """What a schedule did to a job, compared with an undisturbed run on one rank."""
+
+    skipped: int
+    repeated: int
+    other_steps: bool
+    other_micro_batches: bool
+
+
+NONE = Damage(skipped=0, repeated=0, other_steps=False, other_micro_batches=False)
+
+
+def history(deal: Deal, job: Job, schedule: Schedule) -> list[list[Batches]]:
+    """What is trained on, by epoch and step, when the job is stopped and resized all the time."""
+    attempts = cycle(schedule)
+    world_size, left = next(attempts)
+    epochs = []
+    for epoch in range(job.epochs):
+        done: list[Batches] = []
+        over = False
+        while not over:
+            attempt = list(islice(deal(job, world_size, epoch, len(done)), left))
+            over = len(attempt) < left
+            done += attempt
+            left -= len(attempt)
+            if not left:  # stopped; perhaps right at the end of the epoch, or with nothing left to do in it
+                world_size, left = next(attempts)
+        epochs.append(done)
+    return epochs
+
+
+def damage(deal: Deal, job: Job, schedule: Schedule) -> Damage:
+    expected, found = history(deal, job, ALONE), history(deal, job, schedule)
+    seen = [Counter(chain.from_iterable(chain.from_iterable(epoch))) for epoch in found]
+    return Damage(
+        skipped=sum(sample not in epoch for epoch in seen for sample in range(job.samples)),
+        repeated=sum(times - 1 for epoch in seen for times in epoch.values()),
+        other_steps=[list(map(multiset, epoch)) for epoch in found] != [list(map(multiset, e)) for e in expected],
+        other_micro_batches=found != expected,
+    )
+
+
+def multiset(step: Batches) -> list[int]:
+    return sorted(chain.from_iterable(step))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    samples = draw(st.integers(1, 60))
+    global_batch = draw(st.integers(1, min(samples + 3, 24)))
+    micro_batch = draw(st.integers(1, global_batch))
+    return Job(samples, global_batch, micro_batch, draw(st.integers(0, 2**63 - 1)), draw(st.integers(1, 2)))
+
+
+schedules = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5)
+
+# ----------------------------------------------------------------------------------------------------- three samplers
+
+
+def evenkeel(job: Job, world_size: int, epoch: int, first_step: int) -> Iterator[Batches]:
+    samplers = [elastic(job, world_size, rank) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch, first_step)
+    for ranks in zip(*(by_step(sampler, sampler) for sampler in samplers), strict=True):
+        assert len({step for step, _, _ in ranks}) == 1
+        yield [list(batch) for _, _, batches in ranks for batch in batches]
+
+
+def torch_elastic(job: Job, world_size: int, epoch: int, first_step: int) -> Iterator[Batches]:
+    """torch's sampler for elastic jobs, told how many samples are done."""
+    ranks = []
+    for rank in range(world_size):
+        start = first_step * job.global_batch
+        if start >= job.samples:
+            return
+        sampler = ElasticDistributedSampler(range(job.samples), world_size, rank, start)
+        sampler.set_epoch(epoch)
+        ranks.append(in_batches(list(sampler), max(1, job.global_batch // world_size)))
+    yield from map(list, zip(*ranks, strict=True))
+
+
+def torch_skipping(job: Job, world_size: int, epoch: int, first_step: int) -> Iterator[Batches]:
+    """torch's plain sampler; after a stop every rank skips the batches it has done. A batch per rank and step."""
+    ranks = []
+    for rank in range(world_size):
+        sampler = DistributedSampler(range(job.samples), world_size, rank, seed=job.seed % 2**32)
+        sampler.set_epoch(epoch)
+        ranks.append(in_batches(list(sampler), job.micro_batch)[first_step:])
+    yield from map(list, zip(*ranks, strict=True))
+
+
+def torch_skipping_samples(job: Job, world_size: int, epoch: int, first_step: int) -> Iterator[Batches]:
+    """The same by a careful user, who divides the global batch by the world size."""
+    return torch_skipping(
+        job._replace(micro_batch=max(1, job.global_batch // world_size)), world_size, epoch, first_step
+    )
+
+
+def in_batches(samples: list[int], size: int) -> Batches:
+    return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+
+def elastic(job: Job, world_size: int = 1, rank: int = 0, *, shuffle: bool = True) -> ElasticSampler:
+    return ElasticSampler(
+        range(job.samples),
+        job.global_batch,
+        job.micro_batch,
+        num_replicas=world_size,
+        rank=rank,
+        shuffle=shuffle,
+        seed=job.seed,
+    )
+
+
+# -------------------------------------------------------------------------------------- who keeps the property, or not
+
+
+@patient
+@given(job=jobs(), schedule=schedules)
+def test_stops_and_resizes_leave_no_trace(job: Job, schedule: Schedule) -> None:
+    assert damage(evenkeel, job, schedule) == NONE
+
+
+@patient
+@given(job=jobs())
+def test_a_single_rank_follows_the_order_of_the_epoch(job: Job) -> None:
+    """What the property compares with is right itself."""
+    for epoch, steps in enumerate(history(evenkeel, job, ALONE)):
+        order = shuffled(np.arange(job.samples, dtype=np.uint64), job.samples, job.seed, epoch).tolist()
+        assert [list(chain.from_iterable(step)) for step in steps] == in_batches(order, job.global_batch)
+        assert steps == [in_batches(list(chain.from_iterable(step)), job.micro_batch) for step in steps]
+
+
+def test_a_large_job_through_many_sizes() -> None:
+    job = Job(samples=1437, global_batch=64, micro_batch=3, seed=1, epochs=2)
+    assert damage(evenkeel, job, [(4, 5), (1, 2), (7, 1), (3, 9), (30, 4), (2, 6)]) == NONE
+
+
+def test_a_stop_at_the_end_of_an_epoch_repeats_nothing() -> None:
+    job = Job(samples=100, global_batch=10, micro_batch=3, epochs=3)
+    assert damage(evenkeel, job, [(4, 10), (3, 10), (2, 10)]) == NONE
+
+
+HALFWAY: Schedule = [(4, 5), (2, 10**9)]
+"""Four ranks do 5 steps of 100 samples, then two the rest."""
+THOUSAND = Job(samples=1000, global_batch=100, micro_batch=25)
+
+
+def test_control_the_elastic_sampler_of_torch_skips_and_repeats() -> None:
+    assert damage(torch_elastic, THOUSAND, HALFWAY)[:2] == (252, 252)
+    assert damage(torch_elastic, THOUSAND, [(4, 5), (4, 10**9)])[:2] == (252, 252)  # even on as many ranks
+    assert damage(torch_elastic, THOUSAND, [(4, 10**9)])[:2] == (0, 0)  # undisturbed it is right
+    assert damage(evenkeel, THOUSAND, HALFWAY) == NONE
+
+
+def test_control_skipping_batches_skips_or_repeats_samples_at_another_world_size() -> None:
+    assert damage(torch_skipping, THOUSAND, HALFWAY)[:2] == (0, 250)
+    assert damage(torch_skipping, THOUSAND, [(2, 5), (4, 10**9)])[:2] == (250, 0)
+    assert damage(torch_skipping, THOUSAND, [(4, 5), (4, 10**9)])[:2] == (0, 0)  # on as many ranks it is right
+
+
+def test_control_with_a_constant_global_batch_skipping_is_right_only_where_everything_divides() -> None:
+    assert damage(torch_skipping_samples, THOUSAND, HALFWAY)[:3] == (0, 0, False)
+    assert damage(torch_skipping_samples, THOUSAND._replace(samples=1001), [(4, 10**9)])[:2] == (0, 3)  # padding
+    assert damage(torch_skipping_samples, THOUSAND, [(4, 5), (3, 10**9)])[:2] != (0, 0)
+
+
+@pytest.mark.parametrize("deal", [torch_elastic, torch_skipping, torch_skipping_samples])
+def test_control_the_property_finds_a_counterexample_to_the_samplers_of_torch(deal: Deal) -> None:
+    """The very strategies that find none for `ElasticSampler`, even where a step can be cut evenly."""
+
+    def loses_samples(case: tuple[Job, Schedule]) -> bool:
+        job, schedule = case
+        if any(job.global_batch % world_size for world_size, _ in schedule):
+            return False
+        found = damage(deal, job, schedule)
+        return found.skipped > 0 or found.repeated > 0
+
+    fixed = settings(derandomize=True, database=None, max_examples=1_000)
+    job, schedule = find(st.tuples(jobs(), schedules), loses_samples, settings=fixed)
+
+    assert damage(deal, job, ALONE)[:2] == (0, 0)  # undisturbed on one rank, nothing is wrong with it
+    assert damage(evenkeel, job, schedule) == NONE
+
+
+# ----------------------------------------------------------------------------------------------------- ElasticSampler
+
+
+def test_the_example_of_the_sampler_runs() -> None:
+    results = doctest.testmod(data)
+    assert results.attempted >= 4
+    assert results.failed == 0
+
+
+def test_it_is_a_distributed_sampler_and_refuses_what_that_refuses() -> None:
+    assert isinstance(elastic(THOUSAND), DistributedSampler)
+    with pytest.raises(ValueError, match="rank"):
+        elastic(THOUSAND, world_size=2, rank=2)
+
+
+def test_it_finds_its_rank_in_the_process_group(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sampler = ElasticSampler(range(10), 4, 2)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (sampler.num_replicas, sampler.rank) == (1, 0)
+
+
+def test_set_epoch_decides_the_order() -> None:
+    sampler = elastic(Job(samples=50, global_batch=10, micro_batch=5))
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append([list(batch) for batch in sampler])
+    assert orders[0] != orders[1]
+    assert orders[0] == orders[2]
+    assert list(sampler) == orders[2]  # the documented warning: without set_epoch the same order again
+
+
+def test_the_seed_decides_the_order_and_shuffling_can_be_off() -> None:
+    job = Job(samples=50, global_batch=10, micro_batch=5)
+    assert list(elastic(job)) != list(elastic(job._replace(seed=1)))
+    sampler = elastic(job, shuffle=False)
+    sampler.set_epoch(3)
+    assert list(chain.from_iterable(sampler)) == list(range(50))
+
+
+def test_set_epoch_goes_back_to_the_first_step() -> None:
+    sampler = elastic(Job(samples=50, global_batch=10, micro_batch=5))
+    sampler.set_epoch(0, first_step=4)
+    sampler.set_epoch(1)
+    assert sampler.steps() == range(5, 10)
+    assert len(list(sampler)) == 10
+
+
+@patient
+@given(job=jobs(), world_size=st.integers(1, 9), data=st.data())
+def test_len_is_the_number_of_batches_that_are_left(job: Job, world_size: int, data: st.DataObject) -> None:
+    sampler = elastic(job, world_size, data.draw(st.integers(0, world_size - 1), label="rank"))
+    sampler.set_epoch(1, data.draw(st.integers(0, sampler.plan.steps_per_epoch), label="first step"))
+    assert len(sampler) == len(list(sampler))
+
+
+def test_batches_know_their_place_in_the_run() -> None:
+    sampler = elastic(Job(samples=23, global_batch=10, micro_batch=4), world_size=2, rank=0)
+    sampler.set_epoch(1, first_step=1)
+    batches = list(sampler)
+    assert [batch.epoch for batch in batches] == [1, 1, 1]
+    assert [batch.micro_batch for batch in batches] == [
+        MicroBatch(step=4, id=0, start=10, size=4),
+        MicroBatch(step=4, id=1, start=14, size=4),
+        MicroBatch(step=5, id=0, start=20, size=3),
+    ]
+
+
+class Untouched:
+    """A data set whose samples nobody may fetch."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+def test_a_resume_in_a_billion_samples_looks_at_the_first_micro_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        data, "shuffled", lambda positions, *rest: asked.extend(positions) or shuffled(positions, *rest)
+    )
+    samples, global_batch = 10**9, 4096
+    last = samples // global_batch
+
+    tracemalloc.start()
+    try:
+        sampler = ElasticSampler(Untouched(samples), global_batch, 64, num_replicas=8, rank=7)
+        sampler.set_epoch(89, first_step=last)
+        step, mine, _ = next(by_step(sampler, sampler))
+        first = next(iter(sampler))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert step == 89 * (last + 1) + last
+    assert len(mine) == 5  # of the 40 in the last step, which has 2,560 samples
+    assert first.micro_batch == MicroBatch(step, id=35, start=last * global_batch + 35 * 64, size=64)
+    assert asked == list(range(first.micro_batch.start, first.micro_batch.start + 64))
+    assert peak < 1_000_000
+
+
+def test_indices_are_a_list_and_survive_pickling() -> None:
+    indices = Indices([3, 1, 2], epoch=4, micro_batch=MicroBatch(9, 1, 3, 3))
+    copy = pickle.loads(pickle.dumps(indices))
+    assert copy == indices == [3, 1, 2]
+    assert (type(copy), copy.epoch, copy.micro_batch) == (Indices, 4, MicroBatch(9, 1, 3, 3))
+
+
+# ------------------------------------------------------------------------------------------------------------ by_step
+
+
+def grouped(job: Job, world_size: int, rank: int) -> list[tuple[int, list[int], Batches]]:
+    sampler = elastic(job, world_size, rank, shuffle=False)
+    sampler.set_epoch(1)
+    return [(s, [m.id for m in mine], [list(b) for b in batches]) for s, mine, batches in by_step(sampler, sampler)]
+
+
+def test_by_step_when_the_tail_has_fewer_micro_batches_than_ranks() -> None:
+    job = Job(samples=14, global_batch=10, micro_batch=3)  # 4 micro-batches, then 2
+    assert grouped(job, 3, rank=0) == [(2, [0, 1], [[0, 1, 2], [3, 4, 5]]), (3, [0], [[10, 11, 12]])]
+    assert grouped(job, 3, rank=1) == [(2, [2], [[6, 7, 8]]), (3, [1], [[13]])]
+    assert grouped(job, 3, rank=2) == [(2, [3], [[9]]), (3, [], [])]
+
+
+def test_by_step_gives_an_idle_rank_every_step_with_nothing_in_it() -> None:
+    job = Job(samples=14, global_batch=10, micro_batch=3)
+    assert grouped(job, 6, rank=5) == [(2, [], []), (3, [], [])]
+    assert len(elastic(job, 6, rank=5)) == 0
+
+
+def test_by_step_loads_on_demand() -> None:
+    fetched: list[int] = []
+
+    class Recording(Dataset[int]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> int:
+            fetched.append(index)
+            return index
+
+    sampler = elastic(Job(samples=12, global_batch=6, micro_batch=3), shuffle=False)
+    steps = by_step(loader(Recording(), sampler, "train", 0, CPU), sampler)
+    _, _, batches = next(steps)
+    assert fetched == []
+    assert next(batches).tolist() == fetched == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------- random numbers
+
+
+class Augmenting(Dataset[Any]):
+    """Random numbers of every kind in every sample, and a first batch that takes its time."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < 3:
+            time.sleep(0.02)
+        return {"index": index, "torch": torch.rand(2), "python": random.random(), "numpy": np.random.rand(2)}
+
+
+def as_lists(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {key: value.tolist() for key, value in batch.items()}
+
+
+def epoch_of(batches: DataLoader[Any], sampler: Any, epoch: int) -> list[dict[str, Any]]:
+    sampler.set_epoch(epoch)
+    return [as_lists(batch) for batch in batches]
+
+
+def by_sample(batches: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:
+    return {
+        values[0]: values[1:]
+        for batch in batches
+        for values in zip(batch["index"], batch["torch"], batch["python"], batch["numpy"], strict=True)
+    }
+
+
+AUGMENTED = Job(samples=29, global_batch=12, micro_batch=4, seed=5)
+
+
+def augmented(
+    world_size: int, rank: int, epoch: int, purpose: str = "train", job: Job = AUGMENTED
+) -> list[dict[str, Any]]:
+    sampler = elastic(job, world_size, rank)
+    return epoch_of(loader(Augmenting(job.samples), sampler, purpose, 0, CPU), sampler, epoch)
+
+
+def test_augmentation_is_the_same_with_worker_processes_and_in_the_same_order() -> None:
+    job = AUGMENTED
+    sampler = elastic(job)
+    batches = loader(Augmenting(job.samples), sampler, "train", 2, CPU)
+    for epoch in (0, 1):  # the same two workers serve both
+        assert epoch_of(batches, sampler, epoch) == augmented(1, 0, epoch)
+        assert [batch["index"] for batch in augmented(1, 0, epoch)] == list(sampler)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_augmentation_is_the_same_at_any_world_size(world_size: int) -> None:
+    def in_order(world: int) -> list[dict[str, Any]]:
+        ranks = [augmented(world, rank, epoch=1) for rank in range(world)]
+        found = [batch for rank in ranks for batch in rank]
+        return sorted(found, key=lambda batch: batch["index"])
+
+    torch.rand(world_size), random.random(), np.random.rand()  # what went before does not matter
+    assert in_order(world_size) == in_order(1)
+
+
+def test_augmentation_is_the_same_after_a_resume() -> None:
+    sampler = elastic(AUGMENTED)
+    sampler.set_epoch(1, first_step=1)
+    rest = [as_lists(batch) for batch in loader(Augmenting(29), sampler, "train", 0, CPU)]
+    assert rest == augmented(1, 0, epoch=1)[3:]
+
+
+def test_augmentation_belongs_to_the_sample_and_not_to_the_batch_it_comes_in() -> None:
+    other_cut = by_sample(augmented(1, 0, epoch=1, job=AUGMENTED._replace(global_batch=10, micro_batch=7)))
+    assert other_cut == by_sample(augmented(1, 0, epoch=1))
+
+
+def test_augmentation_differs_between_epochs_seeds_purposes_and_samples() -> None:
+    first = by_sample(augmented(1, 0, epoch=0))
+    others = [
+        by_sample(augmented(1, 0, epoch=1)),
+        by_sample(augmented(1, 0, epoch=0, purpose="test")),
+        by_sample(augmented(1, 0, epoch=0, job=AUGMENTED._replace(seed=6))),
+    ]
+    for other in others:
+        assert other.keys() == first.keys()
+        for mine, its in zip(first.values(), (other[sample] for sample in first), strict=True):
+            assert all(a != b for a, b in zip(mine, its, strict=True))
+    for number in range(3):
+        assert len({str(values[number]) for values in first.values()}) == len(first)
+
+
+def test_control_in_a_plain_loader_augmentation_depends_on_the_number_of_workers() -> None:
+    def epoch(num_workers: int) -> dict[int, tuple[Any, ...]]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        sampler = DistributedSampler(range(29), num_replicas=1, rank=0)
+        plain = DataLoader(Augmenting(29), batch_size=4, sampler=sampler, num_workers=num_workers)
+        return by_sample(epoch_of(plain, sampler, 0))
+
+    alone, with_workers = epoch(0), epoch(2)
+    assert epoch(0) == alone
+    assert with_workers.keys() == alone.keys()
+    assert with_workers != alone
+
+
+class AugmentedInMemory(InMemory):
+    """Fetches whole micro-batches, with random noise."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+        (values,) = super().__getitems__(indices)
+        return values, torch.rand(len(indices))
+
+
+def test_augmentation_of_whole_micro_batches_is_the_same_at_any_world_size_and_differs_between_them() -> None:
+    def epoch(world_size: int) -> dict[tuple[int, ...], tuple[float, ...]]:
+        found = {}
+        for rank in range(world_size):
+            sampler = elastic(AUGMENTED, world_size, rank)
+            for samples, noise in loader(AugmentedInMemory(torch.arange(29)), sampler, "train", 0, CPU):
+                found[tuple(samples.tolist())] = tuple(noise.tolist())
+        return found
+
+    assert epoch(3) == epoch(1)
+    assert len({noise[0] for noise in epoch(1).values()}) == len(epoch(1)) == 8
+
+
+# ----------------------------------------------------------------------------------------------------------- batches
+
+
+def test_in_memory_samples_and_micro_batches() -> None:
+    tensors = InMemory(torch.arange(10) * 10, torch.arange(20).view(10, 2))
+    assert len(tensors) == 10
+    assert [value.tolist() for value in tensors[3]] == [30, [6, 7]]
+    assert [value.tolist() for value in tensors.__getitems__([3, 0, 3])] == [[30, 0, 30], [[6, 7], [0, 1], [6, 7]]]
+
+
+def test_in_memory_is_indexed_once_a_micro_batch_and_never_collated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    collate = data.default_collate
+    monkeypatch.setattr(data, "default_collate", lambda samples: calls.update(["collate"]) or collate(samples))
+
+    class Counting(InMemory):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+            calls["sample"] += 1
+            return super().__getitem__(index)
+
+        def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+            calls["micro-batch"] += 1
+            return super().__getitems__(indices)
+
+    sampler = elastic(Job(samples=23, global_batch=10, micro_batch=4))
+    images, labels = torch.randn(23, 1, 2, 2), torch.arange(23)
+    batches = list(loader(Counting(images, labels), sampler, "train", 0, CPU))
+
+    assert calls == {"micro-batch": 7}
+    for (image, label), indices in zip(batches, sampler, strict=True):
+        assert torch.equal(image, images[list(indices)])
+        assert label.tolist() == indices
+
+    list(loader(Augmenting(23), sampler, "train", 0, CPU))
+    assert calls == {"micro-batch": 7, "collate": 7}  # the counter does count
+
+
+def test_a_subset_of_torch_is_collated_from_its_samples() -> None:
+    """`Subset` has a `__getitems__` too, which returns a list of samples."""
+    sampler = elastic(Job(samples=5, global_batch=5, micro_batch=2), shuffle=False)
+    subset = Subset(InMemory(torch.arange(100), torch.arange(100) * 2), [90, 91, 92, 93, 94])
+    plain = Subset(list(range(100)), [90, 91, 92, 93, 94])
+
+    assert [as_pair.tolist() for as_pair in loader(plain, sampler, "train", 0, CPU)] == [[90, 91], [92, 93], [94]]
+    found = [[part.tolist() for part in batch] for batch in loader(subset, sampler, "train", 0, CPU)]
+    assert found == [[[90, 91], [180, 182]], [[92, 93], [184, 186]], [[94], [188]]]
+
+
+def test_workers_outlive_the_signals_that_stop_the_job() -> None:
+    sampler = elastic(Job(samples=40, global_batch=4, micro_batch=4), shuffle=False)
+    batches = loader(InMemory(torch.arange(40)), sampler, "train", 1, CPU)
+    stream = iter(batches)
+    found = next(stream)[0].tolist()
+    (worker,) = stream._workers
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker.pid, number)
+    found += [sample for (samples,) in stream for sample in samples.tolist()]
+    assert found == list(range(40))
+    assert worker.is_alive()
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def test_to_device_moves_the_tensors_of_nested_batches() -> None:
+    def tensor() -> torch.Tensor:
+        return torch.zeros(2)
+
+    batch = {
+        "pair": Pair(tensor(), {"deep": tensor()}),
+        "tuple": (tensor(), [tensor(), "name", 3]),
+        "none": None,
+    }
+    moved = to_device(batch, torch.device("meta"))
+
+    assert type(moved["pair"]) is Pair
+    assert type(moved["tuple"]) is tuple
+    assert type(moved["tuple"][1]) is list
+    assert moved["tuple"][1][1:] == ["name", 3]
+    assert moved["none"] is None
+    tensors = [moved["pair"].left, moved["pair"].right["deep"], moved["tuple"][0], moved["tuple"][1][0]]
+    assert [t.device.type for t in tensors] == ["meta"] * 4
+    assert batch["tuple"][0].device == CPU  # type: ignore[index]
+    assert to_device(tensor(), torch.device("meta")).device.type == "meta"
+
+
+class Nested(Dataset[Any]):
+    """What real data sets return: everything that torch can collate."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"pair": Pair(torch.full((2,), index), float(index)), "nested": (index, (index, "text"))}
+
+
+def test_a_loader_collates_what_torch_collates() -> None:
+    sampler = elastic(Job(samples=6, global_batch=6, micro_batch=3), shuffle=False)
+    batches = list(loader(Nested(), sampler, "train", 0, CPU))
+    plain = list(DataLoader(Nested(), batch_size=3))
+    assert str(batches) == str(plain)
+    assert type(batches[0]["pair"]) is Pair
+    assert to_device(batches[0], torch.device("meta"))["nested"][1][0].device.type == "meta"

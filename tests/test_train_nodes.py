@@ -1,0 +1,77 @@
+"""train.py on several real nodes: the README's two lines, and an elastic job that loses a node."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .nodes import Lab, why_not
+from .processes import ROOT, environment, read, records
+from .test_readme import blocks
+from .test_train import PLAN, SAMPLES, job
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+
+def start(lab: Lab, node: int, command: list[str], log: Path) -> subprocess.Popen[Any]:
+    """Start a launcher of this checkout on a node."""
+    env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    with log.open("w") as out:
+        return lab.popen(node, command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+
+def test_the_two_lines_of_the_readme_train_the_digits(tmp_path: Path) -> None:
+    (block,) = blocks("bash nodes")
+    lines = block.splitlines()
+    assert len(lines) == 2
+    with Lab(2) as lab:
+        jobs = []
+        for node, line in enumerate(lines):
+            words = shlex.split(line.replace("node0", lab.address(0)))
+            command = [sys.executable, *words, "--run-dir", str(tmp_path / "run")]
+            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        for node, process in enumerate(jobs):
+            assert process.wait(timeout=120) == 0, (tmp_path / f"node{node}.log").read_text()
+    assert read(tmp_path / "run")["world_sizes"] == [4]
+    assert read(tmp_path / "run")["samples_seen"] == 2 * 1437
+
+
+def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None:
+    """Three nodes; one that does not hold rank 0 dies by kill -9. The others go on at the exact next step."""
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000)
+    with Lab(3) as lab:
+        jobs = []
+        for node in lab.nodes:
+            head = [sys.executable, "launch/multi_node.py", "-n", "1:3", "-g", "1", "-nr", str(node)]
+            command = [*head, "--master", lab.address(0), "--", *options]
+            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        deadline = time.monotonic() + 60
+        while not (run_dir / "metrics.jsonl").exists() or len(records(run_dir, "train")) < 3:
+            assert time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
+            time.sleep(0.05)
+        three = records(run_dir, "start")[-1]["world_size"] == 3
+        lab.kill_node(2)
+        for node in (0, 1):
+            assert jobs[node].wait(timeout=120) == 0, (tmp_path / f"node{node}.log").read_text()
+    starts = records(run_dir, "start")
+    failure = records(run_dir, "failure")[-1]
+    assert three
+    assert starts[-1]["world_size"] == 2
+    assert starts[-1]["step"] == failure["step"], "no finished step is lost, though there was no checkpoint"
+    print(f"continued {starts[-1]['time'] - failure['time']:.1f} s after the loss, at step {failure['step']}")
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert steps == list(range(1, PLAN.total_steps + 1)), "no step is done twice"
