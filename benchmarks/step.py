@@ -95,9 +95,7 @@ def main(options: Options) -> None:
                     seconds[name].append(time.perf_counter() - begun)
         if world.rank == 0:
             base = median(seconds["bare"])
-            print(
-                f"bare DDP step: {base * 1e3:.2f} ms, median of {options.steps}, {world.world_size} {world.device} ranks"
-            )
+            print(f"bare DDP step: {base * 1e3:.2f} ms, median of {options.steps}, {world.world_size} ranks")
             for name in ("bare again", "elastic"):
                 print(f"{name} / bare = {median(seconds[name]) / base:.3f}")
 

@@ -47,6 +47,9 @@ class Recorded(Task):
     die_at: int = -1
     """The last rank kills itself in this call of loss, in the first attempt."""
 
+    fail_at: int = -1
+    """Every rank raises in this call of loss."""
+
     calls = 0
 
     def train_dataset(self) -> Any:
@@ -62,6 +65,8 @@ class Recorded(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.calls += 1
         time.sleep(self.pause)
+        if self.calls == self.fail_at:
+            raise ZeroDivisionError("a bug in the user's loss")
         last = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
         if last and self.calls == self.die_at and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             os.kill(os.getpid(), signal.SIGKILL)

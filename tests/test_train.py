@@ -203,6 +203,56 @@ def test_ctrl_c_saves_and_exits_75(tmp_path: Path) -> None:
     assert (run_dir / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
+def loaders_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children if TASK in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def test_loader_processes_mind_only_their_parent(tmp_path: Path) -> None:
+    """Slurm signals every process of a step: the loaders must not die before the training process has saved."""
+    run_dir = tmp_path / "run"
+    process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05, "--num-workers", 2)])
+    wait_for_step(run_dir, 1, process)
+    loaders = loaders_of(process)
+    assert len(loaders) == 2
+    for loader in loaders:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(loader, number)
+    wait_for_step(run_dir, records(run_dir, "train")[-1]["step"] + 4, process)
+    for pid in [*loaders, process.pid]:
+        os.kill(pid, signal.SIGUSR2)
+    done = processes.finish(process)
+    assert done.returncode == 75, done.stderr
+    assert read(run_dir, "status.json")["reason"] == "SIGUSR2"
+
+
+def test_loader_processes_never_outlive_a_killed_parent(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05, "--num-workers", 2)])
+    wait_for_step(run_dir, 1, process)
+    loaders = loaders_of(process)
+    assert loaders
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 2
+    while any(Path(f"/proc/{loader}").exists() for loader in loaders):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.communicate()
+
+
+def test_a_bug_in_the_loss_ends_the_run_at_once_and_keeps_the_last_step(tmp_path: Path) -> None:
+    """With loader processes alive, which must not keep the failed process from ending."""
+    run_dir = tmp_path / "run"
+    more = ["--fail-at", 10, "--num-workers", 2, "--checkpoint-every", 0]
+    done = run([sys.executable, str(TRAIN), *job(run_dir, *more)], expect=1, limit=60)
+    assert "ZeroDivisionError: a bug in the user's loss" in done.stderr
+    status = read(run_dir, "status.json")
+    assert status["state"] == "failed"
+    assert status["reason"] == "ZeroDivisionError: a bug in the user's loss"
+    assert (run_dir / "checkpoints" / f"step-{status['step']:08d}").is_dir()
+
+
 def test_two_jobs_cannot_use_one_run_directory(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.5)])

@@ -9,7 +9,10 @@ each rank takes its share of the pieces.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Protocol
 
@@ -185,7 +188,7 @@ def loader(
         collate_fn=_collate,
         pin_memory=device.type == "cuda",
         persistent_workers=num_workers > 0,
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=_live_and_die_with_the_parent,
     )
 
 
@@ -220,7 +223,30 @@ def _collate(samples: Any) -> Any:
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
-def _leave_signals_to_the_parent(_worker: int) -> None:
-    """Slurm and Ctrl-C signal every process: a worker that died first would take the parent's step with it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _live_and_die_with_the_parent(_worker: int) -> None:
+    """Let a loader process heed nobody but the training process it works for.
+
+    Slurm signals every process of a step, and Ctrl-C every process of a terminal; a loader that died first would take
+    the step in progress with it. But plainly ignoring SIGTERM would hang the parent, which ends its loaders by that
+    very signal when it fails. So a thread takes the signals and looks who sent them.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # macOS: no cluster will signal us there
+        return
+    parent = os.getppid()
+    # the kernel's own word that we never outlive the parent, even if that is killed by SIGKILL
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def heed() -> None:
+        while signal.sigwaitinfo(STOP_SIGNALS).si_pid != parent:
+            pass
+        os._exit(1)
+
+    threading.Thread(target=heed, daemon=True).start()
+
+
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>."""
