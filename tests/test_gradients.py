@@ -139,3 +139,10 @@ def distance(got: list[float], expected: list[float]) -> float:
     """Relative distance of two vectors, in the 2-norm."""
     one, other = torch.tensor(got), torch.tensor(expected)
     return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.multiprocess
+def test_a_resume_on_as_many_ranks_is_exact_in_every_bit_and_with_stock_ddp_it_is_not(tmp_path: Path) -> None:
+    """Four ranks, because with two the order of an addition does not matter."""
+    processes.run(processes.torchrun(4, WORKER.with_name("resume_worker.py"), tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text()) == {"ours": True, "stock": False}

@@ -66,6 +66,11 @@ def wrap(model: nn.Module, task: Task, world: World) -> nn.Module:
         **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `_Statistics` keeps them equal
     )
     ddp.register_comm_hook(None, _sum_over_ranks)
+    # After its first backward pass DDP sorts parameters into buckets anew, and where a gradient stands in its bucket
+    # decides in which order the ranks' parts are added. Were that pass a real step, the steps after a resume would
+    # differ in the last bits from those of a run that never stopped; so it is an empty one.
+    ddp(None).backward()
+    ddp.zero_grad(set_to_none=True)
     return ddp
 
 

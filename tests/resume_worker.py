@@ -1,0 +1,61 @@
+"""Train eight steps in one go, and again with a resume after the third: do the weights agree in every bit?
+
+torchrun --nproc_per_node=4 resume_worker.py OUT.json
+
+A resume is what makes DDP begin anew: the same state, a new wrapper. Done with `gradients.wrap` and with plain DDP.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evenkeel import gradients
+from evenkeel.plan import Plan
+from evenkeel.state import State, sha256
+from evenkeel.tasks import Digits
+from evenkeel.world import World
+
+PLAN = Plan(samples=256, global_batch=32, micro_batch=8, epochs=1)
+
+
+def stock(model: nn.Module, task: Digits, world: World) -> nn.Module:
+    return DistributedDataParallel(gradients.Loss(model, task))
+
+
+def train(wrap: Callable[..., nn.Module], world: World, stops: tuple[int, ...]) -> str:
+    """The fingerprint after all steps, with the wrapper and the optimizer built anew at each stop."""
+    task = Digits()
+    data = task.train_dataset()
+    saved = None
+    for first, end in zip((0, *stops), (*stops, PLAN.total_steps), strict=True):
+        torch.manual_seed(0)
+        model = task.model()
+        state = State(model, [torch.optim.AdamW(model.parameters(), lr=1e-2)])
+        if saved:
+            state.restore(saved)
+        wrapped = wrap(model, task, world)
+        for step in range(first, end):
+            state.clear_gradients()
+            mine = PLAN.micro_batches(step, world.rank, world.world_size)
+            batches = [data.__getitems__(list(range(m.start, m.start + m.size))) for m in mine]
+            gradients.backward(wrapped, mine, batches, PLAN.step_samples(step), 0, world)
+            state.commit()
+        saved = state.capture()
+    return sha256(model.state_dict())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    world = World.from_environment()
+    with world.connected():
+        sides = {"ours": gradients.wrap, "stock": stock}
+        result = {name: train(wrap, world, ()) == train(wrap, world, (3,)) for name, wrap in sides.items()}
+        if world.rank == 0:
+            Path(sys.argv[1]).write_text(json.dumps(result))
