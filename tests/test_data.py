@@ -7,11 +7,14 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, cycle, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -253,7 +256,7 @@ def test_it_is_a_distributed_sampler_and_refuses_what_that_refuses() -> None:
         elastic(THOUSAND, world_size=2, rank=2)
 
 
-def test_it_finds_its_rank_in_the_process_group(tmp_path: Any) -> None:
+def test_it_finds_its_rank_in_the_process_group(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         sampler = ElasticSampler(range(10), 4, 2)
@@ -498,6 +501,17 @@ def test_control_in_a_plain_loader_augmentation_depends_on_the_number_of_workers
     assert with_workers != alone
 
 
+def test_augmentation_of_a_subset_belongs_to_the_sample_too() -> None:
+    """`Subset` (and so `random_split`) has a `__getitems__` that loops over samples."""
+
+    def noise(job: Job) -> dict[int, tuple[Any, ...]]:
+        sampler = elastic(job)
+        return by_sample(epoch_of(loader(Subset(Augmenting(60), range(3, 32)), sampler, "train", 0, CPU), sampler, 1))
+
+    assert noise(AUGMENTED) == noise(AUGMENTED._replace(global_batch=10, micro_batch=7))
+    assert len({str(values) for values in noise(AUGMENTED).values()}) == 29
+
+
 class AugmentedInMemory(InMemory):
     """Fetches whole micro-batches, with random noise."""
 
@@ -567,17 +581,52 @@ def test_a_subset_of_torch_is_collated_from_its_samples() -> None:
     assert found == [[[90, 91], [180, 182]], [[92, 93], [184, 186]], [[94], [188]]]
 
 
-def test_workers_outlive_the_signals_that_stop_the_job() -> None:
-    sampler = elastic(Job(samples=40, global_batch=4, micro_batch=4), shuffle=False)
-    batches = loader(InMemory(torch.arange(40)), sampler, "train", 1, CPU)
+FAILING = """
+import multiprocessing, sys, torch
+from evenkeel.data import ElasticSampler, InMemory, loader
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    sampler = ElasticSampler(range(40), 4, 4, num_replicas=1, rank=0)
+    batches = loader(InMemory(torch.arange(40)), sampler, "train", 1, torch.device("cpu"))
     stream = iter(batches)
-    found = next(stream)[0].tolist()
-    (worker,) = stream._workers
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(worker.pid, number)
-    found += [sample for (samples,) in stream for sample in samples.tolist()]
-    assert found == list(range(40))
-    assert worker.is_alive()
+    next(stream)
+    print(stream._workers[0].pid, flush=True)
+    input()
+    print(len(list(stream)))
+    raise ValueError("the traceback keeps the loader alive")
+"""
+
+
+# fork is Python's default on Linux up to 3.13, forkserver after; a worker that is not forked has threads of BLAS, and
+# a signal may go to any of them
+@pytest.mark.parametrize(("start_method", "threads"), [("fork", "1"), ("forkserver", "4")])
+def test_workers_ignore_signals_from_outside_and_end_with_a_failing_parent(
+    tmp_path: Path, start_method: str, threads: str
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    process = subprocess.Popen(
+        [sys.executable, script, start_method],
+        env=os.environ | {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout
+        worker = int(process.stdout.readline())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(worker, number)
+        out, err = process.communicate("go on\n", timeout=30)  # forever, if the parent waited for the worker
+    finally:
+        process.kill()
+    assert out == "9\n"
+    assert err.endswith("ValueError: the traceback keeps the loader alive\n"), err  # and nothing about workers
+    assert process.returncode == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
 
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -180,6 +180,22 @@ def test_every_sample_comes_once_and_in_its_own_order(model: nn.Module) -> None:
     assert seen == 2 * list(range(SAMPLES))
 
 
+def test_a_stop_may_come_between_any_two_batches(model: nn.Module, test_set: InMemory) -> None:
+    class Stop:
+        asked = 0
+
+        def check(self, rank: int) -> None:
+            self.asked += 1
+            if self.asked == 4:
+                raise KeyboardInterrupt
+
+    stop, config = Stop(), Config(micro_batch=5)
+    with pytest.raises(KeyboardInterrupt):
+        Evaluation(Classify(), model, test_set, config, ALONE, stop)()  # type: ignore[arg-type]
+    assert stop.asked == 4
+    assert torch.is_grad_enabled()
+
+
 class Noisy(Dataset[Any]):
     """A test set with random crops, say."""
 

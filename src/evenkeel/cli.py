@@ -9,7 +9,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -17,8 +17,6 @@ from .config import OPTION_NAMES, Config, flag, validate
 from .errors import Refusal, one_line_errors
 from .run_directory import read_config
 from .tasks import Task, load_task
-
-T = TypeVar("T")
 
 
 def parse(arguments: Sequence[str]) -> tuple[Config, Task]:

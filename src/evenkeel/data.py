@@ -9,11 +9,13 @@ each rank takes its share of the pieces.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import os
+import multiprocessing
 import signal
-import threading
-from collections.abc import Iterator, Sequence, Sized
+import sys
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import numpy as np
@@ -181,7 +183,7 @@ def loader(
         num_workers: loading processes; they live as long as the loader.
         device: where batches will go; a GPU gets them from pinned memory.
     """
-    return DataLoader(
+    return _Loader(
         Seeded(dataset, sampler.seed, purpose),
         batch_sampler=sampler,
         num_workers=num_workers,
@@ -223,29 +225,42 @@ def _collate(samples: Any) -> Any:
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
+class _Loader(DataLoader[Any]):
+    """A `DataLoader` whose workers end when this process exits, although they ignore SIGTERM."""
+
+    def __iter__(self) -> Any:
+        others = multiprocessing.active_children()
+        stream = super().__iter__()
+        if workers := [child for child in multiprocessing.active_children() if child not in others]:
+            atexit.register(_kill, workers)
+        return stream
+
+
+def _kill(workers: Iterable[BaseProcess]) -> None:
+    """End the workers that are left at exit, where Python would send them SIGTERM and wait for them.
+
+    Usually there are none; but after an exception its traceback holds the loop's frame, and that the loader.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report each as a failure
+    for worker in workers:
+        worker.kill()
+
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _live_and_die_with_the_parent(_worker: int) -> None:
-    """Let a loader process heed nobody but the training process it works for.
+    """Let a loader process end with the training process it works for, and neither before nor after.
 
     Slurm signals every process of a step, and Ctrl-C every process of a terminal; a loader that died first would take
-    the step in progress with it. But plainly ignoring SIGTERM would hang the parent, which ends its loaders by that
-    very signal when it fails. So a thread takes the signals and looks who sent them.
+    the step in progress with it. They are ignored rather than blocked, because a mask binds only one thread, and a
+    process that was not forked has more by now.
     """
-    if not hasattr(signal, "sigwaitinfo"):  # macOS: no cluster will signal us there
-        return
-    parent = os.getppid()
-    # the kernel's own word that we never outlive the parent, even if that is killed by SIGKILL
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-    def heed() -> None:
-        while signal.sigwaitinfo(STOP_SIGNALS).si_pid != parent:
-            pass
-        os._exit(1)
-
-    threading.Thread(target=heed, daemon=True).start()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # the kernel's own word that we never outlive the parent, even if that is killed by SIGKILL
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 PR_SET_PDEATHSIG = 1

@@ -7,15 +7,15 @@ namespace that no earlier attempt has used. Nothing in their environment names o
 count of its own, and a membership change restarts workers without raising it. They have to agree through
 the very store that is full of the keys of the dead.
 
-The protocol is a roll-call. Every process draws a random name.
+The protocol is a roll-call.
 
-1. *call*: rank 0 writes its name, the nonce, under a fixed key, over whatever stands there.
-2. *here*: each other rank reads the call and writes its own name under ``NONCE/here/RANK``. It goes on
-   reading, and answers every new call that it sees.
+1. *call*: rank 0 draws a nonce and writes it under a fixed key, over whatever stands there.
+2. *here*: each other rank has drawn a name. It reads the call and writes its name under ``NONCE/here/RANK``.
+   It goes on reading, and answers every new call that it sees.
 3. *go*: when all ranks have answered, rank 0 reads their names and writes a ``NONCE/go/NAME`` for each, all
    in one request. A rank that finds its own may use the namespace.
 
-Why it is right. Only a process that has read the call can write below its nonce, so no older attempt has.
+Why it is right. Only a process that has read the call can write below its nonce, so no dead attempt has.
 A rank that finds its go knows that rank 0 was alive after it came, since rank 0 has read its name; the call
 of a dead rank 0 gets an answer too, but never a go. One name is let in for each rank, and all or none. Each
 world size has a fixed key of its own, so attempts of different sizes do not even meet.
@@ -26,14 +26,17 @@ The dead and the doubles:
   answer overwrites the earlier, but might come too late. So a call that took long to fill is repeated, and go
   is given only for answers of the last moments. A worker that dies after those has died in training, as it
   were: `init_process_group` fails, and the agents restart everyone.
-- Of two rank 0s alive at once the later call stands, and the earlier fails rather than split the job.
+- Of two rank 0s alive at once the later call stands; the earlier sees it and fails.
 - A worker whose agent was killed would go on answering in the place of its successor. It sees that it has
   lost its parent, and fails.
 - Two live workers of one rank are left only where an agent is cut off from its job. (With the c10d
   rendezvous no worker starts before all agents taking part have killed their old ones.) The last to
-  answer is let in. Should that be the wrong one, the right one times out and its agent restarts the job.
+  answer is let in.
 
-Waiting is by polling, because a `Store.wait` that times out prints warnings and can stall for seconds.
+What slips through the windows that remain leaves a rank waiting in vain. It times out, and its agent
+restarts the job: a delay, but never two attempts mixed.
+
+Waiting is by polling: a `Store.wait` that times out prints warnings, and asks the DNS for a name in each.
 """
 
 from __future__ import annotations

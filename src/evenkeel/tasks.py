@@ -212,7 +212,6 @@ def _frames_of_the_user(trace: Any) -> list[traceback.FrameSummary]:
     """Without the frames of libraries: the line to show is the user's, not the one deep in NumPy that it led to."""
     paths = sysconfig.get_paths()
     frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(("<frozen", __file__))]
-    frames = [
-        f for f in frames if f.filename.startswith(paths["purelib"]) or not f.filename.startswith(paths["stdlib"])
-    ]
-    return [f for f in frames if not f.filename.startswith((paths["purelib"], paths["platlib"]))] or frames
+    installed = [f for f in frames if f.filename.startswith((paths["purelib"], paths["platlib"]))]
+    theirs = [f for f in frames if f not in installed and not f.filename.startswith(paths["stdlib"])]
+    return theirs or installed  # their own package may be an installed one

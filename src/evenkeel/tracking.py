@@ -12,6 +12,7 @@ import logging
 import math
 import netrc
 import os
+import sys
 import time
 import uuid
 from datetime import timedelta
@@ -37,7 +38,7 @@ def start_logs(folder: Path, world: World) -> None:
     """Send this rank's log records to ``folder/rank-R.log``, and rank 0's warnings to stderr as well."""
     folder.mkdir(parents=True, exist_ok=True)
     form = logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(name)s: %(message)s")
-    handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank-{world.rank}.log")]
+    handlers: list[logging.Handler] = [_LogFile(folder / f"rank-{world.rank}.log")]
     if world.rank == 0:
         stderr = logging.StreamHandler()
         stderr.setLevel(logging.WARNING)
@@ -47,6 +48,14 @@ def start_logs(folder: Path, world: World) -> None:
     package = logging.getLogger("evenkeel")
     package.handlers[:] = handlers
     package.setLevel(logging.INFO)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that loses records to a full disk without a traceback for each; stderr has what matters."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class Tracker:

@@ -1,0 +1,568 @@
+"""The state on disk: whole or absent, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load
+from evenkeel.state import State
+
+from .processes import TRAIN, read, records, run
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", keep=2, best=("accuracy", "max"))
+
+
+def state(step: int, size: int = 10) -> dict[str, Any]:
+    """A state of which every element says the step, so that a mixture of two would show."""
+    return {"step": step, "model": {"w": torch.full((size,), float(step))}, "optimizers": []}
+
+
+def is_whole(found: dict[str, Any]) -> bool:
+    return bool((found["model"]["w"] == found["step"]).all())
+
+
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoints.all()]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in every bit, the types included."""
+    if isinstance(a, torch.Tensor):
+        bits = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(checkpoints: Checkpoints) -> None:
+    weird = {
+        "nan": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "ints": torch.arange(4, dtype=torch.int64).view(2, 2).t(),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+        "flag": torch.tensor(True),
+    }
+    saved = {"step": 42, "model": weird, "optimizers": [{"state": {0: {"step": torch.tensor(7.0)}}, "lr": 1e-3}]}
+    path = checkpoints.save(saved, {"accuracy": 0.5})
+    assert path == checkpoints.folder / "step-00000042"
+    assert same(load(path), saved)
+    assert same(checkpoints.load_newest(), saved)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, nesterov=True)])
+def test_a_training_goes_on_as_if_it_had_not_stopped(checkpoints: Checkpoints, optimizer: Callable[..., Any]) -> None:
+    def build() -> State:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+        return State(model, [optimizer(model.parameters(), lr=0.1)])
+
+    def advance(state: State, count: int) -> None:
+        for _ in range(count):
+            inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(state.step))
+            state.clear_gradients()
+            state.model(inputs).square().mean().backward()
+            state.commit()
+
+    uninterrupted, first, second = build(), build(), build()
+    advance(uninterrupted, 6)
+    advance(first, 3)
+    checkpoints.save(first.capture(), {})
+    found = checkpoints.load_newest()
+    assert found
+    second.restore(found)
+    assert second.step == 3
+    advance(second, 3)
+    assert same(second.capture(), uninterrupted.capture())
+    advance(second, 1)
+    assert not same(second.capture(), uninterrupted.capture())
+
+
+def test_an_empty_folder_and_none(checkpoints: Checkpoints) -> None:
+    for _ in range(2):
+        assert checkpoints.all() == []
+        assert checkpoints.newest_step() == 0
+        assert checkpoints.load_newest() is None
+        assert checkpoints.best_value() is None
+        checkpoints.folder.mkdir(exist_ok=True)
+
+
+def test_the_manifest(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(state(3), {"accuracy": 0.5, "loss": 1.5})
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert (manifest["step"], manifest["metrics"]) == (3, {"accuracy": 0.5, "loss": 1.5})
+    assert manifest["files"][STATE]["bytes"] == (path / STATE).stat().st_size
+    assert manifest["files"][STATE]["sha256"] == hashlib.sha256((path / STATE).read_bytes()).hexdigest()
+
+
+def test_the_newest_are_kept(checkpoints: Checkpoints) -> None:
+    for step in range(1, 6):
+        checkpoints.save(state(step), {})
+        assert steps(checkpoints) == list(range(max(1, step - 1), step + 1))
+    assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize(("direction", "best"), [("max", 0.9), ("min", 0.1)])
+def test_the_best_is_kept_besides_the_newest(tmp_path: Path, direction: Any, best: float) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, best=("score", direction))
+    values = [0.5, best, 0.6, None, 0.4, None]
+    for step, value in enumerate(values, start=1):
+        metrics = {} if value is None else {"score": value, "other": -1.0}
+        assert checkpoints.improves(metrics) == (step <= 2)
+        checkpoints.save(state(step), metrics)
+    assert steps(checkpoints) == [2, 5, 6]
+    assert checkpoints.best_value() == best
+    assert not checkpoints.improves({"score": best}), "as good is not better"
+    assert checkpoints.improves({"score": best + (1 if direction == "max" else -1)})
+
+
+def test_of_equally_good_ones_the_last_is_kept(checkpoints: Checkpoints) -> None:
+    for step in range(1, 6):
+        checkpoints.save(state(step), {"accuracy": 0.5} if step <= 2 else {})
+    assert steps(checkpoints) == [2, 4, 5]
+
+
+def test_the_best_that_is_overtaken_goes(checkpoints: Checkpoints) -> None:
+    for step in range(1, 6):
+        checkpoints.save(state(step), {"accuracy": step / 10})
+    assert steps(checkpoints) == [4, 5]
+
+
+def test_nan_is_no_best_value(checkpoints: Checkpoints) -> None:
+    """A comparison with it is false both ways, so it would stay the best for ever."""
+    nan = {"accuracy": float("nan")}
+    assert not checkpoints.improves(nan)
+    checkpoints.save(state(1), nan)
+    assert checkpoints.best_value() is None
+    assert checkpoints.improves({"accuracy": 0.1})
+    checkpoints.save(state(2), {"accuracy": 0.1})
+    for step in (3, 4, 5):
+        checkpoints.save(state(step), nan)
+    assert checkpoints.best_value() == 0.1
+    assert steps(checkpoints) == [2, 4, 5]
+
+
+def test_steps_are_numbers_and_other_folders_are_left_alone(checkpoints: Checkpoints) -> None:
+    for step in (99_999_999, 100_000_000, 100_000_001):
+        checkpoints.save(state(step), {})
+    backup = checkpoints.folder / "step-00000001.bak"
+    shutil.copytree(checkpoints.all()[0], backup)
+    assert steps(checkpoints) == [100_000_000, 100_000_001]
+    assert checkpoints.newest_step() == 100_000_001
+    checkpoints.save(state(100_000_002), {})
+    assert backup.is_dir()
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def lengthen(file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(b"\0")
+
+
+def brackets(file: Path) -> None:
+    file.write_text("{}")
+
+
+DAMAGES = [
+    (STATE, truncate), (STATE, empty), (STATE, flip_a_bit), (STATE, lengthen), (STATE, Path.unlink),
+    (MANIFEST, truncate), (MANIFEST, empty), (MANIFEST, brackets),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
+) -> None:
+    before, newest = (checkpoints.save(state(step), {"accuracy": step / 10}) for step in (1, 2))
+    damage(newest / name)
+    with pytest.raises(Damaged, match=str(newest / name)):
+        load(newest)
+    found = checkpoints.load_newest()
+    assert found
+    assert same(found, state(1))
+    assert steps(checkpoints) == [1]
+    aside = [path for path in checkpoints.folder.iterdir() if path != before]
+    assert [path.name.startswith("damaged-step-00000002-") for path in aside] == [True], "set aside, not deleted"
+    assert str(newest / name) in caplog.text
+    assert aside[0].name in caplog.text
+
+    checkpoints.save(state(2), {})  # the step comes again
+    assert steps(checkpoints) == [1, 2]
+    assert same(load(newest), state(2))
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_old_one_does_not_stand_in_the_way(
+    checkpoints: Checkpoints, name: str, damage: Callable[[Path], None]
+) -> None:
+    old = checkpoints.save(state(1), {"accuracy": 0.5})
+    damage(old / name)
+    assert checkpoints.improves({"accuracy": 0.9})
+    for step in (2, 3, 4):
+        checkpoints.save(state(step), {"accuracy": 0.9})
+    assert same(checkpoints.load_newest(), state(4))
+    assert steps(checkpoints) == [3, 4]
+
+
+def test_a_flipped_bit_anywhere_in_the_manifest(checkpoints: Checkpoints) -> None:
+    """It is whole, or reported: never another exception, which would end the training."""
+    manifest = checkpoints.save(state(1), {"accuracy": 0.5}) / MANIFEST
+    content = manifest.read_bytes()
+    for bit in range(0, 8 * len(content), 7):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(flipped)
+        checkpoints.improves({"accuracy": 0.1})
+        with contextlib.suppress(Damaged):
+            assert same(load(manifest.parent), state(1))
+
+
+def test_without_its_manifest_it_is_none(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        checkpoints.save(state(step), {})
+    (checkpoints.folder / "step-00000002" / MANIFEST).unlink()
+    assert steps(checkpoints) == [1]
+    assert same(checkpoints.load_newest(), state(1))
+    with pytest.raises(Damaged, match=MANIFEST):
+        load(checkpoints.folder / "step-00000002")
+    checkpoints.save(state(2), {})
+    assert same(checkpoints.load_newest(), state(2))
+
+
+def test_if_all_are_damaged_there_is_none_and_all_are_still_there(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        flip_a_bit(checkpoints.save(state(step), {}) / STATE)
+    assert checkpoints.load_newest() is None
+    assert len(list(checkpoints.folder.glob("damaged-*"))) == 2
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.mark.parametrize("protocol", ["zip", "pickle"])
+def test_a_checkpoint_cannot_run_code(checkpoints: Checkpoints, tmp_path: Path, protocol: str) -> None:
+    """Even one whose manifest is right."""
+    witness = tmp_path / "witness"
+    evil = state(1) | {"evil": Malicious(witness)}
+    path = checkpoints.save(state(1), {})
+    with (path / STATE).open("wb") as file:
+        torch.save(evil, file) if protocol == "zip" else pickle.dump(evil, file, protocol=2)
+    content = (path / STATE).read_bytes()
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][STATE] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        checkpoints.load_newest()
+    assert not witness.exists()
+    torch.load(path / STATE, weights_only=False) if protocol == "zip" else pickle.loads(content)
+    assert witness.exists(), "it would have run"
+
+
+def observe_every_operation(monkeypatch: pytest.MonkeyPatch, look: Callable[[str], None]) -> None:
+    """Call ``look`` with its name after each operation of a save that changes the disk, or brings it there."""
+
+    def observed(name: str | None, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = operation(*arguments, **options)
+            if name is None:
+                mode = os.fstat(arguments[0]).st_mode
+                look("fsync folder" if stat.S_ISDIR(mode) else "fsync file")
+            else:
+                look(f"{name} {Path(arguments[0]).name}")
+            return result
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", observed(None, os.fsync))
+    monkeypatch.setattr(Path, "replace", observed("rename", Path.replace))
+    # a folder is deleted file by file, in any order
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(os, name, observed(name, getattr(os, name)))
+
+
+def test_the_order_of_operations(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is on the disk before it has its name, and its name before an old one goes."""
+    checkpoints = Checkpoints(checkpoints.folder, keep=1, best=checkpoints.best)
+    checkpoints.save(state(1), {})
+    done: list[str] = []
+    observe_every_operation(monkeypatch, done.append)
+    checkpoints.save(state(2), {})
+    named, forgotten = done.index("rename .step-00000002.tmp"), done.index("rename step-00000001")
+    assert done[:named].count("fsync file") == 2
+    assert done[named - 1] == "fsync folder"
+    assert done[named + 1] == "fsync folder"
+    assert named + 1 < forgotten < done.index(f"unlink {STATE}")
+    assert done.count("rename .step-00000002.tmp") == 1
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step"])
+def test_a_kill_between_any_two_operations_loses_no_finished_checkpoint(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: bool
+) -> None:
+    """The folder as each operation leaves it is copied, and a new start is made from every copy."""
+    checkpoints = Checkpoints(checkpoints.folder, keep=1, best=checkpoints.best)
+    checkpoints.save(state(1), {})
+    copies: list[Path] = []
+
+    def copy(_operation: str) -> None:
+        copies.append(tmp_path / f"copy-{len(copies)}")
+        with pytest.MonkeyPatch.context() as undone:
+            for name, original in originals.items():
+                undone.setattr(os, name, original)
+            shutil.copytree(checkpoints.folder, copies[-1])
+
+    originals = {name: getattr(os, name) for name in ("fsync", "unlink", "rmdir")}
+    with monkeypatch.context() as patch:
+        observe_every_operation(patch, copy)
+        checkpoints.save(state(1 if again else 2), {})
+
+    found: list[int] = []
+    for folder in copies:
+        start = Checkpoints(folder, keep=1, best=checkpoints.best)
+        newest = start.load_newest()
+        assert newest
+        assert is_whole(newest)
+        found.append(newest["step"])
+        assert sorted(entry.name for entry in folder.iterdir()) == [path.name for path in start.all()], "tidied up"
+    assert len(found) > 5
+    assert found == sorted(found)
+    assert set(found) == ({1} if again else {1, 2})
+
+
+BIG = 8_000_000  # floats: long enough to write for a kill in the middle
+KILLS = 12
+
+
+def save_for_ever(folder: Path, size: int, done: Any) -> None:
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads
+    checkpoints = Checkpoints(folder, keep=1, best=("accuracy", "max"))
+    step = checkpoints.newest_step()
+    while True:
+        step += 1
+        checkpoints.save(state(step, size), {})
+        done.value = step
+
+
+def save_naively_for_ever(folder: Path, size: int, done: Any) -> None:
+    """The control: one file, written over and over."""
+    torch.set_num_threads(1)
+    while True:
+        done.value += 1
+        torch.save(state(done.value, size), folder / "checkpoint.pt")
+
+
+def kill_when(moment: Callable[[], bool], target: Callable[..., None], folder: Path, size: int) -> int:
+    """Start a process that saves, kill it at some moment, and say which save was its last whole one."""
+    done = FORK.Value("i", 0)
+    process = FORK.Process(target=target, args=(folder, size, done))
+    process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not moment():
+            assert time.monotonic() < deadline
+            assert process.is_alive()
+    finally:
+        process.kill()
+        process.join()
+    return int(done.value)
+
+
+def size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def test_a_kill_in_the_middle_damages_a_naive_checkpoint(tmp_path: Path) -> None:
+    """What the tests below would see if they could not fail."""
+    file = tmp_path / "checkpoint.pt"
+    torch.save(state(1, BIG), file)
+    whole = size_of(file)
+    kill_when(lambda: 0 < size_of(file) < whole, save_naively_for_ever, tmp_path, BIG)
+    with pytest.raises((RuntimeError, EOFError, pickle.UnpicklingError)):
+        torch.load(file, weights_only=True)
+
+
+def test_a_kill_in_the_middle_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    """At the same moment as in the control, which is sure to be within a write; again and again."""
+    checkpoints = Checkpoints(tmp_path, keep=1, best=("accuracy", "max"))
+    checkpoints.save(state(1, BIG), {})
+    whole = size_of(checkpoints.all()[0] / STATE)
+
+    def writing() -> bool:
+        return any(0 < size_of(path / STATE) < whole for path in tmp_path.glob(".step-*.tmp"))
+
+    for _ in range(4):
+        before = checkpoints.newest_step()
+        done = kill_when(writing, save_for_ever, tmp_path, BIG)
+        found = checkpoints.load_newest()
+        assert found
+        assert is_whole(found)
+        assert found["step"] >= max(before, done)
+        assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, best=("accuracy", "max"))
+    last, dice = 0, random.Random()
+    for _ in range(KILLS):
+        end = time.monotonic() + 0.05 + dice.random() * 0.15
+        done = kill_when(lambda end=end: time.monotonic() > end, save_for_ever, tmp_path, 50_000)
+        for path in checkpoints.all():
+            assert is_whole(load(path))
+        found = checkpoints.load_newest()
+        last = max(last, done)
+        assert (found["step"] if found else 0) >= last, "a finished checkpoint was lost"
+    assert last >= 3
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of a given size, as a real disk that gets full."""
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("needs root to mount a small file system")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], timeout=30, check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path, "1m") as folder:
+        yield folder
+
+
+def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> None:
+    checkpoints = Checkpoints(disk / "checkpoints", keep=2, best=("accuracy", "max"))
+    checkpoints.save(state(1, 100_000), {"accuracy": 0.5})
+    free = shutil.disk_usage(disk).free
+    for size in (200_000, 10_000_000):
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            checkpoints.save(state(2, size), {})
+        assert caught.value.errno == errno.ENOSPC
+    assert shutil.disk_usage(disk).free == free, "what was written of it is gone"
+    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step-00000001"]
+    assert same(checkpoints.load_newest(), state(1, 100_000))
+    checkpoints.save(state(2, 100_000), {})
+    assert steps(checkpoints) == [1, 2]
+
+
+def test_a_disk_that_is_full_to_the_last_byte(disk: Path) -> None:
+    checkpoints = Checkpoints(disk / "checkpoints", keep=2, best=("accuracy", "max"))
+    checkpoints.save(state(1), {})
+    with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoints.save(state(2), {})
+    assert same(checkpoints.load_newest(), state(1))
+    (disk / "filler").unlink()
+    checkpoints.save(state(2), {})
+    assert steps(checkpoints) == [1, 2]
+
+
+def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkpoints) -> None:
+    checkpoints.save(state(1), {})
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        checkpoints.save(state(2) | {"function": lambda: None}, {})
+    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step-00000001"]
+
+
+@pytest.fixture(scope="module")
+def full_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.CompletedProcess[str], Path]]:
+    """A run on a disk with room for one checkpoint and not for two."""
+    with small_disk(tmp_path_factory.mktemp("disk"), "600k") as folder:
+        run_dir = folder / "run"
+        options = ["--run-dir", run_dir, "--max-steps", 40, "--checkpoint-every", 10, "--wandb", "disabled"]
+        yield run([sys.executable, str(TRAIN), *map(str, options)], expect=None), run_dir
+
+
+@pytest.mark.multiprocess
+def test_a_run_on_a_full_disk_goes_on_loudly_and_keeps_what_it_had(full_disk: Any) -> None:
+    done, run_dir = full_disk
+    reported = [line for line in done.stderr.splitlines() if "NO CHECKPOINT at step" in line]
+    assert reported[0] == (
+        "evenkeel: ERROR: NO CHECKPOINT at step 20: [Errno 28] No space left on device; "
+        "training goes on, the last one is at step 10"
+    )
+    assert "NO CHECKPOINT at step 30" in reported[2]
+    assert [record["step"] for record in records(run_dir, "train")] == [10, 20, 30, 40]
+    assert [record["step"] for record in records(run_dir, "checkpoint_failed")][:2] == [20, 23]
+    assert records(run_dir, "eval")[-1]["step"] == 40
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=2, best=("accuracy", "max"))
+    assert steps(checkpoints) == [10]
+    found = checkpoints.load_newest()
+    assert found
+    assert found["step"] == 10
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_cannot_save_its_end_is_not_finished(full_disk: Any) -> None:
+    done, run_dir = full_disk
+    assert done.returncode not in (0, 2, 75)
+    assert "No space left on device" in done.stderr.splitlines()[-1]
+    assert read(run_dir, "status.json")["state"] != "finished"
+    assert not (run_dir / "summary.json").exists()
+    assert not (run_dir / "model.pt").exists()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.xfail(strict=True, reason="Run.interrupted saves again without looking for an OSError")
+def test_a_run_that_cannot_save_its_end_says_so_in_a_line(full_disk: Any) -> None:
+    done, run_dir = full_disk
+    assert "Traceback" not in done.stderr
+    assert read(run_dir, "status.json")["state"] == "failed"

@@ -1,0 +1,154 @@
+"""Options: what is refused, what is saved, and which changes make another run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from evenkeel.config import HARMLESS, UNSAVED, Config, differences, flag, saved_options, validate
+from evenkeel.errors import Refusal
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SHAPING = frozenset(f.name for f in fields(Config)) - HARMLESS
+
+
+def config(**options: Any) -> Config:
+    """Resolved options, as after the command line."""
+    return Config(**options).resolved()
+
+
+def refusal(options: Config, **sizes: int) -> str:
+    """The message of the refusal that must come, which is one line."""
+    with pytest.raises(Refusal) as caught:
+        validate(options, **sizes)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_defaults_are_valid() -> None:
+    validate(config(), samples=1437, test_samples=360)
+
+
+def test_defaults_that_depend_on_other_options() -> None:
+    assert config().run_dir == Path("runs/digits")
+    assert config(task="my/job.py:MyTask").run_dir == Path("runs/MyTask")
+    assert config(task="package.module:MyTask").run_dir == Path("runs/MyTask")
+    assert config(run_dir=Path("elsewhere")).run_dir == Path("elsewhere")
+    assert config(batch_size=64).micro_batch == 8
+    assert config(batch_size=5).micro_batch == 1
+    assert config(batch_size=64, micro_batch=3).micro_batch == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "remedy"),
+    [
+        ({"epochs": 0}, "--epochs 0", "at least 1"),
+        ({"epochs": -3}, "--epochs -3", "at least 1"),
+        ({"batch_size": 0}, "--batch-size 0", "at least 1"),
+        ({"batch_size": -64}, "--batch-size -64", "at least 1"),
+        ({"micro_batch": -1}, "--micro-batch -1", "at least 1"),
+        ({"keep": 0}, "--keep 0", "at least 1"),
+        ({"log_every": 0}, "--log-every 0", "at least 1"),
+        ({"max_steps": -1}, "--max-steps -1", "at least 0"),
+        ({"warmup_steps": -1}, "--warmup-steps -1", "at least 0"),
+        ({"clip_norm": -0.5}, "--clip-norm -0.5", "at least 0"),
+        ({"num_workers": -1}, "--num-workers -1", "at least 0"),
+        ({"checkpoint_every": -1}, "--checkpoint-every -1", "at least 0"),
+        ({"eval_every": -1}, "--eval-every -1", "at least 0"),
+        ({"lr": -1e-3}, "--lr -0.001", "at least 0"),
+        ({"lr": float("nan")}, "--lr nan", "at least 0"),
+        ({"lr": float("inf")}, "--lr inf", "finite"),
+        ({"weight_decay": -0.1}, "--weight-decay -0.1", "at least 0"),
+        ({"seed": -1}, "--seed -1", "at least 0"),
+        ({"seed": 2**63}, f"--seed {2**63}", "below 2**63"),
+        ({"batch_size": 16, "micro_batch": 17}, "--micro-batch 17: is above --batch-size 16", "part of the batch"),
+        ({"init_from": Path("no/such/model.pt")}, "--init-from no/such/model.pt", "no such file"),
+    ],
+)
+def test_a_value_that_cannot_be_meant(options: dict[str, Any], named: str, remedy: str) -> None:
+    message = refusal(config(**options))
+    assert message.startswith(named)
+    assert remedy in message
+
+
+@pytest.mark.parametrize("name", ["max_steps", "warmup_steps", "clip_norm", "num_workers", "eval_every", "lr", "seed"])
+def test_zero_is_a_value_where_it_means_something(name: str) -> None:
+    validate(config(**{name: 0}))
+
+
+def test_a_batch_above_the_data_set() -> None:
+    validate(config(batch_size=100), samples=100)
+    message = refusal(config(batch_size=101), samples=100)
+    assert message.startswith("--batch-size 101")
+    assert "only 100 samples" in message
+
+
+def test_a_data_set_without_samples() -> None:
+    assert "only 0 samples" in refusal(config(), samples=0)
+    assert refusal(config(), samples=100, test_samples=0) == "--task digits: its test data is empty"
+
+
+def test_the_saved_options_are_those_about_the_run_and_fit_into_toml() -> None:
+    saved = saved_options(config(init_from=Path("a/model.pt")), {"sizes": (1, 2), "roots": [Path("x")], "none": None})
+    assert set(saved) == {f.name for f in fields(Config)} - UNSAVED | {"sizes", "roots"}
+    assert saved["init_from"] == "a/model.pt"
+    assert saved["micro_batch"] == 8, "the value that was used, not the 0 that stood for it"
+    assert (saved["sizes"], saved["roots"]) == ([1, 2], ["x"])
+    assert tomllib.loads(tomli_w.dumps(saved)) == saved, "or a run could not be told from another one"
+
+
+@pytest.mark.parametrize("value", [object(), {"a": 1}, {1, 2}, b"bytes", [object()]])
+def test_an_option_that_the_file_cannot_hold(value: Any) -> None:
+    with pytest.raises(Refusal, match=r"^--my-option: .* of type (object|dict|set|bytes); an option is a bool, int"):
+        saved_options(config(), {"my_option": value})
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS - UNSAVED))
+def test_a_harmless_option_may_change(name: str) -> None:
+    old = saved_options(config(), {})
+    assert differences(old, old | {name: "changed"}) == []
+
+
+@pytest.mark.parametrize("name", sorted(SHAPING))
+def test_any_other_option_makes_another_run(name: str) -> None:
+    old = saved_options(config(), {})
+    assert differences(old, old | {name: "changed"}) == [(name, old.get(name), "changed")]
+
+
+def test_which_options_are_harmless() -> None:
+    """A new option shapes the result until somebody has thought about it: this list is that thought."""
+    assert {"num_workers", "checkpoint_every", "keep", "eval_every", "log_every", "wandb"} == HARMLESS - UNSAVED
+    assert {"batch_size", "micro_batch", "seed", "task", "lr", "optimizer", "init_from"} <= SHAPING
+
+
+def test_the_options_of_a_task_shape_the_result() -> None:
+    old = saved_options(config(), {"width": 32, "gone": 1})
+    new = saved_options(config(), {"width": 64, "new": 2})
+    assert differences(old, new) == [("width", 32, 64), ("new", None, 2), ("gone", 1, None)]
+
+
+@pytest.mark.parametrize(("schedule", "may"), [("constant", True), ("linear", False), ("cosine", False)])
+def test_only_a_run_with_a_constant_learning_rate_may_be_prolonged(schedule: Any, may: bool) -> None:
+    short = config(schedule=schedule, epochs=1, max_steps=10)
+    long = replace(short, epochs=5, max_steps=0)
+    changed = [name for name, *_ in differences(saved_options(short, {}), saved_options(long, {}))]
+    assert changed == ([] if may else ["epochs", "max_steps"])
+
+
+def test_another_schedule_does_not_make_the_length_free() -> None:
+    old, new = config(schedule="cosine", epochs=1), config(schedule="constant", epochs=5)
+    assert [name for name, *_ in differences(saved_options(old, {}), saved_options(new, {}))] == ["schedule"]
+
+
+def test_the_spelling_on_the_command_line() -> None:
+    assert flag("batch_size") == "--batch-size"

@@ -1,0 +1,424 @@
+"""The folder of a run: who may use it, and that two jobs never do."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenkeel import run_directory
+from evenkeel.errors import Refusal
+from evenkeel.files import read_json, write_atomically, write_json
+from evenkeel.run_directory import RunDirectory, claim, launch_token, read_config
+
+OPTIONS = {"schedule": "cosine", "batch_size": 64, "seed": 0, "task": "digits", "num_workers": 0}
+NOBODY = 65534
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 0.3)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "mine"
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    """All that is below a folder, by size and time of change."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def started(path: Path, **changes: Any) -> None:
+    """Leave a run in a folder, as a process that has ended does."""
+    directory = claim(path, OPTIONS | changes, fresh=False)
+    directory.begin(OPTIONS | changes, [""])
+    directory.update("stopped", step=7)
+
+
+def refusal(path: Path, options: dict[str, Any] = OPTIONS, fresh: bool = False) -> str:
+    """The message of the refusal that must come, and that it came without touching anything."""
+    root = path.parent if path.parent.is_dir() else path.parent.parent
+    before = contents(root)
+    with pytest.raises(Refusal) as caught:
+        claim(path, options, fresh)
+    assert contents(root) == before
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"--run-dir {path}: ")
+    return message.removeprefix(f"--run-dir {path}: ")
+
+
+def test_a_new_folder_is_made_with_its_parents(path: Path) -> None:
+    directory = claim(path, OPTIONS, fresh=False)
+    assert path.is_dir()
+    assert directory.status == {}
+    assert directory.attempts == 0
+    directory.begin(OPTIONS, ["", ""])
+    assert read_config(path / "config.toml") == OPTIONS
+    assert read_json(path / "status.json") == directory.status
+    assert directory.status["state"] == "running"
+    assert directory.status["world_sizes"] == [2]
+
+
+def test_a_run_is_continued(path: Path) -> None:
+    started(path)
+    for attempt, world_size in enumerate([3, 1], start=2):
+        directory = claim(path, OPTIONS, fresh=False)
+        assert directory.status["step"] == 7
+        directory.begin(OPTIONS, [""] * world_size)
+        assert directory.attempts == attempt
+        del directory
+    assert read_json(path / "status.json")["world_sizes"] == [1, 3, 1]
+    assert read_json(path / "status.json")["step"] == 7, "facts stay until they are told anew"
+
+
+def test_a_file(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text("precious")
+    assert refusal(path) == "is a file; name a folder"
+    assert refusal(path / "below").startswith("cannot be written: Not a directory")
+    assert path.read_text() == "precious"
+
+
+def test_a_folder_that_is_no_run(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "thesis.tex").write_text("precious")
+    for fresh in (False, True):
+        assert refusal(path, fresh=fresh) == "is not empty and not a run (no config.toml); name another folder"
+
+
+def test_an_empty_folder_and_what_a_start_that_came_to_nothing_left(path: Path) -> None:
+    (path / "logs" / "attempt-0001").mkdir(parents=True)
+    (path / ".lock").touch()
+    (path / ".config.toml.123.tmp").touch()
+    claim(path, OPTIONS, fresh=False)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Without the rights of root, to whom everything is allowed."""
+    user = os.geteuid()
+    os.seteuid(user or NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.fixture
+def closed() -> Iterator[Path]:
+    """A folder that can be read and not written, in one that everybody may enter."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        folder = Path(name) / "closed"
+        folder.mkdir(mode=0o555)
+        yield folder
+
+
+def test_a_folder_that_cannot_be_written(closed: Path) -> None:
+    mend = "Permission denied; mend that or name another folder"
+    with unprivileged():
+        assert refusal(closed) == f"cannot be written: {mend}"
+        assert refusal(closed / "run") == f"cannot be written: {mend}"
+
+
+def test_a_folder_that_cannot_be_read(closed: Path) -> None:
+    closed.chmod(0)
+    for path in (closed, closed / "run"):
+        with unprivileged(), pytest.raises(Refusal, match="Permission denied"):
+            claim(path, OPTIONS, fresh=False)
+
+
+def test_a_run_that_cannot_be_written(closed: Path) -> None:
+    closed.chmod(0o755)
+    started(closed)
+    closed.chmod(0o555)
+    (closed / ".lock").chmod(0o444)
+    with unprivileged():
+        assert refusal(closed).startswith("cannot be written: Permission denied")
+
+
+def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
+    started(path)
+    message = refusal(path, OPTIONS | {"batch_size": 32, "seed": 1})
+    assert message == (
+        "holds another run: --batch-size was 64 and is now 32, --seed was 0 and is now 1; "
+        "continue it with the old values, name another folder, or start over with --fresh"
+    )
+    assert "--task was digits and is now mine.py:Mine" in refusal(path, OPTIONS | {"task": "mine.py:Mine"})
+    assert "--width was unset and is now 3" in refusal(path, OPTIONS | {"width": 3})
+    assert "--seed was 0 and is now unset" in refusal(path, {k: v for k, v in OPTIONS.items() if k != "seed"})
+
+
+def test_harmless_changes_and_a_fresh_start_are_not_refused(path: Path) -> None:
+    started(path)
+    claim(path, OPTIONS | {"num_workers": 4}, fresh=False)
+    claim(path, OPTIONS | {"batch_size": 32}, fresh=True)
+    assert read_config(path / "config.toml") == OPTIONS, "to claim is not to change"
+
+
+def test_a_config_that_is_no_toml(path: Path) -> None:
+    path.mkdir(parents=True)
+    for text in (b"seed =\n", b"\xff\xfe"):
+        (path / "config.toml").write_bytes(text)
+        with pytest.raises(Refusal, match=r"config\.toml: not TOML: "):
+            claim(path, OPTIONS, fresh=False)
+
+
+def hold(path: Path, ready: Any) -> None:
+    """Be another job at work in the folder, for ever."""
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    ready.set()
+    signal.pause()
+
+
+@pytest.fixture
+def other_job(path: Path) -> Iterator[BaseProcess]:
+    ready = FORK.Event()
+    process = FORK.Process(target=hold, args=(path, ready))
+    process.start()
+    assert ready.wait(30)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_two_jobs_cannot_have_one_folder(path: Path, other_job: BaseProcess) -> None:
+    message = refusal(path)
+    assert message.startswith(f"is in use by process {other_job.pid} on ")
+    assert message.endswith("; stop that job or name another folder")
+    assert refusal(path, fresh=True) == message
+
+
+def test_a_killed_job_leaves_no_lock(path: Path, other_job: BaseProcess) -> None:
+    other_job.kill()
+    other_job.join()
+    assert claim(path, OPTIONS, fresh=False).attempts == 1
+
+
+def test_a_restarted_job_waits_for_its_dying_predecessor(
+    path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 30.0)
+    begun = time.monotonic()
+    assassin = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {other_job.pid}"])
+    claim(path, OPTIONS, fresh=False)
+    assassin.wait()
+    assert 0.4 < time.monotonic() - begun < 15
+
+
+def start_over_and_hold(path: Path, ready: Any, go: Any, done: Any) -> None:
+    """Be another job that starts over while somebody waits for the folder."""
+    directory = claim(path, OPTIONS, fresh=True)
+    ready.set()
+    go.wait(30)
+    time.sleep(0.3)
+    directory.start_over([""])
+    directory.begin(OPTIONS, [""])
+    done.set()
+    signal.pause()
+
+
+def test_who_waits_while_another_starts_over_does_not_get_the_folder(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock it waits for is moved aside with the old run, and then free; but the new run has one of its own."""
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 2.0)
+    started(path)
+    ready, go, done = (FORK.Event() for _ in range(3))
+    process = FORK.Process(target=start_over_and_hold, args=(path, ready, go, done))
+    process.start()
+    try:
+        assert ready.wait(30)
+        go.set()
+        with pytest.raises(Refusal, match=f"is in use by process {process.pid} "):
+            claim(path, OPTIONS, fresh=False)
+        assert done.is_set()
+    finally:
+        process.kill()
+        process.join()
+
+
+def change_and_end(path: Path, ready: Any) -> None:
+    """Be another job that makes another run of the folder before it ends."""
+    directory = claim(path, OPTIONS, fresh=True)
+    ready.set()
+    time.sleep(0.4)
+    directory.begin(OPTIONS | {"seed": 5}, [""])
+
+
+def test_who_waits_looks_again_at_whose_run_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 10.0)
+    started(path)
+    ready = FORK.Event()
+    process = FORK.Process(target=change_and_end, args=(path, ready))
+    process.start()
+    try:
+        assert ready.wait(30)
+        with pytest.raises(Refusal, match="--seed was 5 and is now 0"):
+            claim(path, OPTIONS, fresh=False)
+    finally:
+        process.join(30)
+        process.kill()
+
+
+def old_ones(path: Path) -> list[Path]:
+    return sorted(path.parent.glob("mine.old-*"))
+
+
+def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
+    started(path)
+    (path / "model.pt").write_text("precious")
+    directory = claim(path, OPTIONS | {"seed": 1}, fresh=True)
+    directory.start_over([""])
+    (old,) = old_ones(path)
+    assert (old / "model.pt").read_text() == "precious"
+    assert read_json(old / "status.json")["step"] == 7
+    assert [entry.name for entry in path.iterdir()] == [".lock"]
+    assert (directory.status, directory.attempts) == ({}, 0)
+    with pytest.raises(Refusal, match="is in use"):
+        claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS | {"seed": 1}, [""])
+    assert read_config(path / "config.toml")["seed"] == 1
+
+
+def test_to_start_over_twice_in_a_second_keeps_both_old_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda _format: "20300101-000000")
+    for seed in (0, 1, 2):
+        directory = claim(path, OPTIONS, fresh=True)
+        directory.start_over([""])
+        directory.begin(OPTIONS | {"seed": seed}, [""])
+        del directory
+    assert [old.name for old in old_ones(path)] == ["mine.old-20300101-000000", "mine.old-20300101-000000-2"]
+    assert [read_config(old / "config.toml")["seed"] for old in old_ones(path)] == [0, 1]
+
+
+def test_to_start_over_where_nothing_was_moves_nothing(path: Path) -> None:
+    claim(path, OPTIONS, fresh=True).start_over([""])
+    assert old_ones(path) == []
+
+
+def attempt(path: Path, tokens: list[str]) -> RunDirectory:
+    """A start with --fresh by processes of these launches."""
+    directory = claim(path, OPTIONS, fresh=True)
+    directory.start_over(tokens)
+    directory.begin(OPTIONS, tokens)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "moved"),
+    [
+        (["a"], ["a"], False),
+        (["a", "b"], ["b"], False),
+        (["a"], ["a", "c"], False),
+        (["a"], ["b"], True),
+        (["a", "b"], ["c", "d"], True),
+        ([""], [""], True),
+        (["a", ""], [""], True),
+    ],
+)
+def test_a_restart_by_torchrun_does_not_start_over_again(
+    path: Path, first: list[str], second: list[str], moved: bool
+) -> None:
+    """Else each lost node would cost the whole training; without torchrun there are no restarts."""
+    attempt(path, first)
+    directory = attempt(path, second)
+    assert len(old_ones(path)) == moved
+    assert directory.attempts == (1 if moved else 2)
+
+
+def test_a_node_that_comes_and_goes_belongs_to_the_same_launch(path: Path) -> None:
+    for agents in (["a"], ["a", "b"], ["a"], ["b"]):
+        attempt(path, agents)
+    assert old_ones(path) == []
+
+
+def test_a_launch_is_known_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launch_token() == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    token = launch_token()
+    host, parent, begun = token.rsplit(":", 2)
+    assert host
+    assert int(parent) == os.getppid()
+    assert int(begun) > 0
+    assert launch_token() == token
+
+    monkeypatch.setattr(os, "getppid", os.getpid)  # as a child of this process would see it
+    assert launch_token() != token
+
+
+def test_the_status_is_whole_at_any_moment(path: Path) -> None:
+    """A reader in a loop, while the status changes its length from write to write."""
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    stop, looked = FORK.Event(), FORK.Value("i", 0)
+
+    def look() -> None:
+        while not stop.is_set():
+            json.loads((path / "status.json").read_text())
+            looked.value += 1
+
+    process = FORK.Process(target=look)
+    process.start()
+    deadline = time.monotonic() + 30
+    for number in range(200):
+        directory.update("running", reason="x" * (number % 2) * 200_000)
+    while looked.value < 20 and time.monotonic() < deadline:
+        directory.update("running", reason="x" * (looked.value % 2) * 200_000)
+    stop.set()
+    process.join(30)
+    assert process.exitcode == 0
+    assert looked.value >= 20
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "config.toml", "status.json"]
+
+
+def test_a_file_is_written_in_the_order_that_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content to the disk, then the name, then the folder to the disk."""
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_fsync(descriptor: int) -> None:
+        done.append("fsync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "fsync file")
+        fsync(descriptor)
+
+    def note_replace(self: Path, target: Path) -> Path:
+        done.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    write_json(tmp_path / "a.json", {"x": 1})
+    assert done == ["fsync file", "rename", "fsync folder"]
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+    assert read_json(tmp_path / "b.json") == {}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": 1})
+
+    def half(file: Any) -> None:
+        file.write(b"{")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a.json", half)
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
