@@ -76,7 +76,7 @@ def history(deal: Deal, job: Job, schedule: Schedule) -> list[list[Batches]]:
     for epoch in range(job.epochs):
         done: list[Batches] = []
         over = False
-        while not over:
+        while not over and len(done) <= job.samples:  # or it would never end, if it started over every time
             attempt = list(islice(deal(job, world_size, epoch, len(done)), left))
             over = len(attempt) < left
             done += attempt
@@ -469,6 +469,10 @@ def test_augmentation_is_the_same_after_a_resume() -> None:
 def test_augmentation_belongs_to_the_sample_and_not_to_the_batch_it_comes_in() -> None:
     other_cut = by_sample(augmented(1, 0, epoch=1, job=AUGMENTED._replace(global_batch=10, micro_batch=7)))
     assert other_cut == by_sample(augmented(1, 0, epoch=1))
+
+    in_file_order = elastic(AUGMENTED, shuffle=False)
+    batches = loader(Augmenting(AUGMENTED.samples), in_file_order, "train", 0, CPU)
+    assert by_sample(epoch_of(batches, in_file_order, 1)) == other_cut  # nor to its position
 
 
 def test_augmentation_differs_between_epochs_seeds_purposes_and_samples() -> None:

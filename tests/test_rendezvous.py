@@ -175,7 +175,7 @@ signal.alarm(200)  # nothing is left behind, come what may
 mode, orders = sys.argv[1], Path(sys.argv[2])
 variables = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 rank, world_size, count = (int(os.environ[name]) for name in variables)
-timeout = timedelta(seconds=30)
+timeout = timedelta(seconds=20)
 if (orders / f"early-{rank}-{count}").exists():
     time.sleep(1)  # the others of its node are connecting by now
     os.kill(os.getpid(), signal.SIGKILL)
@@ -307,8 +307,8 @@ def test_the_stock_way_does_not(job: Job) -> None:
     job.order("kill-2-0", "stop")
     agent = job.start("--standalone", "--nproc_per_node=4", "--max-restarts=1", mode="stock")
     job.wait_for_ranks([0, 0, 0, 0])
-    with contextlib.suppress(subprocess.TimeoutExpired):  # as a rule it fails at once, but sometimes it hangs
-        agent.wait(timeout=30)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it may fail at once, at its time limit or never
+        agent.wait(timeout=25)
     assert agent.poll() != 0
     assert len([worker for worker in job.up() if worker["count"] == 1]) < 4
 

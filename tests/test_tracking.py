@@ -392,16 +392,15 @@ def test_a_server_that_does_not_answer_costs_seconds_and_no_secret(tmp_path: Pat
     environment = {
         "WANDB_API_KEY": KEY,
         "WANDB_BASE_URL": "http://127.0.0.1:9",
-        "WANDB_INIT_TIMEOUT": "3",
+        "WANDB_INIT_TIMEOUT": "1",
         "HOME": str(tmp_path / "home"),
     }
     done = run(job(run_dir, 2, "online"), cwd=tmp_path, env=environment, limit=80)
     assert read(run_dir)["state"] == "finished"
     warnings = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: WARNING: ")]
     assert len(warnings) == 1
-    assert warnings[0].startswith("evenkeel: WARNING: Weights & Biases is off: ")
-    begun, ended = records(run_dir, "start")[0]["time"], records(run_dir, "finish")[0]["time"]
-    assert ended - begun < 30
+    assert warnings[0].startswith("evenkeel: WARNING: Weights & Biases is off: CommError: ")
+    assert read(run_dir)["seconds"] < 60, "and wandb's own patience is 90"
     assert files_with(KEY, tmp_path) == []
     assert KEY not in done.stdout + done.stderr
 

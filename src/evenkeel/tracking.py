@@ -30,8 +30,8 @@ from .world import World
 
 log = logging.getLogger(__name__)
 
-INIT_TIMEOUT = 30.0
-"""Seconds that a training waits for Weights & Biases to answer, unless WANDB_INIT_TIMEOUT says otherwise."""
+INIT_TIMEOUT = 20.0
+"""Seconds that wandb may wait for its server (and it takes 10 more to give up); WANDB_INIT_TIMEOUT overrides it."""
 
 
 def start_logs(folder: Path, world: World) -> None:
