@@ -20,7 +20,7 @@ from evenkeel.config import Config, validate
 from evenkeel.data import ElasticSampler
 from evenkeel.errors import exit_code
 from evenkeel.evaluation import Evaluation
-from evenkeel.interruption import StopRequest
+from evenkeel.interruption import Interruption
 from evenkeel.optimization import rate, set_rate
 from evenkeel.plan import Plan
 from evenkeel.randomness import derive, seed_everything
@@ -34,22 +34,25 @@ from evenkeel.world import World
 def main() -> int:
     """From the command line to an exit code: 0 finished, 75 stopped and can be continued, 2 refused."""
     config, task = parse(sys.argv[1:])
+    interruption = Interruption(config.grace)  # takes the signals from here on
     world = World.from_environment()
     train_set, test_set = task.train_dataset(), task.test_dataset()
     validate(config, len(train_set), len(test_set))
     plan = Plan(len(train_set), config.batch_size, config.micro_batch, config.epochs, config.max_steps)
     state = build(config, task, world)
     run = Run(config, task, plan, world)  # the last that may refuse; nothing has been touched so far
-    stop = StopRequest()
 
     with world.connected():
         if run.begin():
             return 0  # it was finished before
+        run.resume(state)
+        interruption.rescue_with(lambda signal: run.stopped(state, signal))
         try:
-            run.resume(state)
-            train(config, task, world, plan, state, run, stop, train_set, test_set)
-        except BaseException as error:
-            return run.interrupted(state, stop.reason, error)
+            train(config, task, world, plan, state, run, train_set, test_set)
+        except Exception as error:
+            interruption.settle()  # after a signal other ranks leave, which is no failure
+            run.failed(state, error)
+            raise
     return 0
 
 
@@ -70,7 +73,6 @@ def train(
     plan: Plan,
     state: State,
     run: Run,
-    stop: StopRequest,
     train_set: data.SizedDataset,
     test_set: data.SizedDataset,
 ) -> None:
@@ -85,23 +87,24 @@ def train(
         seed=config.seed,
     )
     batches = data.loader(train_set, sampler, "train", config.num_workers, world.device)
-    evaluation = Evaluation(task, state.model, test_set, config, world, stop)
+    evaluation = Evaluation(task, state.model, test_set, config, world)
     eval_every = config.eval_every or plan.steps_per_epoch
 
     while state.step < plan.total_steps:
         epoch, first_step = plan.locate(state.step)
         sampler.set_epoch(epoch, first_step)
         for step, micro_batches, their_batches in data.by_step(batches, sampler):
-            stop.check(world.rank)
             state.clear_gradients()
-            loss = gradients.backward(model, micro_batches, their_batches, plan.step_samples(step), config.seed, world)
+            done = gradients.backward(
+                model, state, micro_batches, their_batches, plan.step_samples(step), config.seed, world
+            )
             if config.clip_norm:
                 clip_grad_norm_(state.model.parameters(), config.clip_norm)
             set_rate(state.optimizers, rate(config, step, plan.total_steps))
-            state.commit()
+            state.commit(done.buffers)
 
             if state.step % config.log_every == 0:
-                run.log_step(state.step, world.sum(loss))
+                run.log_step(state.step, world.sum(done.loss))
             if state.step == plan.total_steps:
                 break
             metrics = evaluation() if state.step % eval_every == 0 else {}

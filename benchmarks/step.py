@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from evenkeel import data, gradients
 from evenkeel.data import ElasticSampler
+from evenkeel.state import State
 from evenkeel.tasks import Digits
 from evenkeel.world import World
 
@@ -62,7 +63,7 @@ def elastic(task: Digits, world: World, batch_size: int) -> Iterator[None]:
     torch.manual_seed(0)
     model = task.model().to(world.device)
     wrapped = gradients.wrap(model, task, world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = State(model, [torch.optim.AdamW(model.parameters(), lr=1e-3)])
     train_set = task.train_dataset()
     micro_batch = batch_size // world.world_size
     sampler = ElasticSampler(train_set, batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
@@ -71,9 +72,9 @@ def elastic(task: Digits, world: World, batch_size: int) -> Iterator[None]:
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for _, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
-            optimizer.zero_grad()
-            gradients.backward(wrapped, mine, their_batches, batch_size, 0, world)
-            optimizer.step()
+            state.clear_gradients()
+            done = gradients.backward(wrapped, state, mine, their_batches, batch_size, 0, world)
+            state.commit(done.buffers)
             yield
 
 

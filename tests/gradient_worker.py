@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from evenkeel import data, gradients
 from evenkeel.data import ElasticSampler, InMemory
+from evenkeel.state import State
 from evenkeel.tasks import Classification
 from evenkeel.world import World
 
@@ -54,7 +55,7 @@ def ours(world: World) -> dict[str, list[float]]:
     task = Task()
     model = task.model()
     wrapped = gradients.wrap(model, task, world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = State(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
     train_set = task.train_dataset()
     sampler = ElasticSampler(
         train_set, GLOBAL_BATCH, MICRO_BATCH, num_replicas=world.world_size, rank=world.rank, seed=1
@@ -64,11 +65,11 @@ def ours(world: World) -> dict[str, list[float]]:
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for step, mine, their_batches in data.by_step(batches, sampler):
-            optimizer.zero_grad()
+            state.clear_gradients()
             size = sampler.plan.step_samples(step)
-            losses.append(gradients.backward(wrapped, mine, their_batches, size, 1, world))
-            optimizer.step()
-            losses[-1] = world.sum(losses[-1]).item()
+            done = gradients.backward(wrapped, state, mine, their_batches, size, 1, world)
+            state.commit(done.buffers)
+            losses.append(world.sum(done.loss).item())
     return {"weights": flat(model.parameters()), "statistics": flat(model.buffers()), "losses": losses}
 
 

@@ -45,8 +45,8 @@ def train(wrap: Callable[..., nn.Module], world: World, stops: tuple[int, ...]) 
             state.clear_gradients()
             mine = PLAN.micro_batches(step, world.rank, world.world_size)
             batches = [data.__getitems__(list(range(m.start, m.start + m.size))) for m in mine]
-            gradients.backward(wrapped, mine, batches, PLAN.step_samples(step), 0, world)
-            state.commit()
+            done = gradients.backward(wrapped, state, mine, batches, PLAN.step_samples(step), 0, world)
+            state.commit(done.buffers)
         saved = state.capture()
     return sha256(model.state_dict())
 

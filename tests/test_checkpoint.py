@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import stat
 import subprocess
@@ -90,7 +91,7 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(checkpoints: Checkpoints, o
             inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(state.step))
             state.clear_gradients()
             state.model(inputs).square().mean().backward()
-            state.commit()
+            state.commit({})
 
     uninterrupted, first, second = build(), build(), build()
     advance(uninterrupted, 6)
@@ -335,12 +336,12 @@ def test_the_order_of_operations(checkpoints: Checkpoints, monkeypatch: pytest.M
     done: list[str] = []
     observe_every_operation(monkeypatch, done.append)
     checkpoints.save(state(2), {})
-    named, forgotten = done.index("rename .step-00000002.tmp"), done.index("rename step-00000001")
+    (written,) = (name for name in done if re.fullmatch(r"rename \.step-00000002\..*\.tmp", name))
+    named, forgotten = done.index(written), done.index("rename step-00000001")
     assert done[:named].count("fsync file") == 2
     assert done[named - 1] == "fsync folder"
     assert done[named + 1] == "fsync folder"
     assert named + 1 < forgotten < done.index(f"unlink {STATE}")
-    assert done.count("rename .step-00000002.tmp") == 1
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step"])
@@ -579,7 +580,6 @@ def test_a_run_that_cannot_save_its_end_is_not_finished(full_disk: Any) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.xfail(strict=True, reason="Run.interrupted saves again without looking for an OSError")
 def test_a_run_that_cannot_save_its_end_says_so_in_a_line(full_disk: Any) -> None:
     done, run_dir = full_disk
     assert "Traceback" not in done.stderr

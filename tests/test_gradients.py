@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from evenkeel import gradients
 from evenkeel.data import InMemory
 from evenkeel.plan import Plan
+from evenkeel.state import State
 from evenkeel.tasks import Classification
 from evenkeel.world import World
 
@@ -55,7 +56,10 @@ def step_gradient(plan: Plan, step: int, model: nn.Module) -> Tensor:
     micro_batches = plan.micro_batches(step)
     batches = [data.__getitems__(list(range(m.start, m.start + m.size))) for m in micro_batches]
     wrapped = gradients.wrap(model, task, ALONE)
-    loss = gradients.backward(wrapped, micro_batches, batches, plan.step_samples(step), 0, ALONE)
+    state = State(model, [])
+    done = gradients.backward(wrapped, state, micro_batches, batches, plan.step_samples(step), 0, ALONE)
+    state.commit(done.buffers)
+    loss = done.loss
     assert loss.dim() == 0
     assert not loss.requires_grad
     return torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -101,8 +105,10 @@ def test_an_exception_in_mid_step_leaves_the_buffers_of_the_last_step() -> None:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     data = task.train_dataset()
     batches = [data.__getitems__(list(range(i, i + 8))) for i in (0, 8)]
+    wrapped = gradients.wrap(model, task, ALONE)
+    state = State(model, [])
     with pytest.raises(RuntimeError, match="a peer died"):
-        gradients.backward(gradients.wrap(model, task, ALONE), plan.micro_batches(0), batches, 16, 0, ALONE)
+        gradients.backward(wrapped, state, plan.micro_batches(0), batches, 16, 0, ALONE)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
 

@@ -11,14 +11,16 @@ has a hidden name and is cleared away at the next start.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import math
 import os
 import re
 import shutil
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +31,9 @@ from .files import read_json, sync_folder, write_json
 
 log = logging.getLogger(__name__)
 
+LOCK_PATIENCE = 10.0
+"""Seconds to wait for another writer; well inside the grace that a signal leaves."""
+
 STATE, MANIFEST = "state.pt", "manifest.json"
 
 
@@ -38,7 +43,7 @@ class Damaged(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """A folder of checkpoints of one run. Only rank 0 uses it."""
+    """A folder of checkpoints of one run. Rank 0 writes it; another rank only what it has survived."""
 
     folder: Path
     keep: int
@@ -66,8 +71,45 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; what was there before is untouched.
         """
+        with self._alone():
+            return self._write(state, metrics)
+
+    def rescue(self, state: Mapping[str, Any]) -> Path | None:
+        """Write a state unless another survivor on this file system has written it, or a newer one, already.
+
+        Returns:
+            Where it is now; None if it was there before.
+
+        Raises:
+            OSError: the disk is full or gone.
+        """
+        with self._alone():
+            return self._write(state, {}) if self.newest_step() < state["step"] else None
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other writers out: another rank, or another thread of this process.
+
+        The kernel frees the lock of a holder that dies. One that is frozen must not keep the others from saving, so
+        after a while they go ahead; names of what is being written are their own.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + LOCK_PATIENCE
+        lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.02)
+            yield
+        finally:
+            os.close(lock)
+
+    def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
         final = self.folder / f"step-{state['step']:08d}"
-        temporary = self.folder / f".{final.name}.tmp"
+        temporary = self.folder / f".{final.name}.{socket.gethostname()}-{os.getpid()}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:

@@ -53,6 +53,9 @@ class Config:
     """Data loading processes for each training process. Does not change the data."""
     checkpoint_every: int = 100
     """Steps between two checkpoints. There is one at the end and at a stop in any case."""
+    grace: float = 25.0
+    """Seconds from a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) to the end of the process, saved or not. torchrun kills
+    after 30."""
     keep: int = 2
     """Newest checkpoints to keep, besides the best one."""
     eval_every: int = 0
@@ -83,6 +86,7 @@ HARMLESS = frozenset(
         "run_dir",
         "num_workers",
         "checkpoint_every",
+        "grace",
         "keep",
         "eval_every",
         "log_every",
@@ -111,7 +115,7 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     at_least = dict.fromkeys(("epochs", "batch_size", "micro_batch", "keep", "log_every"), 1) | dict.fromkeys(
         ("max_steps", "warmup_steps", "clip_norm", "num_workers", "checkpoint_every", "eval_every"), 0
     )
-    for name, least in (at_least | {"lr": 0, "weight_decay": 0, "seed": 0}).items():
+    for name, least in (at_least | {"lr": 0, "weight_decay": 0, "seed": 0, "grace": 1}).items():
         value = getattr(config, name)
         if not value >= least:  # also refuses NaN
             raise Refusal(f"{flag(name)} {value}: must be at least {least}")

@@ -25,6 +25,10 @@ class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error o
     """
 
 
+class Ended(Exception):  # noqa: N818
+    """The run could not go on, for a reason that a line tells better than a traceback. Exit code 1."""
+
+
 def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options") -> T:
     """Run a tyro command line so that its framed error message becomes a :class:`Refusal` of one line."""
     captured = io.StringIO()
@@ -45,13 +49,17 @@ def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Run a main program; a refusal is one line on stderr and exit code 2.
+    """Run a main program; a refusal is one line on stderr and exit code 2, another known end one line and 1.
 
     Under torchrun all processes of a node refuse alike. The first to exit ends the others, so the one that
     speaks must be first.
     """
     try:
         return main() or 0
+    except Ended as ended:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"evenkeel: {' '.join(str(ended).split())}", file=sys.stderr, flush=True)
+        return 1
     except Refusal as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             line = " ".join(str(refusal).split())

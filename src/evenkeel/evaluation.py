@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from . import data
 from .config import Config
-from .interruption import StopRequest
 from .tasks import Task
 from .world import World
 
@@ -26,7 +25,6 @@ class Evaluation:
         test_set: N samples, cut into micro-batches of the training's size, dealt to ranks in contiguous shares.
         config: micro-batch, loader workers and seed.
         world: who takes part.
-        stop: looked at between batches, because an evaluation may last longer than a stop may wait.
     """
 
     def __init__(
@@ -36,9 +34,8 @@ class Evaluation:
         test_set: data.SizedDataset,
         config: Config,
         world: World,
-        stop: StopRequest | None = None,
     ) -> None:
-        self.task, self.model, self.world, self.stop = task, model, world, stop
+        self.task, self.model, self.world = task, model, world
         self.samples = len(test_set)
         # the whole test set is one step of one epoch, in its own order
         sampler = data.ElasticSampler(
@@ -55,17 +52,16 @@ class Evaluation:
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """The metrics, the same on every rank. The model is back in its mode afterwards."""
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
         for batch in self.batches:
-            if self.stop:
-                self.stop.check(self.world.rank)
             of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
             for name, values in of_samples.items():
                 # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
-        self.model.train(was_training)
+        for module, training in modes:
+            module.training = training
         mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
         shares = [share for share in self.world.gather(mine) if share]
         rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}

@@ -14,7 +14,7 @@ step moves them by the mean of the micro-batches' changes. They are therefore th
 import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .data import to_device
 from .plan import MicroBatch
 from .randomness import derive, seed_everything
+from .state import State
 from .tasks import Task
 from .world import World
 
@@ -63,7 +64,7 @@ def wrap(model: nn.Module, task: Task, world: World) -> nn.Module:
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=task.unused_parameters,
-        **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `_Statistics` keeps them equal
+        **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `_BufferChanges` keeps them equal
     )
     ddp.register_comm_hook(None, _sum_over_ranks)
     # After its first backward pass DDP sorts parameters into buckets anew, and where a gradient stands in its bucket
@@ -74,86 +75,87 @@ def wrap(model: nn.Module, task: Task, world: World) -> nn.Module:
     return ddp
 
 
+class Step(NamedTuple):
+    """What a step has computed and not yet committed, besides the gradients."""
+
+    loss: Tensor
+    """This rank's share of the step's mean loss, a detached scalar on the device; the sum over ranks is the loss. Not
+    read here, because that would make the host wait."""
+    buffers: dict[str, Tensor]
+    """New values of the model's buffers, the same on every rank."""
+
+
 def backward(
     wrapped: nn.Module,
+    state: State,
     micro_batches: Sequence[MicroBatch],
     batches: Iterable[Any],
     step_samples: int,
     seed: int,
     world: World,
-) -> Tensor:
+) -> Step:
     """Compute and add up the gradient of one step; afterwards every rank holds it in ``.grad``.
 
     Args:
         wrapped: what :func:`wrap` returned, gradients cleared.
+        state: the model in it; not changed but for its gradients.
         micro_batches: this rank's share of the step; may be empty.
         batches: their data, in the same order.
         step_samples: samples of the step over all ranks.
         seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
         world: who takes part.
-
-    Returns:
-        This rank's share of the step's mean loss, a detached scalar on the device; the sum over ranks is
-        the loss. Not read here, because reading it would make the host wait for the device.
     """
-    statistics = _Statistics(wrapped)
-    share = torch.zeros((), device=world.device)
+    changes = _BufferChanges(state)
+    loss = torch.zeros((), device=world.device)
     try:
         for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
             seed_everything(derive(seed, "micro-batch", micro_batch.step, micro_batch.id))
             weight = micro_batch.size / step_samples
             with nullcontext() if number == len(micro_batches) else _no_reduction(wrapped):
-                loss = wrapped(to_device(batch, world.device)) * weight
-                loss.backward()
-            share += loss.detach()
-            statistics.collect(weight)
+                part = wrapped(to_device(batch, world.device)) * weight
+                part.backward()
+            loss += part.detach()
+            changes.collect(weight)
         if not micro_batches:
             wrapped(None).backward()
-    except BaseException:
-        statistics.rollback()  # so that the model is that of the last finished step, and can be saved
-        raise
-    statistics.commit(world)
-    return share
+    finally:
+        state.rewind_buffers()
+    return Step(loss, changes.summed(world))
 
 
-class _Statistics:
-    """A model's saved buffers in the course of one step: BatchNorm's running statistics and the like.
+class _BufferChanges:
+    """How the micro-batches of a step move a model's saved buffers: BatchNorm's running statistics and the like.
 
     Constants that a model registers with ``persistent=False`` are not among them and cost nothing.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        saved = module.state_dict(keep_vars=True).keys()
-        self.buffers = [buffer for name, buffer in module.named_buffers() if name in saved]
-        self.base = [buffer.clone() for buffer in self.buffers]
-        self.changes = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in self.buffers]
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.sums = {name: torch.zeros_like(buffer, dtype=torch.float64) for name, buffer in state.buffers.items()}
 
     @torch.no_grad()
     def collect(self, weight: float) -> None:
         """Take a micro-batch's change, weighted, and go back to the step's start for the next one."""
-        for buffer, base, change in zip(self.buffers, self.base, self.changes, strict=True):
+        for name, change in self.sums.items():
+            buffer, base = self.state.buffers[name], self.state.committed_buffers[name]
             difference = buffer.double() - base.double()
             # where nothing changed, an infinite value (a mask, say) would give inf - inf
             change += torch.where(buffer == base, 0.0, difference) * weight
-        self.rollback()
+        self.state.rewind_buffers()
 
     @torch.no_grad()
-    def rollback(self) -> None:
-        """Undo what an unfinished step did to the buffers."""
-        for buffer, base in zip(self.buffers, self.base, strict=True):
-            buffer.copy_(base)
-
-    @torch.no_grad()
-    def commit(self, world: World) -> None:
-        """Move the buffers by the mean change over all micro-batches of all ranks."""
-        if not self.buffers:
-            return
-        total = world.sum(torch.cat([change.flatten() for change in self.changes]))
-        parts = torch.split(total, [buffer.numel() for buffer in self.buffers])
-        for buffer, change in zip(self.buffers, parts, strict=True):
+    def summed(self, world: World) -> dict[str, Tensor]:
+        """The buffers moved by the mean change over all micro-batches of all ranks."""
+        if not self.sums:
+            return {}
+        total = world.sum(torch.cat([change.flatten() for change in self.sums.values()]))
+        parts = torch.split(total, [change.numel() for change in self.sums.values()])
+        moved = {}
+        for (name, base), change in zip(self.state.committed_buffers.items(), parts, strict=True):
             # rounded, because thirds of one count need not add up to exactly one
-            change = change if buffer.is_floating_point() else change.round()
-            buffer.copy_(buffer.double() + change.view_as(buffer))
+            change = change if base.is_floating_point() else change.round()
+            moved[name] = (base.double() + change.view_as(base)).to(base.dtype)
+        return moved
 
 
 def _no_reduction(wrapped: nn.Module) -> AbstractContextManager[None]:

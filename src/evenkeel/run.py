@@ -6,22 +6,25 @@ take part in the collectives and do nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import tracking
+from .background import Background
 from .checkpoint import Checkpoints
 from .config import Config, saved_options
-from .files import write_atomically, write_json
-from .interruption import STOPPED, Stopped
+from .errors import Ended
+from .files import read_json, write_atomically, write_json
+from .interruption import STOPPED
 from .optimization import rate
 from .plan import Plan
-from .run_directory import RunDirectory, RunState, claim, launch_token
-from .state import State, cpu_state_dict, sha256
+from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token
+from .state import State, Torn, cpu_state_dict, sha256
 from .tasks import Task
 from .world import World
 
@@ -40,39 +43,69 @@ class Run:
         self.path = config.run_dir
         self.config, self.plan, self.world = config, plan, world
         self.options = saved_options(config, task.options())
-        self.directory = claim(self.path, self.options, config.fresh) if world.rank == 0 else None
+        if world.rank == 0:
+            self.directory: RunDirectory | None = claim(self.path, self.options, config.fresh)
+        else:
+            self.directory = None
+            if world.local_rank == 0:
+                check(self.path, self.options, config.fresh)
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best)
         self.tracker: tracking.Tracker | None = None
+        self._writer: Background[float] = Background("checkpoint")
+        self._saving = 0
         self.started = time.monotonic()
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
 
     def begin(self) -> bool:
-        """Record, on every rank, that an attempt starts; True if the run was finished before."""
+        """Record, on every rank, that an attempt starts; True if there is nothing left to do.
+
+        Raises:
+            Ended: the last attempts have all died before they finished a step.
+        """
+        first_here = self.world.local_rank == 0
+        known = self.world.gather(read_json(self.path / "status.json") if first_here else {})
         tokens = self.world.gather(launch_token())
-        news: tuple[bool, int] | None = None
+        news: tuple[bool, dict[str, Any]] | None = None
         if self.directory:
             if self.config.fresh:
                 self.directory.start_over(tokens)
+            elif not self.directory.status:  # rank 0 is new here, but another node may know the run
+                self.directory.status = max(known, key=lambda status: len(status.get("world_sizes", [])))
             status = self.directory.status
             finished = status.get("state") == "finished" and status["step"] >= self.plan.total_steps
             if not finished:
                 self.directory.begin(self.options, tokens)
-            news = finished, self.directory.attempts
-        finished, attempt = self.world.broadcast(news)
+            news = finished, self.directory.status
+        finished, status = self.world.broadcast(news)
         if finished:
             self._print(f"{self.path}: finished at step {self.plan.total_steps}; --fresh starts over")
             return True
+        if first_here and not self.directory:
+            adopt(self.path, self.options, status, self.config.fresh)
+        attempt = len(status["world_sizes"])
         tracking.start_logs(self.path / "logs" / f"attempt-{attempt:04d}", self.world)
+        if status["fruitless"] > MAX_FRUITLESS:
+            self._end_crash_loop()
         if self.directory:
             self._start_tracking(self.directory)
         return False
 
     def resume(self, state: State) -> None:
-        """Continue from the newest checkpoint, if there is one. Rank 0 reads, the others receive."""
-        saved = self.checkpoints.load_newest() if self.directory else None
-        saved = self.world.broadcast_tensors(saved)
-        if saved:
-            state.restore(saved)
+        """Continue from the newest whole state on any node, if there is one. Its holder reads, the others receive.
+
+        No shared file system is needed: after the loss of a node the newest state may be on any of those left.
+        """
+        while True:
+            steps = self.world.gather(self.checkpoints.newest_step() if self.world.local_rank == 0 else 0)
+            newest = max(steps)
+            if newest == 0:
+                break
+            holder = steps.index(newest)
+            saved = self.checkpoints.load_newest() if self.world.rank == holder else None
+            # a damaged one has been set aside by now, and another node may hold the next best
+            if self.world.broadcast(bool(saved and saved["step"] == newest), holder):
+                state.restore(self.world.broadcast_tensors(saved, holder))
+                break
         if self.tracker:
             self.tracker.start(state.step)
 
@@ -87,70 +120,121 @@ class Run:
             self.tracker.train(step, loss.item(), rate(self.config, step - 1, self.plan.total_steps) * self.config.lr)
 
     def checkpoint(self, state: State, metrics: dict[str, float]) -> None:
-        """Note an evaluation, and save if it is time or if it was the best so far.
+        """After each step: note an evaluation, and save if it is time or if it was the best so far.
 
-        A checkpoint that cannot be written is reported, loudly, and the training goes on: the old one stays.
+        The state is copied here and written in the background. A checkpoint that cannot be written is reported,
+        loudly, with the next step, and the training goes on: the old one stays.
         """
         if not (self.directory and self.tracker):
             return
+        if self.directory.fruitless:
+            self.directory.update("running", fruitless=0)  # this attempt has finished a step
+        every = self.config.checkpoint_every
+        due = bool(every) and state.step % every == 0
+        if self._writer.done or (self._writer.busy and (due or metrics)):
+            self._take_result()
         if metrics:
             self.tracker.evaluation(state.step, metrics)
-        every = self.config.checkpoint_every
-        if (every and state.step % every == 0) or self.checkpoints.improves(metrics):
-            try:
-                self._save(state, metrics)
-            except OSError as error:
-                self.tracker.event("checkpoint_failed", state.step, reason=str(error))
-                log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %d",
-                          state.step, error, self.checkpoints.newest_step())  # fmt: skip
+        if due or self.checkpoints.improves(metrics):
+            begun = time.perf_counter()
+            captured = state.capture()
+            self._saving = state.step
+            self._writer.start(lambda: self._save(captured, metrics, begun))
 
     def finish(self, state: State, metrics: dict[str, float]) -> None:
-        """The last checkpoint, the model for the world outside, and the summary."""
+        """The last checkpoint, the model for the world outside, and the summary.
+
+        Raises:
+            Ended: they cannot be written.
+        """
         if not (self.directory and self.tracker):
             return
+        if self._writer.busy:
+            self._take_result()
         self.tracker.evaluation(state.step, metrics)
-        self._save(state, metrics)
         weights = cpu_state_dict(state.model)
-        write_atomically(self.path / "model.pt", lambda file: torch.save(weights, file))
         summary = self._summary("finished", state.step, metrics) | {"weights_sha256": sha256(weights)}
-        write_json(self.path / "summary.json", summary)
-        self._update("finished", state.step)
+        try:
+            self._save(state.capture(), metrics, time.perf_counter())
+            write_atomically(self.path / "model.pt", lambda file: torch.save(weights, file))
+            write_json(self.path / "summary.json", summary)
+            self._update("finished", state.step)
+        except OSError as error:
+            raise Ended(
+                f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
+                f"{self.checkpoints.newest_step()}; make room and run the same command again"
+            ) from error
         self.tracker.event("finish", state.step)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._print(f"finished in {summary['seconds']:.1f} s: {shown}  -> {self.path / 'model.pt'}")
         self.tracker.close()
 
-    def interrupted(self, state: State, signal_name: str, error: BaseException) -> int:
-        """Keep what can be kept when the training did not come to its end.
+    def stopped(self, state: State, reason: str) -> None:
+        """A signal asked for a stop: save the last finished step. Any thread may call it, whatever the others do."""
+        saved = self._rescue(state)
+        if self.directory and self.tracker:
+            with contextlib.suppress(OSError):  # a disk too full even for this
+                self._update("stopped", state.step, reason=reason, fruitless=0)
+            self.tracker.event("stop", state.step, reason=reason)
+            self._print(f"stopped by {reason}; {saved}; the same command continues")
+            self.tracker.close(exit_code=STOPPED)
 
-        Data parallelism leaves a whole copy of the state on rank 0 even if another rank has died in mid-step.
+    def failed(self, state: State, error: Exception) -> None:
+        """Something went wrong here or on another rank: save the last finished step.
 
         Args:
             state: the live state.
-            signal_name: the signal that asked for a stop, if one did.
-            error: what ended the training.
-
-        Returns:
-            The exit code of a stop that was asked for.
-
-        Raises:
-            BaseException: ``error``, if nobody asked.
+            error: what ended the training. The death of another rank shows as an error of a collective.
         """
-        asked = isinstance(error, Stopped) or bool(signal_name)
-        if not asked:
-            log.error("failed at step %d", state.step, exc_info=error)
+        log.error("failed at step %d", state.step, exc_info=None if isinstance(error, Ended) else error)
+        saved = self._rescue(state)
         if self.directory and self.tracker:
-            if state.whole and state.step > self.checkpoints.newest_step():
-                self._save(state, {})
-            reason = signal_name if asked else f"{type(error).__name__}: {error}".split("\n")[0]
-            self._update("stopped" if asked else "failed", state.step, reason=reason)
-            self.tracker.event("stop" if asked else "failure", state.step, reason=reason)
-            self.tracker.close(exit_code=STOPPED if asked else 1)
-            saved = self.checkpoints.newest_step()
-            self._print(f"stopped by {reason}, saved at step {saved}; the same command continues") if asked else None
-        if asked:
-            return STOPPED
-        raise error
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            with contextlib.suppress(OSError):  # a disk too full even for this
+                self._update("failed", state.step, reason=reason)
+            self.tracker.event("failure", state.step, reason=reason)
+            self._print(f"failed at step {state.step}; {saved}")
+            self.tracker.close(exit_code=1)
+
+    def _rescue(self, state: State) -> str:
+        """Save the committed state from this rank, unless another one here has done so; says what came of it."""
+        begun = time.perf_counter()
+        time.sleep(0.05 * self.world.local_rank)  # the lowest one that lives should be the one that writes
+        try:
+            captured = state.capture(patience=self.config.grace / 2)
+            path = self.checkpoints.rescue(captured)
+        except (OSError, Torn) as error:
+            log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
+            return f"not saved ({error})"
+        seconds = time.perf_counter() - begun
+        if path:
+            log.info("saved %s in %.2f s", path, seconds)
+        return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
+
+    def _take_result(self) -> None:
+        """What came of the last checkpoint in the background; waits for it if need be."""
+        assert self.tracker
+        step = self._saving
+        try:
+            seconds = self._writer.result()
+            self.tracker.event("checkpoint", step, seconds=round(seconds, 4))
+            self._update("running", step)
+        except OSError as error:
+            last = self.checkpoints.newest_step()
+            self.tracker.event("checkpoint_failed", step, reason=str(error))
+            log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %d", step, error, last)
+
+    def _save(self, captured: dict[str, Any], metrics: dict[str, float], begun: float) -> float:
+        self.checkpoints.save(captured, metrics)
+        return time.perf_counter() - begun
+
+    def _end_crash_loop(self) -> NoReturn:
+        reason = f"{MAX_FRUITLESS} attempts in a row have died before they finished a step"
+        if self.directory:
+            last = self.directory.status.get("last_failure")
+            reason += f"; the last: {last}" if last else ", without a word: killed from outside, perhaps for memory"
+            self.directory.update("failed", reason=reason)
+        raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
     def _start_tracking(self, directory: RunDirectory) -> None:
         config, plan, world = self.config, self.plan, self.world
@@ -164,13 +248,6 @@ class Run:
         self.tracker = tracking.Tracker(config, plan, self.path, directory.attempts, world.world_size)
         if wandb_id := self.tracker.start_wandb(directory.status.get("wandb_id"), self.options):
             directory.update("running", wandb_id=wandb_id)
-
-    def _save(self, state: State, metrics: dict[str, float]) -> None:
-        assert self.tracker
-        begun = time.perf_counter()
-        path = self.checkpoints.save(state.capture(), metrics)
-        self.tracker.event("checkpoint", state.step, path=path.name, seconds=round(time.perf_counter() - begun, 4))
-        self._update("running", state.step)
 
     def _update(self, name: RunState, step: int, **facts: Any) -> None:
         assert self.directory

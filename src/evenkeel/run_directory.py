@@ -48,6 +48,10 @@ def launch_token() -> str:
     return f"{socket.gethostname()}:{parent}:{started}"
 
 
+MAX_FRUITLESS = 3
+"""Attempts in a row that may die before their first step. More would be burning restarts."""
+
+
 @dataclass
 class RunDirectory:
     """Rank 0's handle on a run's folder. Make it with :func:`claim`."""
@@ -64,26 +68,34 @@ class RunDirectory:
                 stays 0 when a node joins.
         """
         if (self.path / "config.toml").exists() and not self._restarted(tokens):
-            stem = f"{self.path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
-            names = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
-            self.path.rename(next(aside for name in names if not (aside := self.path.with_name(name)).exists()))
-            self.path.mkdir()
+            _move_aside(self.path)
             self._lock = _lock(self.path)
             self.status = {}
 
     def begin(self, options: dict[str, Any], tokens: list[str]) -> None:
         """Record an attempt: the options as they are now, and who is at work."""
-        write_atomically(self.path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()))
+        _write_config(self.path, options)
         launch = {token for token in tokens if token}
         if self._restarted(tokens):
             launch |= set(self.status["launch"])
         world_sizes = [*self.status.get("world_sizes", []), len(tokens)]
-        self.update("running", reason="", launch=sorted(launch), world_sizes=world_sizes)
+        last_failure, fruitless = self.status.get("last_failure"), self.fruitless
+        if fruitless <= MAX_FRUITLESS:
+            last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
+        elif not self._restarted(tokens):
+            fruitless = 0  # somebody has read why it stopped, and typed the command again
+        facts = {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1}
+        self.update("running", launch=sorted(launch), world_sizes=world_sizes, **facts)
 
     @property
     def attempts(self) -> int:
         """Starts of this run so far."""
         return len(self.status.get("world_sizes", []))
+
+    @property
+    def fruitless(self) -> int:
+        """Starts in a row, the present one included, that have not yet finished a step."""
+        return int(self.status.get("fruitless", 0))
 
     def _restarted(self, tokens: list[str]) -> bool:
         return bool(set(filter(None, tokens)) & set(self.status.get("launch", [])))
@@ -99,11 +111,11 @@ class RunDirectory:
         write_json(self.path / "status.json", self.status)
 
 
-def claim(path: Path, options: dict[str, Any], fresh: bool) -> RunDirectory:
-    """Check that a run may use a folder, create it if need be, and lock it. Changes nothing in a run there.
+def check(path: Path, options: dict[str, Any], fresh: bool) -> None:
+    """Check that a run may use a folder, and create it if need be. Changes nothing in a run there.
 
     Raises:
-        Refusal: it is a file, cannot be written, is not a run's, is another run's, or is in use.
+        Refusal: it is a file, cannot be written, is not a run's, or is another run's.
     """
     try:
         if path.exists() and not path.is_dir():
@@ -113,14 +125,43 @@ def claim(path: Path, options: dict[str, Any], fresh: bool) -> RunDirectory:
         if not fresh:
             _refuse_another_run(path, options)
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        (path / ".lock").open("ab").close()  # says now whether files can be written here
     except OSError as error:
         raise Refusal(
             f"--run-dir {path}: cannot be written: {error.strerror or error}; mend that or name another folder"
         ) from None
+
+
+def claim(path: Path, options: dict[str, Any], fresh: bool) -> RunDirectory:
+    """Check a folder, and lock it for rank 0 of this job.
+
+    Raises:
+        Refusal: as :func:`check`, or it is in use.
+    """
+    check(path, options, fresh)
+    lock = _lock(path)
     if not fresh:
         _refuse_another_run(path, options)  # again: the last holder of the lock may have started over
     return RunDirectory(path, read_json(path / "status.json"), lock)
+
+
+def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> None:
+    """On a node without rank 0: keep a copy of what the run is, so that it can be continued from here alone.
+
+    Args:
+        path: the run directory on this node; on a shared file system it is rank 0's own, and nothing is done.
+        options: as `config.saved_options` gives them.
+        status: rank 0's.
+        fresh: move an older launch's run aside.
+    """
+    mine = read_json(path / "status.json")
+    if mine == status:
+        return
+    restarted = set(mine.get("launch", [])) & set(status["launch"])
+    if fresh and not restarted and (path / "config.toml").exists():
+        _move_aside(path)
+    _write_config(path, options)
+    write_json(path / "status.json", status)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -136,6 +177,17 @@ def read_config(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: not TOML: {error}") from None
     return options
+
+
+def _move_aside(path: Path) -> None:
+    stem = f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
+    path.rename(next(aside for name in names if not (aside := path.with_name(name)).exists()))
+    path.mkdir()
+
+
+def _write_config(path: Path, options: dict[str, Any]) -> None:
+    write_atomically(path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()))
 
 
 def _contents(path: Path) -> list[Path]:

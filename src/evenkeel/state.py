@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +21,105 @@ from torch.optim import Optimizer
 from .errors import Refusal
 
 
-@dataclass
 class State:
-    """The live objects that a step changes, the same on every rank after each step."""
+    """The live objects that a step changes, the same on every rank after each step.
 
-    model: nn.Module
-    """The bare model, not its DDP wrapper, so that saved names carry no `module.` prefix."""
-    optimizers: list[Optimizer]
-    step: int = 0
-    """Optimizer steps done."""
-    whole: bool = True
-    """False while optimizers are at work: half a step is nothing to save."""
+    A step works on gradients and, where the model has them, on buffers (BatchNorm's statistics); parameters and
+    optimizers change in :meth:`commit` alone. So between two commits, even in the middle of a step and from another
+    thread, :meth:`capture` gives the state of the last finished step.
+
+    Args:
+        model: the bare model, not its DDP wrapper, so that saved names carry no `module.` prefix.
+        optimizers: all that step together.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        self.model, self.optimizers = model, optimizers
+        self.step = 0
+        """Optimizer steps done."""
+        saved = model.state_dict(keep_vars=True).keys()  # leaves out constants, which models do not save
+        self.buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+        """The live buffers, which the forward passes of a step move about."""
+        self.committed_buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        """Their values after the last finished step."""
+        self._commit = threading.Lock()
+        self._torn = False
 
     def clear_gradients(self) -> None:
         """Forget the last step's gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def commit(self) -> None:
-        """Take the step that the gradients say. Afterwards every rank holds the same state again."""
-        self.whole = False
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.step += 1
-        self.whole = True
+    @torch.no_grad()
+    def rewind_buffers(self) -> None:
+        """Put the live buffers back to where the step began."""
+        for name, buffer in self.buffers.items():
+            buffer.copy_(self.committed_buffers[name])
 
-    def capture(self) -> dict[str, Any]:
-        """References to the state as nested dicts of tensors and plain data; copy before the next step."""
-        return {
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
+    def commit(self, buffers: Mapping[str, Tensor]) -> None:
+        """Take the step that the gradients say. Afterwards every rank holds the same state again.
+
+        Args:
+            buffers: new values of the buffers, by name.
+        """
+        with self._commit:
+            self._torn = True
+            for optimizer in self.optimizers:
+                optimizer.step()
+            with torch.no_grad():
+                for name, value in buffers.items():
+                    self.committed_buffers[name].copy_(value)
+                    self.buffers[name].copy_(value)
+            self.step += 1
+            self._torn = False
+
+    def capture(self, patience: float = -1) -> dict[str, Any]:
+        """A copy of the committed state on the host, as nested dicts of tensors and plain data. Any thread may ask.
+
+        Args:
+            patience: seconds to wait for a commit in progress; negative: as long as it takes.
+
+        Raises:
+            Torn: the state is that of half a step, because a commit hangs or has failed.
+        """
+        if not self._commit.acquire(timeout=patience):
+            raise Torn("an optimizer step is still at work")
+        try:
+            if self._torn:
+                raise Torn("an optimizer step has failed half-way")
+            model = self.model.state_dict()
+            return {
+                "step": self.step,
+                "model": _on_host({name: self.committed_buffers.get(name, value) for name, value in model.items()}),
+                "optimizers": [_on_host(optimizer.state_dict()) for optimizer in self.optimizers],
+            }
+        finally:
+            self._commit.release()
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Become what :meth:`capture` gave, whatever device that was on."""
         self.model.load_state_dict(captured["model"])
         for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        for name, buffer in self.buffers.items():
+            self.committed_buffers[name].copy_(buffer)
         self.step = captured["step"]
+
+
+class Torn(Exception):  # noqa: N818
+    """There is no whole state to save."""
+
+
+def _on_host(tree: Any) -> Any:
+    """A deep copy with its tensors on the CPU, sharing no memory with the live ones."""
+    if isinstance(tree, Tensor):
+        host = tree.detach()
+        return host.clone() if host.device.type == "cpu" else host.cpu()
+    if isinstance(tree, dict):
+        return {key: _on_host(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_on_host(value) for value in tree)
+    return tree
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
