@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -75,3 +76,42 @@ def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
     steps = [record["step"] for record in records(run_dir, "train")]
     assert steps == list(range(1, PLAN.total_steps + 1)), "no step is done twice"
+
+
+def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path: Path) -> None:
+    """Nothing is shared: each node has a disk of its own under the run directory; node 0 comes back with an empty one.
+
+    Not a single checkpoint was planned, and the rendezvous dies with node 0, so the job is typed again.
+    """
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000)
+    with Lab(2) as lab:
+
+        def type_in(node: int, log: str) -> subprocess.Popen[Any]:
+            head = [sys.executable, "launch/multi_node.py", "-n", "2", "-g", "1", "-nr", str(node)]
+            return start(lab, node, [*head, "--master", lab.address(0), "--", *options], tmp_path / f"{log}{node}")
+
+        def on_disk(node: int, name: str) -> str:
+            return lab.run(node, ["bash", "-c", f"cat {run_dir}/{name} 2>/dev/null || true"])
+
+        for node in lab.nodes:
+            lab.run(node, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
+        jobs = [type_in(node, "first") for node in lab.nodes]
+        deadline = time.monotonic() + 60
+        while on_disk(0, "metrics.jsonl").count('"train"') < 3:
+            assert time.monotonic() < deadline, (tmp_path / "first0").read_text()
+            time.sleep(0.1)
+        lab.kill_node(0)
+        assert jobs[1].wait(timeout=90) != 0
+        assert "step-" in lab.run(1, ["ls", f"{run_dir}/checkpoints"])
+
+        lab.start_node(0)
+        lab.run(0, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
+        jobs = [type_in(node, "second") for node in lab.nodes]
+        for node, process in enumerate(jobs):
+            assert process.wait(timeout=120) == 0, (tmp_path / f"second{node}").read_text()
+        begun = json.loads(next(line for line in on_disk(0, "metrics.jsonl").splitlines() if '"start"' in line))
+        assert begun["step"] >= 3
+        assert begun["attempt"] == 2, "the survivor also knew the run's history"
+        assert json.loads(on_disk(0, "summary.json"))["samples_seen"] == PLAN.epochs * SAMPLES

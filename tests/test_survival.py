@@ -1,0 +1,183 @@
+"""Every ending: what a killed, stopped, frozen or orphaned job leaves, and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from . import processes
+from .processes import TRAIN, environment, read, records, run, start, torchrun
+from .test_train import PLAN, SAMPLES, job, wait_for_step
+
+pytestmark = pytest.mark.multiprocess
+
+
+def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
+    """Rank -> pid of the workers of a torchrun agent."""
+    found = {}
+    for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
+        found.update(dict.fromkeys(ranks, int(pid)))
+    return found
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if running(pid)]:
+        assert time.monotonic() < deadline, f"still there: {alive}"
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(240)
+def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bit_changes(tmp_path: Path) -> None:
+    """Ranks 0, 1 and 2 in turn, at random steps, without a single planned checkpoint."""
+    rare = ["--checkpoint-every", 0, "--eval-every", 1000]
+    run(torchrun(3, TRAIN, *job(tmp_path / "undisturbed", *rare)))
+    run_dir, dice = tmp_path / "run", random.Random()
+    process = start(torchrun(3, TRAIN, *job(run_dir, *rare, "--pause", 0.05), restarts=3))
+    for victim in (0, 1, 2):
+        done = records(run_dir, "train")[-1]["step"] if victim else 0
+        wait_for_step(run_dir, done + dice.randrange(2, 6), process)
+        os.kill(workers_of(process)[victim], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while len(records(run_dir, "start")) < victim + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finished = processes.finish(process)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    steps = [record["step"] for record in records(run_dir, "train")]
+    # rank 0 may be killed between a commit and the line that tells of it, which another rank then has done
+    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
+    starts = [record["step"] for record in records(run_dir, "start")]
+    assert all(step > 0 for step in starts[1:])
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+    assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_the_launcher_saves_the_last_step_and_leaves_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.05, "--num-workers", 1)
+    process = start([sys.executable, "launch/single_node.py", "-g", "2", "--", *options])
+    wait_for_step(run_dir, 3, process)
+    pids = [*workers_of(process).values()]
+    process.send_signal(number)
+    processes.finish(process)
+    wait_until_gone(pids, 1)
+    status = read(run_dir, "status.json")
+    assert status["state"] == "stopped"
+    assert status["reason"] == number.name
+    told = records(run_dir, "train")[-1]["step"]
+    newest = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
+    assert newest >= told, "no finished step is lost"
+
+
+def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:
+    """Rank 1 is frozen, so rank 0 sits in a collective that will not end; SIGTERM still saves and ends it."""
+    run_dir = tmp_path / "run"
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.05)))
+    wait_for_step(run_dir, 3, process)
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGSTOP)
+    time.sleep(1)
+    begun = time.monotonic()
+    os.kill(workers[0], signal.SIGTERM)
+    wait_until_gone([workers[0]], 10)
+    print(f"ended {time.monotonic() - begun:.2f} s after the signal")
+    os.kill(workers[1], signal.SIGKILL)
+    processes.finish(process)
+    told = records(run_dir, "train")[-1]["step"]
+    assert read(run_dir, "status.json")["state"] == "stopped"
+    assert (run_dir / "checkpoints" / f"step-{told:08d}").is_dir()
+
+
+def test_workers_whose_agent_is_killed_save_and_end(tmp_path: Path) -> None:
+    """`kill -9` of torchrun itself, which would leave its workers running for ever."""
+    run_dir = tmp_path / "run"
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.05)))
+    wait_for_step(run_dir, 3, process)
+    workers = [*workers_of(process).values()]
+    process.kill()
+    wait_until_gone(workers, 10)
+    process.communicate()
+    told = records(run_dir, "train")[-1]["step"]
+    assert max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")) >= told
+
+
+def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
+    """The first waits for a checkpoint that is being written by somebody who never finishes."""
+    run_dir = tmp_path / "run"
+    process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05, "--checkpoint-every", 0)])
+    wait_for_step(run_dir, 2, process)
+    (run_dir / "checkpoints").mkdir(exist_ok=True)
+    folder = str(run_dir / "checkpoints")
+    code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment())
+    try:
+        assert holder.stdout
+        holder.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None, "it waits"
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 130
+        assert time.monotonic() - begun < 2
+    finally:
+        holder.kill()
+        holder.wait()
+        processes.kill_group(process)
+        process.communicate()
+
+
+def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = run(torchrun(1, TRAIN, *job(run_dir, "--fail-at", 1), restarts=5), expect=1)
+    status = read(run_dir, "status.json")
+    assert status["state"] == "failed"
+    assert "3 attempts in a row have died before they finished a step" in status["reason"]
+    assert "ZeroDivisionError: a bug in the user's loss" in status["reason"]
+    assert len(records(run_dir, "start")) == 3, "torchrun goes on restarting, but nothing is started any more"
+    assert "3 attempts in a row" in done.stderr
+
+    again = run([sys.executable, str(TRAIN), *job(run_dir, "--fail-at", 1)], expect=1)
+    assert "3 attempts in a row" not in again.stderr, "a command that is typed again is a new beginning"
+    assert len(records(run_dir, "start")) == 4
+
+
+def test_the_control_a_stock_loop_loses_its_steps(tmp_path: Path) -> None:
+    """The same SIGTERM to a loop that saves now and then, as the usual templates do: nothing is left."""
+    script = tmp_path / "stock.py"
+    script.write_text(
+        "import sys, time, torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "for step in range(1, 1000):\n"
+        "    time.sleep(0.05)\n"
+        "    print(step, flush=True)\n"
+        "    if step % 100 == 0:\n"
+        "        torch.save(model.state_dict(), sys.argv[1])\n"
+    )
+    process = start([sys.executable, str(script), str(tmp_path / "saved.pt")])
+    assert process.stdout
+    while int(process.stdout.readline()) < 5:
+        pass
+    process.send_signal(signal.SIGTERM)
+    processes.finish(process)
+    assert not (tmp_path / "saved.pt").exists()
