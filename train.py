@@ -18,7 +18,7 @@ from evenkeel import data, gradients
 from evenkeel.cli import parse
 from evenkeel.config import Config, validate
 from evenkeel.data import ElasticSampler
-from evenkeel.errors import exit_code
+from evenkeel.errors import exit_code, leave
 from evenkeel.evaluation import Evaluation
 from evenkeel.interruption import Interruption
 from evenkeel.optimization import rate, set_rate
@@ -114,4 +114,4 @@ def train(
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    leave(exit_code(main))
