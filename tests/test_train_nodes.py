@@ -40,8 +40,8 @@ def test_the_two_lines_of_the_readme_train_the_digits(tmp_path: Path) -> None:
     with Lab(2) as lab:
         jobs = []
         for node, line in enumerate(lines):
-            words = shlex.split(line.replace("node0", lab.address(0)))
-            command = [sys.executable, *words, "--run-dir", str(tmp_path / "run")]
+            words = shlex.split(line.replace("node0", lab.address(0)).replace("runs/two-nodes", str(tmp_path / "run")))
+            command = [sys.executable, *words]
             jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
         for node, process in enumerate(jobs):
             assert process.wait(timeout=120) == 0, (tmp_path / f"node{node}.log").read_text()
