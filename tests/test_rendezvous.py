@@ -126,7 +126,7 @@ def test_of_two_rank_0s_the_later_is_followed(join: Join) -> None:
 
 
 def test_of_two_live_workers_of_a_rank_one_is_let_in(join: Join) -> None:
-    first, last, doubles = join(0, 3), join(2, 3), [join(1, 3, lives=2.0) for _ in range(2)]
+    first, last, doubles = join(0, 3), join(2, 3), [join(1, 3, lives=1.5) for _ in range(2)]
     left_out, let_in = sorted(doubles, key=lambda double: double.exception() is None)
     assert died(left_out)
     agree([first, let_in, last])
@@ -136,7 +136,7 @@ def test_of_two_live_workers_of_a_rank_one_is_let_in(join: Join) -> None:
 def test_never_two_of_a_rank_whoever_is_alive(join: Join, seed: int) -> None:
     choose = random.Random(seed)
     crowd = [
-        (rank, join(rank, 3, lives=choose.uniform(0.1, 2), delay=choose.uniform(0, 0.5)))
+        (rank, join(rank, 3, lives=choose.uniform(0.1, 1), delay=choose.uniform(0, 0.5)))
         for rank in range(3)
         for _ in range(3)
     ]
@@ -321,7 +321,7 @@ def _free_port() -> int:
 
 
 def _node(number: int, port: int, ranks: int, last_call: int) -> list[str]:
-    conf = f"is_host={number == 0},last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3"
+    conf = f"is_host={number == 0},last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=2"
     return [
         *("--nnodes=1:2", f"--nproc_per_node={ranks}", "--max-restarts=3"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}"),
@@ -333,8 +333,8 @@ def _node(number: int, port: int, ranks: int, last_call: int) -> list[str]:
 def test_restart_counts_differ_and_then_a_node_is_lost(job: Job) -> None:
     job.order("quiet")
     port = _free_port()
-    other = job.start(*_node(1, port, ranks=1, last_call=4))
-    first = job.start(*_node(0, port, ranks=2, last_call=4))
+    other = job.start(*_node(1, port, ranks=1, last_call=3))
+    first = job.start(*_node(0, port, ranks=2, last_call=3))
     job.wait_for_ranks([0, 0, 0])
     job.order("kill-2-0")  # quietly: node 1 restarts, node 0 only hears that node 1 wants in again
     job.wait_for_ranks([0, 0, 1])
