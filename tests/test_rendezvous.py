@@ -321,7 +321,7 @@ def _free_port() -> int:
 
 
 def _node(number: int, port: int, ranks: int, last_call: int) -> list[str]:
-    conf = f"is_host={number == 0},last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=2"
+    conf = f"is_host={number == 0},last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3"
     return [
         *("--nnodes=1:2", f"--nproc_per_node={ranks}", "--max-restarts=3"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}"),
@@ -333,8 +333,8 @@ def _node(number: int, port: int, ranks: int, last_call: int) -> list[str]:
 def test_restart_counts_differ_and_then_a_node_is_lost(job: Job) -> None:
     job.order("quiet")
     port = _free_port()
-    other = job.start(*_node(1, port, ranks=1, last_call=3))
-    first = job.start(*_node(0, port, ranks=2, last_call=3))
+    other = job.start(*_node(1, port, ranks=1, last_call=4))
+    first = job.start(*_node(0, port, ranks=2, last_call=4))
     job.wait_for_ranks([0, 0, 0])
     job.order("kill-2-0")  # quietly: node 1 restarts, node 0 only hears that node 1 wants in again
     job.wait_for_ranks([0, 0, 1])
