@@ -1,59 +1,30 @@
-"""`python -m evenkeel`: look at a job without running it."""
+"""`python -m evenkeel`: look at a job without running it, and at what a run has left."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Callable
+from typing import Any
 
 import tyro
 
-from .cli import parse
-from .errors import Refusal, exit_code, one_line_errors
-from .plan import Plan
+from .errors import exit_code, one_line_errors
+from .inspection import CheckpointCommand
+from .planning import PlanCommand
 
-
-@dataclass(frozen=True)
-class PlanCommand:
-    """Show how a job is cut into steps and micro-batches, and what each rank would do. Runs nothing.
-
-    Options of train.py come after `--`:  python -m evenkeel plan -w 3 -- --batch-size 60 --micro-batch 8
-    """
-
-    world_size: Annotated[int, tyro.conf.arg(aliases=["-w"])] = 2
-    """Ranks to plan for."""
-
-    def __call__(self, train_options: list[str]) -> None:
-        """Print the plan."""
-        if self.world_size < 1:
-            raise Refusal(f"--world-size {self.world_size}: must be at least 1")
-        config, task = parse(train_options)
-        samples = len(task.train_dataset())
-        plan = Plan(samples, config.batch_size, config.micro_batch, config.epochs, config.max_steps)
-        print(
-            f"{samples} samples, global batch {plan.global_batch}, micro-batch {plan.micro_batch}: "
-            f"{plan.steps_per_epoch} steps an epoch, {plan.total_steps} in all; "
-            f"up to {plan.max_world_size} ranks have work"
-        )
-        steps = {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
-        for name, step in steps.items():
-            print(f"{name}, {plan.step_samples(step)} samples:")
-            for rank in range(self.world_size):
-                sizes = [micro_batch.size for micro_batch in plan.micro_batches(step, rank, self.world_size)]
-                print(f"  rank {rank}: {sum(sizes)} samples" + (f" as {' + '.join(map(str, sizes))}" if sizes else ""))
+SUBCOMMANDS: dict[str, Callable[..., Any]] = {"plan": PlanCommand, "checkpoint": CheckpointCommand}
 
 
 def main() -> int:
     """Run a subcommand; what stands after `--` belongs to train.py."""
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    command = one_line_errors(
+    command: PlanCommand | CheckpointCommand = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(
-            {"plan": PlanCommand}, args=arguments[:cut], prog="python -m evenkeel", description=__doc__
+            SUBCOMMANDS, args=arguments[:cut], prog="python -m evenkeel", description=__doc__
         )
     )
-    command(arguments[cut + 1 :])
-    return 0
+    return command(arguments[cut + 1 :])
 
 
 if __name__ == "__main__":
