@@ -12,6 +12,7 @@ import pickle
 import random
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load
+from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of
 from evenkeel.state import State
 
 from .processes import TRAIN, read, records, run
@@ -48,7 +49,7 @@ def is_whole(found: dict[str, Any]) -> bool:
 
 
 def steps(checkpoints: Checkpoints) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in checkpoints.all()]
+    return [step_of(path) for path in checkpoints.all()]
 
 
 def same(a: Any, b: Any) -> bool:
@@ -122,6 +123,88 @@ def test_the_manifest(checkpoints: Checkpoints) -> None:
     assert (manifest["step"], manifest["metrics"]) == (3, {"accuracy": 0.5, "loss": 1.5})
     assert manifest["files"][STATE]["bytes"] == (path / STATE).stat().st_size
     assert manifest["files"][STATE]["sha256"] == hashlib.sha256((path / STATE).read_bytes()).hexdigest()
+    assert (manifest["kind"], manifest["host"]) == ("checkpoint", socket.gethostname())
+    snapshot = checkpoints.rescue(state(4))
+    assert snapshot
+    assert read_manifest(snapshot).kind == "snapshot"
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    change(manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def as_it_was_before_kinds(manifest: dict[str, Any]) -> None:
+    for name in ("kind", "host", "best_by"):
+        del manifest[name]
+
+
+def test_an_older_manifest_still_counts(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(state(3), {"accuracy": 0.5})
+    edit_manifest(path, as_it_was_before_kinds)
+    manifest = read_manifest(path)
+    assert (manifest.kind, manifest.host, manifest.best_by) == ("checkpoint", "", None)
+    assert same(checkpoints.load_newest(), state(3))
+    assert checkpoints.best_value() == 0.5
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(checkpoints: Checkpoints) -> None:
+    """Its step would be taken for the newest by its name, and for an old one by what is in it."""
+    checkpoints.save(state(1), {})
+    shutil.copytree(checkpoints.folder / "step-00000001", checkpoints.folder / "step-00000009")
+    assert same(checkpoints.load_newest(), state(1))
+    assert steps(checkpoints) == [1]
+    assert len(list(checkpoints.folder.glob("damaged-step-00000009-*"))) == 1
+
+
+def snapshots(folder: Path, *numbers: int) -> Checkpoints:
+    """A folder with snapshots of this host at some steps."""
+    checkpoints = Checkpoints(folder, keep=99, best=("accuracy", "max"))
+    for step in numbers:
+        assert checkpoints.rescue(state(step))
+    return checkpoints
+
+
+def test_older_snapshots_of_this_host_are_cleared(tmp_path: Path) -> None:
+    checkpoints = snapshots(tmp_path, 1, 2, 3, 4)
+    checkpoints.clear_snapshots(before=3)
+    assert steps(checkpoints) == [3, 4]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    checkpoints.clear_snapshots(before=3)
+    Checkpoints(tmp_path / "none", keep=1, best=("accuracy", "max")).clear_snapshots(before=3)
+    assert not (tmp_path / "none").exists()
+
+
+def test_planned_checkpoints_and_those_of_other_hosts_are_not_cleared(tmp_path: Path) -> None:
+    """A shared file system: all hosts, rank 0's too, write into one folder."""
+    checkpoints = snapshots(tmp_path, 1, 2, 3, 4, 5)
+    checkpoints.save(state(6), {"accuracy": 0.5})
+    checkpoints.save(state(7), {})
+    by_step = {step_of(path): path for path in checkpoints.all()}
+    edit_manifest(by_step[1], lambda manifest: manifest.update(host="another"))
+    edit_manifest(by_step[2], as_it_was_before_kinds)
+    edit_manifest(by_step[3], lambda manifest: manifest.update(kind="pirate"))
+    truncate(by_step[4] / MANIFEST)
+    checkpoints.clear_snapshots(before=100)
+    assert steps(checkpoints) == [1, 2, 3, 4, 6, 7], "5 alone is sure to be this host's own snapshot"
+    assert checkpoints.best_value() == 0.5
+
+
+def test_a_snapshot_that_became_a_planned_checkpoint_is_not_cleared(tmp_path: Path) -> None:
+    checkpoints = snapshots(tmp_path, 1)
+    checkpoints.save(state(1), {})
+    checkpoints.clear_snapshots(before=2)
+    assert steps(checkpoints) == [1]
+
+
+def test_a_cleared_snapshot_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = snapshots(tmp_path, 1)
+    done: list[str] = []
+    observe_every_operation(monkeypatch, done.append)
+    checkpoints.clear_snapshots(before=2)
+    assert done[0] == "rename step-00000001"
+    assert f"unlink {STATE}" in done
 
 
 def test_the_newest_are_kept(checkpoints: Checkpoints) -> None:
@@ -264,9 +347,10 @@ def test_without_its_manifest_it_is_none(checkpoints: Checkpoints) -> None:
         checkpoints.save(state(step), {})
     (checkpoints.folder / "step-00000002" / MANIFEST).unlink()
     assert steps(checkpoints) == [1]
-    assert same(checkpoints.load_newest(), state(1))
     with pytest.raises(Damaged, match=MANIFEST):
         load(checkpoints.folder / "step-00000002")
+    assert same(checkpoints.load_newest(), state(1))
+    assert len(list(checkpoints.folder.glob("damaged-step-00000002-*"))) == 1, "set aside, not deleted"
     checkpoints.save(state(2), {})
     assert same(checkpoints.load_newest(), state(2))
 
@@ -532,6 +616,17 @@ def test_a_disk_that_is_full_to_the_last_byte(disk: Path) -> None:
     (disk / "filler").unlink()
     checkpoints.save(state(2), {})
     assert steps(checkpoints) == [1, 2]
+
+
+def test_a_snapshot_that_cannot_be_cleared_stays(disk: Path) -> None:
+    checkpoints = snapshots(disk / "checkpoints", 1, 2)
+    remount = ["mount", "-o", "remount,ro", str(disk)]
+    subprocess.run(remount, capture_output=True, timeout=30, check=True)
+    with pytest.raises(OSError, match="Read-only file system"):
+        (disk / "file").touch()
+    checkpoints.clear_snapshots(before=2)
+    assert steps(checkpoints) == [1, 2]
+    assert same(load(checkpoints.all()[0]), state(1))
 
 
 def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkpoints) -> None:

@@ -88,7 +88,7 @@ class InspectCheckpoint:
             print(f"file {name}: {decimal(written.bytes)}, sha256 {written.sha256}")
         model = list(_tensors(state["model"]))
         elements = sum(tensor.numel() for _, tensor in model)
-        print(f"model: {elements:,} parameters in {len(model)} tensors, buffers counted too")
+        print(f"model: {elements:,} parameters, buffers counted too")
         width = max((len(name) for name, _ in model), default=0)
         for name, tensor in model:
             print(f"  {name.ljust(width)}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
@@ -196,7 +196,7 @@ class Found:
 
     def nothing(self) -> Refusal:
         """That there is none."""
-        aside = f" but {len(self.aside)} set aside as damaged-*" * bool(self.aside)
+        aside = f", but {len(self.aside)} set aside as damaged-*" * bool(self.aside)
         return Refusal(f"{self.path}: no checkpoint there{aside}; {PLACES}")
 
 
@@ -241,7 +241,7 @@ def _row(path: Path, best: bool, newest: bool) -> Row:
 
 def _row_aside(path: Path) -> Row:
     step = path.name.removeprefix("damaged-step-").partition("-")[0]
-    return step.lstrip("0") or "0", "set aside", "", "", f"damaged: {path.name}"
+    return step.lstrip("0") or "0", "set aside", "", "", path.name
 
 
 def _verify_aloud(path: Path) -> bool:
