@@ -144,6 +144,21 @@ def test_a_folder_that_cannot_be_read(closed: Path) -> None:
             claim(path, OPTIONS, fresh=False)
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o744, 0o711], ids=["nothing", "read", "enter"])
+def test_a_run_whose_checkpoints_are_hidden_is_refused_and_not_started_over(closed: Path, mode: int) -> None:
+    closed.chmod(0o777)
+    started(closed)
+    (closed / ".lock").chmod(0o666)
+    (closed / "checkpoints").mkdir()
+    (closed / "checkpoints").chmod(mode)
+    with unprivileged():
+        hidden = "its checkpoints cannot be read: Permission denied; mend that or name another folder"
+        assert refusal(closed) == hidden
+    (closed / "checkpoints").chmod(0o777)
+    with unprivileged():
+        claim(closed, OPTIONS, fresh=False)
+
+
 def test_a_run_that_cannot_be_written(closed: Path) -> None:
     closed.chmod(0o755)
     started(closed)

@@ -6,6 +6,7 @@ cannot train into the same folder.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -124,6 +125,7 @@ def check(path: Path, options: dict[str, Any], fresh: bool) -> None:
             raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
         if not fresh:
             _refuse_another_run(path, options)
+            _refuse_hidden_checkpoints(path)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # says now whether files can be written here
     except OSError as error:
@@ -208,6 +210,19 @@ def _refuse_another_run(path: Path, options: dict[str, Any]) -> None:
             f"--run-dir {path}: holds another run: {shown}; continue it with the old values, name another folder, "
             "or start over with --fresh"
         )
+
+
+def _refuse_hidden_checkpoints(path: Path) -> None:
+    """Checkpoints in a folder that may not be read or entered would count as none, and the run would start over."""
+    folder = path / "checkpoints"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.scandir(folder).close()
+            (folder / "any").stat()
+    except PermissionError as error:
+        raise Refusal(
+            f"--run-dir {path}: its checkpoints cannot be read: {error.strerror}; mend that or name another folder"
+        ) from None
 
 
 def _lock(path: Path) -> IO[bytes]:
