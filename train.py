@@ -12,13 +12,12 @@ from __future__ import annotations
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.utils import clip_grad_norm_
 
 from evenkeel import data, gradients
 from evenkeel.cli import parse
 from evenkeel.config import Config, validate
 from evenkeel.data import ElasticSampler
-from evenkeel.errors import exit_code, leave
+from evenkeel.errors import FAILED, exit_code, leave
 from evenkeel.evaluation import Evaluation
 from evenkeel.interruption import Interruption
 from evenkeel.optimization import rate, set_rate
@@ -42,17 +41,18 @@ def main() -> int:
     state = build(config, task, world)
     run = Run(config, task, plan, world)  # the last that may refuse; nothing has been touched so far
 
-    with world.connected():
+    with world.connected() as store:
         if run.begin():
             return 0  # it was finished before
-        run.resume(state)
         interruption.rescue_with(lambda signal: run.stopped(state, signal))
-        try:
-            train(config, task, world, plan, state, run, train_set, test_set)
-        except Exception as error:
-            interruption.settle()  # after a signal other ranks leave, which is no failure
-            run.failed(state, error)
-            raise
+        run.resume(state)
+        with run.watched(store, on_hang=lambda: interruption.end("a hang", lambda: run.hung(state), FAILED)):
+            try:
+                train(config, task, world, plan, state, run, train_set, test_set)
+            except Exception as error:
+                interruption.settle()  # after a signal other ranks leave, which is no failure
+                run.failed(state, error)
+                raise
     return 0
 
 
@@ -63,7 +63,7 @@ def build(config: Config, task: Task, world: World) -> State:
     if config.init_from:
         load_weights(model, config.init_from)
     model.to(world.device)
-    return State(model, task.optimizers(model, config))
+    return State(model, task.optimizers(model, config), config.on_nonfinite == "skip")
 
 
 def train(
@@ -98,13 +98,12 @@ def train(
             done = gradients.backward(
                 model, state, micro_batches, their_batches, plan.step_samples(step), config.seed, world
             )
-            if config.clip_norm:
-                clip_grad_norm_(state.model.parameters(), config.clip_norm)
+            norm = gradients.clip(state.model, config.clip_norm)
             set_rate(state.optimizers, rate(config, step, plan.total_steps))
-            state.commit(done.buffers)
+            state.commit(done.buffers, norm)
 
             if state.step % config.log_every == 0:
-                run.log_step(state.step, world.sum(done.loss))
+                run.log_step(state, world.sum(done.loss), norm)
             if state.step == plan.total_steps:
                 break
             metrics = evaluation() if state.step % eval_every == 0 else {}

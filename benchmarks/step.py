@@ -74,7 +74,7 @@ def elastic(task: Digits, world: World, batch_size: int) -> Iterator[None]:
         for _, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
             state.clear_gradients()
             done = gradients.backward(wrapped, state, mine, their_batches, batch_size, 0, world)
-            state.commit(done.buffers)
+            state.commit(done.buffers, gradients.clip(model, 0.0))
             yield
 
 

@@ -69,7 +69,7 @@ def ours(world: World) -> dict[str, list[float]]:
             state.clear_gradients()
             size = sampler.plan.step_samples(step)
             done = gradients.backward(wrapped, state, mine, their_batches, size, 1, world)
-            state.commit(done.buffers)
+            state.commit(done.buffers, gradients.clip(model, 0.0))
             losses.append(world.sum(done.loss).item())
     return {"weights": flat(model.parameters()), "statistics": flat(model.buffers()), "losses": losses}
 

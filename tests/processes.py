@@ -79,9 +79,9 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of one kind in a run's metrics.jsonl."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
+    """The lines of one kind in a run's metrics.jsonl, without one that is being written just now."""
+    whole, _, _ = (run_dir / "metrics.jsonl").read_text().rpartition("\n")
+    return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == kind]
 
 
 def read(run_dir: Path, name: str = "summary.json") -> dict[str, Any]:

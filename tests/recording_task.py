@@ -18,10 +18,16 @@ from evenkeel.tasks import Task
 SAMPLES = 101
 
 
+def first_attempt_of_the_last_rank() -> bool:
+    last = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
+    return last and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+
+
 class Recording(Dataset[Any]):
     """Sample i is (features, i); a line "rank i" goes to a file of this attempt for each one handed out."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, stick_at: int = -1) -> None:
+        self.left = stick_at
         self.features = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
         name = f"rank-{os.environ.get('RANK', 0)}-{time.time_ns()}"
         self.path = Path(folder) / name if folder else None
@@ -33,6 +39,9 @@ class Recording(Dataset[Any]):
         if self.path:
             with self.path.open("a") as file:
                 file.write(f"{index}\n")
+        self.left -= 1
+        if self.left == 0 and first_attempt_of_the_last_rank():
+            time.sleep(3600)
         return self.features[index], index
 
 
@@ -50,10 +59,16 @@ class Recorded(Task):
     fail_at: int = -1
     """Every rank raises in this call of loss."""
 
+    stick_at: int = -1
+    """The last rank gets stuck while it loads its sample of this number, in the first attempt."""
+
+    nan_at: int = -1
+    """The loss of rank 0 is NaN in this call, with a gradient that is finite."""
+
     calls = 0
 
     def train_dataset(self) -> Any:
-        return Recording(self.record)
+        return Recording(self.record, self.stick_at)
 
     def test_dataset(self) -> Any:
         features = torch.randn(37, 4, generator=torch.Generator().manual_seed(1))
@@ -67,11 +82,11 @@ class Recorded(Task):
         time.sleep(self.pause)
         if self.calls == self.fail_at:
             raise ZeroDivisionError("a bug in the user's loss")
-        last = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
-        if last and self.calls == self.die_at and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        if self.calls == self.die_at and first_attempt_of_the_last_rank():
             os.kill(os.getpid(), signal.SIGKILL)
         features, index = batch
-        return (model(features).squeeze(1) - index / SAMPLES).square().mean()
+        loss = (model(features).squeeze(1) - index / SAMPLES).square().mean()
+        return loss + torch.nan if self.calls == self.nan_at and os.environ.get("RANK", "0") == "0" else loss
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         features, index = batch

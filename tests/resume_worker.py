@@ -47,7 +47,7 @@ def train(wrap: Callable[..., nn.Module], world: World, stops: tuple[int, ...]) 
             mine = PLAN.micro_batches(step, world.rank, world.world_size)
             batches = [data.__getitems__(list(range(m.start, m.start + m.size))) for m in mine]
             done = gradients.backward(wrapped, state, mine, batches, PLAN.step_samples(step), 0, world)
-            state.commit(done.buffers)
+            state.commit(done.buffers, gradients.clip(model, 0.0))
         saved = state.capture()
     return sha256(model.state_dict())
 

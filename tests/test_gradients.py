@@ -58,7 +58,7 @@ def step_gradient(plan: Plan, step: int, model: nn.Module) -> Tensor:
     wrapped = gradients.wrap(model, task, ALONE)
     state = State(model, [])
     done = gradients.backward(wrapped, state, micro_batches, batches, plan.step_samples(step), 0, ALONE)
-    state.commit(done.buffers)
+    state.commit(done.buffers, gradients.clip(model, 0.0))
     loss = done.loss
     assert loss.dim() == 0
     assert not loss.requires_grad

@@ -72,10 +72,10 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 def test_each_event_is_a_line_of_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     it = tracker(run_dir)
     it.start(0)
-    it.train(10, 1.5, 0.1)
+    it.train(10, 1.5, 2.5, 0.1)
     it.evaluation(10, {"accuracy": 0.5, "loss": 1.25})
     it.event("checkpoint", 10, path="step-00000010")
-    it.train(20, 0.5, 0.0)
+    it.train(20, 0.5, 2.5, 0.0)
     it.close()
     kinds = [(line["kind"], line["step"]) for line in lines(run_dir)]
     assert kinds == [("start", 0), ("train", 10), ("eval", 10), ("checkpoint", 10), ("train", 20)]
@@ -93,7 +93,7 @@ def test_each_event_is_a_line_of_json(run_dir: Path, capsys: pytest.CaptureFixtu
 def test_a_loss_that_is_no_number_does_not_spoil_the_file(run_dir: Path) -> None:
     it = tracker(run_dir)
     for loss in (float("nan"), float("inf"), -float("inf"), 1.0):
-        it.train(10, loss, 0.1)
+        it.train(10, loss, 2.5, 0.1)
     assert [line["loss"] for line in lines(run_dir)] == [None, None, None, 1.0]
 
 
@@ -310,7 +310,7 @@ def test_wandbs_own_variables_name_the_project_and_the_run(
 def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) -> None:
     it = tracker(run_dir, wandb="online")
     it.start_wandb(None, {})
-    it.train(10, 1.5, 0.1)
+    it.train(10, 1.5, 2.5, 0.1)
     it.evaluation(10, {"accuracy": 0.5})
     it.close(exit_code=75)
     it.close()
@@ -327,7 +327,7 @@ def test_trouble_with_wandb_never_ends_a_training(
     it = tracker(run_dir, wandb="online")
     assert it.start_wandb("kept", {}) == "kept"
     assert "Weights & Biases is off: ValueError: no such server" in caplog.text
-    it.train(10, 1.5, 0.1)
+    it.train(10, 1.5, 2.5, 0.1)
     it.close()
     assert [line["kind"] for line in lines(run_dir)] == ["train"]
 

@@ -78,6 +78,32 @@ def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None
     assert steps == list(range(1, PLAN.total_steps + 1)), "no step is done twice"
 
 
+def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) -> None:
+    """No connection is reset, so that nothing fails: only the watch for hangs notices."""
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000, "--hang-timeout", 6)
+    with Lab(2) as lab:
+        jobs = []
+        for node in lab.nodes:
+            head = [sys.executable, "launch/multi_node.py", "-n", "1:2", "-g", "1", "-nr", str(node)]
+            command = [*head, "--master", lab.address(0), "--", *options]
+            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        deadline = time.monotonic() + 60
+        while not (run_dir / "metrics.jsonl").exists() or len(records(run_dir, "train")) < 3:
+            assert time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
+            time.sleep(0.05)
+        assert records(run_dir, "start")[-1]["world_size"] == 2
+        lab.unplug(1)
+        assert jobs[0].wait(timeout=150) == 0, (tmp_path / "node0.log").read_text()
+    told = (tmp_path / "node0.log").read_text()
+    assert "no progress for 6 s: rank 1 does not answer any more, last seen in" in told
+    starts, failure = records(run_dir, "start"), records(run_dir, "failure")[-1]
+    assert starts[-1]["world_size"] == 1
+    assert starts[-1]["step"] == failure["step"], "no finished step is lost"
+    print(f"continued {starts[-1]['time'] - failure['time']:.1f} s after the snapshot, at step {failure['step']}")
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+
+
 def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path: Path) -> None:
     """Nothing is shared: each node has a disk of its own under the run directory; node 0 comes back with an empty one.
 

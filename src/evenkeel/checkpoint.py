@@ -91,6 +91,10 @@ class Checkpoints:
         paths = self.all()
         return step_of(paths[-1]) if paths else 0
 
+    def newest_name(self) -> int:
+        """The last step that a folder is named after, whole or not; 0 if there is none."""
+        return max(map(step_of, step_folders(self.folder)), default=0)
+
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
         """Write a state and then delete what is not to be kept.
 

@@ -56,6 +56,11 @@ class Config:
     grace: float = 25.0
     """Seconds from a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) to the end of the process, saved or not. torchrun kills
     after 30."""
+    hang_timeout: float = 600.0
+    """Seconds without any progress after which a job is taken to hang: it says which rank is where, saves the last
+    finished step and ends, and torchrun starts it again. Allow for compilation. 0: never, for a debugger, say."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or the gradient is NaN or infinite. stop: end before that step; skip: leave the step out."""
     keep: int = 2
     """Newest checkpoints to keep, besides the best one."""
     eval_every: int = 0
@@ -87,6 +92,8 @@ HARMLESS = frozenset(
         "num_workers",
         "checkpoint_every",
         "grace",
+        "hang_timeout",
+        "on_nonfinite",
         "keep",
         "eval_every",
         "log_every",
@@ -115,7 +122,7 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     at_least = dict.fromkeys(("epochs", "batch_size", "micro_batch", "keep", "log_every"), 1) | dict.fromkeys(
         ("max_steps", "warmup_steps", "clip_norm", "num_workers", "checkpoint_every", "eval_every"), 0
     )
-    for name, least in (at_least | {"lr": 0, "weight_decay": 0, "seed": 0, "grace": 1}).items():
+    for name, least in (at_least | {"lr": 0, "weight_decay": 0, "seed": 0, "grace": 1, "hang_timeout": 0}).items():
         value = getattr(config, name)
         if not value >= least:  # also refuses NaN
             raise Refusal(f"{flag(name)} {value}: must be at least {least}")

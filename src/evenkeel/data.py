@@ -10,10 +10,8 @@ each rank takes its share of the pieces.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import signal
-import sys
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -25,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, StackDatas
 
 from .order import shuffled
 from .plan import MicroBatch, Plan
+from .processes import STOP_SIGNALS, die_with_parent
 from .randomness import derive, seed_everything
 
 
@@ -246,9 +245,6 @@ def _kill(workers: Iterable[BaseProcess]) -> None:
         worker.kill()
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-
 def _live_and_die_with_the_parent(_worker: int) -> None:
     """Let a loader process end with the training process it works for, and neither before nor after.
 
@@ -258,10 +254,4 @@ def _live_and_die_with_the_parent(_worker: int) -> None:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # the kernel's own word that we never outlive the parent, even if that is killed by SIGKILL
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-PR_SET_PDEATHSIG = 1
-"""From <linux/prctl.h>."""
+    die_with_parent(signal.SIGKILL)

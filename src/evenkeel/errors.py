@@ -14,6 +14,9 @@ from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
+FAILED = 1
+"""Exit code of a run that could not go on; torchrun starts it again, if it may."""
+
 REFUSED = 2
 """Exit code of a refused input."""
 
@@ -60,7 +63,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Ended as ended:
         if os.environ.get("RANK", "0") == "0":
             print(f"evenkeel: {' '.join(str(ended).split())}", file=sys.stderr, flush=True)
-        return 1
+        return FAILED
     except Refusal as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             line = " ".join(str(refusal).split())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import data
+from .activity import EVALUATION, activity
 from .config import Config
 from .tasks import Task
 from .world import World
@@ -49,13 +50,18 @@ class Evaluation:
         )
         self.batches = data.loader(test_set, sampler, "test", config.num_workers, world.device)
 
-    @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """The metrics, the same on every rank. The model is back in its mode afterwards."""
+        with activity.during(EVALUATION):
+            return self._evaluate()
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
         for batch in self.batches:
+            activity.enter(EVALUATION)  # again, because each batch is progress
             of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
             for name, values in of_samples.items():
                 # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from .activity import COMPUTING, DATA, REDUCTION, activity
 from .data import to_device
 from .plan import MicroBatch
 from .randomness import derive, seed_everything
@@ -107,20 +109,40 @@ def backward(
     """
     changes = _BufferChanges(state)
     loss = torch.zeros((), device=world.device)
+    activity.enter(DATA)
     try:
         for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
             seed_everything(derive(seed, "micro-batch", micro_batch.step, micro_batch.id))
             weight = micro_batch.size / step_samples
             with nullcontext() if number == len(micro_batches) else _no_reduction(wrapped):
+                activity.enter(COMPUTING)
                 part = wrapped(to_device(batch, world.device)) * weight
-                part.backward()
+                if number == len(micro_batches):
+                    activity.enter(REDUCTION)
+                # 1, or NaN where the loss is not finite: its gradient might be, and all ranks must hear of it
+                part.backward(1 + 0 * part.detach())
             loss += part.detach()
             changes.collect(weight)
+            activity.enter(DATA)
+        activity.enter(REDUCTION)
         if not micro_batches:
             wrapped(None).backward()
     finally:
         state.rewind_buffers()
     return Step(loss, changes.summed(world))
+
+
+def clip(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradient down to a 2-norm of at most ``max_norm`` (0: leave it as it is).
+
+    Returns:
+        The norm before, a scalar on the device, the same on every rank.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if max_norm:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 class _BufferChanges:

@@ -9,7 +9,6 @@ Checkpointing", EuroSys 2024.)
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -17,18 +16,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""From torchrun's agent or Docker, the keyboard, and Slurm."""
+from .processes import STOP_SIGNALS, die_with_parent
 
 STOPPED = 75
 """Exit code of a run that stopped and can be continued (EX_TEMPFAIL in sysexits.h)."""
 
 KEYBOARD = 130
 """Exit code after a second Ctrl-C, as shells have it."""
-
-PR_SET_PDEATHSIG = 1
-"""From <linux/prctl.h>."""
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +41,10 @@ class Interruption:
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.reason = ""
-        """The signal that came, if one did."""
+        """Why this process is ending, if it is: a signal's name, or a hang."""
         self._rescue: Callable[[str], None] = lambda _signal: None
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._first = threading.Lock()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         _hear_of_the_death_of_the_agent()
         threading.Thread(target=self._watch, name="interruption", daemon=True).start()
 
@@ -59,43 +56,53 @@ class Interruption:
         """
         self._rescue = rescue
 
+    def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
+        """End this process as a signal would, unless it is ending already; returns at once.
+
+        Args:
+            reason: what for.
+            rescue: is called in a thread of its own, and has `grace` seconds.
+            code: the exit code afterwards.
+        """
+        with self._first:
+            if self.reason:
+                return
+            self.reason = reason
+        threading.Thread(target=self._end, args=(rescue, code), name="rescue", daemon=True).start()
+        threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
+
     def settle(self) -> None:
-        """For the main thread after an error: if a signal has come, leave all else to it and do not return."""
+        """For the main thread after an error: if the process is ending already, leave all else to that; no return."""
         while self.reason:
             time.sleep(1)
 
     def _watch(self) -> None:
         while True:
-            number = signal.sigwait(SIGNALS)
-            if not self.reason:
-                self.reason = signal.Signals(number).name
-                threading.Thread(target=self._end, name="rescue", daemon=True).start()
-            elif number == signal.SIGINT:
+            number = signal.sigwait(STOP_SIGNALS)
+            if self.reason and number == signal.SIGINT:
                 print("evenkeel: second Ctrl-C: out, without saving", file=sys.stderr, flush=True)
                 os._exit(KEYBOARD)
+            name = signal.Signals(number).name
+            self.end(name, partial(self._rescue, name), STOPPED)
 
-    def _end(self) -> None:
-        threading.Thread(target=self._give_up, name="grace", daemon=True).start()
+    def _end(self, rescue: Callable[[], None], code: int) -> None:
         try:
-            self._rescue(self.reason)
+            rescue()
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             # the main thread may never come back from where it is, so nothing can wait for it
-            os._exit(STOPPED)
+            os._exit(code)
 
-    def _give_up(self) -> None:
+    def _give_up(self, code: int) -> None:
         time.sleep(self.grace)
         print(f"evenkeel: not saved within --grace {self.grace:g} s of {self.reason}", file=sys.stderr, flush=True)
-        os._exit(STOPPED)
+        os._exit(code)
 
 
 def _hear_of_the_death_of_the_agent() -> None:
     """Have the kernel send SIGTERM when torchrun dies, which would otherwise leave its workers running for ever."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        agent = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != agent:  # it died just before
-            os.kill(os.getpid(), signal.SIGTERM)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGTERM)

@@ -9,18 +9,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from . import tracking
+from .activity import CHECKPOINT, activity
 from .background import Background
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, dump
 from .config import Config, saved_options
-from .errors import Ended
+from .errors import FAILED, Ended
 from .files import read_json, write_atomically, write_json
+from .hang import Watch
 from .interruption import STOPPED
+from .ledger import goodput, ledger, read_records
 from .optimization import rate
 from .plan import Plan
 from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token
@@ -51,6 +55,8 @@ class Run:
                 check(self.path, self.options, config.fresh)
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best)
         self.tracker: tracking.Tracker | None = None
+        self._metrics = self.path / "metrics.jsonl"
+        self._skipped_told = 0
         self._writer: Background[float] = Background("checkpoint")
         self._saving = 0
         self.started = time.monotonic()
@@ -63,14 +69,14 @@ class Run:
             Ended: the last attempts have all died before they finished a step.
         """
         first_here = self.world.local_rank == 0
-        known = self.world.gather(read_json(self.path / "status.json") if first_here else {})
-        tokens = self.world.gather(launch_token())
+        known = self.world.gather((launch_token(), read_json(self.path / "status.json") if first_here else {}))
+        tokens = [token for token, _ in known]
         news: tuple[bool, dict[str, Any]] | None = None
         if self.directory:
             if self.config.fresh:
                 self.directory.start_over(tokens)
             elif not self.directory.status:  # rank 0 is new here, but another node may know the run
-                self.directory.status = max(known, key=lambda status: len(status.get("world_sizes", [])))
+                self.directory.status = max((status for _, status in known), key=_attempts)
             status = self.directory.status
             finished = status.get("state") == "finished" and status["step"] >= self.plan.total_steps
             if not finished:
@@ -82,8 +88,8 @@ class Run:
             return True
         if first_here and not self.directory:
             adopt(self.path, self.options, status, self.config.fresh)
-        attempt = len(status["world_sizes"])
-        tracking.start_logs(self.path / "logs" / f"attempt-{attempt:04d}", self.world)
+        self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
+        tracking.start_logs(self.logs, self.world)
         if status["fruitless"] > MAX_FRUITLESS:
             self._end_crash_loop()
         if self.directory:
@@ -96,7 +102,7 @@ class Run:
         No shared file system is needed: after the loss of a node the newest state may be on any of those left.
         """
         while True:
-            steps = self.world.gather(self.checkpoints.newest_step() if self.world.local_rank == 0 else 0)
+            steps = self.world.gather(self.checkpoints.newest_name() if self.world.local_rank == 0 else 0)
             newest = max(steps)
             if newest == 0:
                 break
@@ -107,17 +113,35 @@ class Run:
                 state.restore(self.world.broadcast_tensors(saved, holder))
                 break
         if self.tracker:
+            activity.redo_until = max((record["step"] for record in read_records(self._metrics, 1 << 16)), default=0)
             self.tracker.start(state.step)
 
-    def log_step(self, step: int, loss: Tensor) -> None:
-        """A line of metrics for a step. Reads the loss from the device, so not for every step.
+    def watched(self, store: Store | None, on_hang: Callable[[], None]) -> Watch:
+        """A context in which every rank tells the others what it does.
 
         Args:
-            step: steps done.
-            loss: the step's loss, summed over ranks.
+            store: this attempt's own.
+            on_hang: is called from another thread when a rank is stuck; should call :meth:`hung`.
         """
-        if self.tracker:
-            self.tracker.train(step, loss.item(), rate(self.config, step - 1, self.plan.total_steps) * self.config.lr)
+        self._watch = Watch(self.config.hang_timeout, self.world, store, self.logs, on_hang, self._checkpoint_elsewhere)
+        return self._watch
+
+    def log_step(self, state: State, loss: Tensor, norm: Tensor) -> None:
+        """A line of metrics for the last step. Reads from the device, so not for every step.
+
+        Args:
+            state: of which the step number counts.
+            loss: the step's loss, summed over ranks.
+            norm: the gradient's.
+        """
+        if not self.tracker:
+            return
+        if state.skipped > self._skipped_told:
+            self._skipped_told = state.skipped
+            log.warning("step %d was not finite and is left out, %d so far", state.last_skipped, state.skipped)
+            self.tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
+        lr = rate(self.config, state.step - 1, self.plan.total_steps) * self.config.lr
+        self.tracker.train(state.step, loss.item(), norm.item(), lr)
 
     def checkpoint(self, state: State, metrics: dict[str, float]) -> None:
         """After each step: note an evaluation, and save if it is time or if it was the best so far.
@@ -132,12 +156,14 @@ class Run:
         every = self.config.checkpoint_every
         due = bool(every) and state.step % every == 0
         if self._writer.done or (self._writer.busy and (due or metrics)):
-            self._take_result()
+            with activity.during(CHECKPOINT):
+                self._take_result()
         if metrics:
             self.tracker.evaluation(state.step, metrics)
         if due or self.checkpoints.improves(metrics):
             begun = time.perf_counter()
-            captured = state.capture()
+            with activity.during(CHECKPOINT):
+                captured = state.capture()
             self._saving = state.step
             self._writer.start(lambda: self._save(captured, metrics, begun))
 
@@ -146,17 +172,20 @@ class Run:
 
         Raises:
             Ended: they cannot be written.
+            NonFinite: the last step was not finite.
         """
+        state.settle()
         if not (self.directory and self.tracker):
             return
         if self._writer.busy:
             self._take_result()
         self.tracker.evaluation(state.step, metrics)
+        activity.enter(CHECKPOINT)
         weights = cpu_state_dict(state.model)
-        summary = self._summary("finished", state.step, metrics) | {"weights_sha256": sha256(weights)}
         try:
             self._save(state.capture(), metrics, time.perf_counter())
-            write_atomically(self.path / "model.pt", lambda file: torch.save(weights, file))
+            write_atomically(self.path / "model.pt", lambda file: dump(weights, file))
+            summary = self._summary("finished", state.step, metrics) | {"weights_sha256": sha256(weights)}
             write_json(self.path / "summary.json", summary)
             self._update("finished", state.step)
         except OSError as error:
@@ -166,18 +195,15 @@ class Run:
             ) from error
         self.tracker.event("finish", state.step)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self._print(f"finished in {summary['seconds']:.1f} s: {shown}  -> {self.path / 'model.pt'}")
+        productive = f"{summary['goodput']:.0%} of {sum(summary['ledger'].values()):.1f} s were productive"
+        self._print(f"finished, {productive}: {shown}  -> {self.path / 'model.pt'}")
         self.tracker.close()
 
     def stopped(self, state: State, reason: str) -> None:
         """A signal asked for a stop: save the last finished step. Any thread may call it, whatever the others do."""
         saved = self._rescue(state)
-        if self.directory and self.tracker:
-            with contextlib.suppress(OSError):  # a disk too full even for this
-                self._update("stopped", state.step, reason=reason, fruitless=0)
-            self.tracker.event("stop", state.step, reason=reason)
-            self._print(f"stopped by {reason}; {saved}; the same command continues")
-            self.tracker.close(exit_code=STOPPED)
+        self._end("stopped", state.step, reason, STOPPED, fruitless=0)
+        self._print(f"stopped by {reason}; {saved}; the same command continues")
 
     def failed(self, state: State, error: Exception) -> None:
         """Something went wrong here or on another rank: save the last finished step.
@@ -186,18 +212,33 @@ class Run:
             state: the live state.
             error: what ended the training. The death of another rank shows as an error of a collective.
         """
-        log.error("failed at step %d", state.step, exc_info=None if isinstance(error, Ended) else error)
+        if isinstance(error, Ended):
+            log.info("failed at step %d: %s", state.step, error)  # the user is told in a line of its own
+        else:
+            log.error("failed at step %d", state.step, exc_info=error)
         saved = self._rescue(state)
-        if self.directory and self.tracker:
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            with contextlib.suppress(OSError):  # a disk too full even for this
-                self._update("failed", state.step, reason=reason)
-            self.tracker.event("failure", state.step, reason=reason)
-            self._print(f"failed at step {state.step}; {saved}")
-            self.tracker.close(exit_code=1)
+        self._end("failed", state.step, _reason(error), FAILED)
+        self._print(f"failed at step {state.step}; {saved}")
+
+    def hung(self, state: State) -> None:
+        """A rank is stuck: say which, save the last finished step, and free torchrun of the ranks that cannot end."""
+        explained = self._watch.explain()
+        activity.write_off()
+        self.failed(state, Ended(explained))
+        self._watch.kill_frozen()
+
+    def _end(self, name: RunState, step: int, reason: str, exit_code: int, **facts: Any) -> None:
+        if not (self.directory and self.tracker):
+            return
+        with contextlib.suppress(OSError):  # a disk too full even for this
+            self._update(name, step, reason=reason, **facts)
+        self.tracker.event({"stopped": "stop", "failed": "failure"}[name], step, reason=reason)
+        self.tracker.close(exit_code=exit_code)
 
     def _rescue(self, state: State) -> str:
         """Save the committed state from this rank, unless another one here has done so; says what came of it."""
+        if state.step == 0:
+            return "there was no step to save"
         begun = time.perf_counter()
         time.sleep(0.05 * self.world.local_rank)  # the lowest one that lives should be the one that writes
         try:
@@ -218,6 +259,7 @@ class Run:
         try:
             seconds = self._writer.result()
             self.tracker.event("checkpoint", step, seconds=round(seconds, 4))
+            self._watch.announce_saved(step)
             self._update("running", step)
         except OSError as error:
             last = self.checkpoints.newest_step()
@@ -261,6 +303,8 @@ class Run:
 
     def _summary(self, name: RunState, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         assert self.directory
+        now = {"kind": "summary", "time": time.time(), "spent": activity.spent()}
+        seconds = ledger([*read_records(self._metrics), now])
         return {
             "state": name,
             "step": step,
@@ -270,8 +314,25 @@ class Run:
             "restarts": self.directory.attempts - 1,
             "world_sizes": self.directory.status["world_sizes"],
             "seconds": round(self._seconds(), 3),
+            "goodput": goodput(seconds),
+            "ledger": seconds,
         }
+
+    def _checkpoint_elsewhere(self, step: int) -> None:
+        """On a node without rank 0, snapshots of former attempts are of no use any more."""
+        if not self.directory:
+            self.checkpoints.clear_snapshots(before=step)
 
     def _print(self, text: str) -> None:
         if self.directory:
             print(f"evenkeel: {text}", flush=True)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in a line."""
+    name = "" if isinstance(error, Ended) else f"{type(error).__name__}: "
+    return f"{name}{error}".split("\n")[0]
+
+
+def _attempts(status: dict[str, Any]) -> int:
+    return len(status.get("world_sizes", []))

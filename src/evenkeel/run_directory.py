@@ -22,6 +22,7 @@ import tomli_w
 from .config import differences, flag
 from .errors import Refusal
 from .files import read_json, write_atomically, write_json
+from .processes import stat
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,11 +43,8 @@ def launch_token() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     parent = os.getppid()
-    try:
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):  # no /proc: the pid must do
-        started = "?"
-    return f"{socket.gethostname()}:{parent}:{started}"
+    known = stat(parent)  # without /proc the pid must do
+    return f"{socket.gethostname()}:{parent}:{known.started if known else '?'}"
 
 
 MAX_FRUITLESS = 3

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from .activity import activity
 from .config import Config
 from .plan import Plan
 from .world import World
@@ -121,16 +122,17 @@ class Tracker:
         self._display.start()
         self._display.update(self._line, completed=step)
 
-    def train(self, step: int, loss: float, lr: float) -> None:
-        """A line for a step: its loss, and the speed since the last line."""
+    def train(self, step: int, loss: float, norm: float, lr: float) -> None:
+        """A line for a step: its loss, the gradient's norm, and the speed since the last line."""
         now, (then, step_then) = time.perf_counter(), self._mark
         self._mark = (now, step)
         seconds, seen = max(now - then, 1e-9), self.plan.samples_seen
         speed = (seen(step) - seen(step_then)) / seconds
         left = timedelta(seconds=round((self.plan.total_steps - step) * seconds / max(1, step - step_then)))
         epoch = (step - 1) // self.plan.steps_per_epoch
-        self.event("train", step, epoch=epoch, loss=loss, lr=lr, samples_per_s=round(speed, 1))
-        self._log_wandb(step, {"train/loss": loss, "train/lr": lr, "train/samples_per_s": speed, "epoch": epoch})
+        facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)}
+        self.event("train", step, epoch=epoch, **facts)
+        self._log_wandb(step, {f"train/{name}": value for name, value in facts.items()} | {"epoch": epoch})
 
         metrics = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items() if name != "loss")
         text = f"epoch {epoch + 1}/{self.plan.epochs}  loss {loss:.4f}{metrics}  {speed:,.0f} samples/s  ETA {left}"
@@ -148,7 +150,7 @@ class Tracker:
 
     def event(self, kind: str, step: int, **facts: Any) -> None:
         """A line in metrics.jsonl."""
-        record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | facts
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | facts | {"spent": activity.spent()}
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             with (self.path / "metrics.jsonl").open("ab", buffering=0) as file:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from .errors import Refusal
@@ -61,15 +62,19 @@ class World:
         return World(rank, local_rank, world_size, local_world_size, device, launched=True)
 
     @contextmanager
-    def connected(self, timeout: timedelta = timedelta(minutes=10)) -> Iterator[None]:
+    def connected(self, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Store | None]:
         """The process group's life: gloo for CPU tensors, and NCCL beside it for CUDA ones.
 
         Args:
             timeout: the longest that a rank waits for the others, at the start and in any collective.
+
+        Yields:
+            A store that all ranks of this attempt share, and no other attempt; None without a process group.
         """
         if not self.launched:
-            yield
+            yield None
             return
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch remembers as many collectives, for `hang`
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -77,7 +82,7 @@ class World:
         store = fresh_store(store, self.rank, self.world_size, timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         try:
-            yield
+            yield store
         finally:
             dist.destroy_process_group()
 

@@ -1,0 +1,100 @@
+"""What this process is doing, and what it has spent its seconds on.
+
+One mark at each change of phase serves two readers: the ledger, which adds the seconds up, and the watch for
+hangs, which notices that nothing changes any more. A mark costs less than a microsecond.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .processes import stat
+
+START_UP = "start-up"
+DATA = "data loading"
+COMPUTING = "forward and backward"
+REDUCTION = "gradient reduction"
+COMMIT = "optimizer step"
+CHECKPOINT = "checkpoint"
+EVALUATION = "evaluation"
+HANGING = "hang"
+
+ACCOUNTS = {
+    START_UP: "start_up",
+    DATA: "data",
+    COMPUTING: "productive",
+    REDUCTION: "productive",
+    COMMIT: "productive",
+    CHECKPOINT: "checkpoint",
+    EVALUATION: "evaluation",
+    HANGING: "dead",
+}
+"""The ledger's account of each phase. Productive time is "redone" time in steps that an earlier attempt had done."""
+
+
+class Activity:
+    """A process's present phase, and its seconds so far. The main thread marks it; any thread may look."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Optimizer steps done."""
+        self.redo_until = 0
+        """The last step that an earlier attempt had done: up to there, work is done again."""
+        self.phase = START_UP
+        self.changes = 0
+        """Marks so far. If it stands still, so does the process."""
+        self._since = time.monotonic() - _age()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def enter(self, phase: str) -> None:
+        """Mark that another phase begins, or the next piece of the same one."""
+        now = time.monotonic()
+        self._seconds[self._account()] += now - self._since
+        self.phase, self._since = phase, now
+        self.changes += 1
+
+    def write_off(self) -> None:
+        """Count the time since the last mark as dead: it was a hang. For any thread."""
+        self.phase = HANGING
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A phase within another."""
+        before = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by account since the process began; they add up to its age."""
+        seconds = dict(self._seconds)
+        account = self._account()
+        seconds[account] = seconds.get(account, 0.0) + time.monotonic() - self._since
+        return {name: round(value, 3) for name, value in seconds.items()}
+
+    def seconds_in_phase(self) -> float:
+        """Seconds since the last mark."""
+        return time.monotonic() - self._since
+
+    def _account(self) -> str:
+        account = ACCOUNTS[self.phase]
+        return "redone" if account == "productive" and self.step < self.redo_until else account
+
+
+def _age() -> float:
+    """Seconds since this process was started: imports are part of a start-up. 0 where there is no /proc."""
+    me = stat(os.getpid())
+    if me is None:
+        return 0.0
+    return float(Path("/proc/uptime").read_text().split()[0]) - me.started / os.sysconf("SC_CLK_TCK")
+
+
+activity = Activity()
+"""This process's own."""

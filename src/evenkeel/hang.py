@@ -1,0 +1,253 @@
+"""Hangs that end: who is stuck where, a snapshot, and a restart.
+
+A frozen rank (a stopped process, a file system that does not answer, a dead-lock, a cable that is cut) stops all the
+others in the next collective, for as long as its time-out, and then nobody knows why. Here each rank tells the
+others through torchrun's store, once a second, what it is doing. When nothing has changed on a rank for too long, it
+raises an alarm; then every rank that can writes down its Python stacks, the lowest one says in a line who is
+where, and all end as after a signal: the committed state is saved, and torchrun starts the job again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from .activity import REDUCTION, Activity, activity
+from .processes import stat
+from .world import World
+
+log = logging.getLogger(__name__)
+
+ALARM, SAVED = "alarm", "saved"
+"""Keys in the store: somebody has noticed a hang; the step of rank 0's last complete checkpoint."""
+
+PATIENCE = 5.0
+"""Seconds that an answer of the store may take. It may be on the machine that is gone."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last told about itself."""
+
+    count: int
+    """Beats so far. One that does not grow is that of a frozen rank."""
+    step: int
+    phase: str
+    host: str
+    pid: int
+
+
+class Outlook(NamedTuple):
+    """What one rank can see of all."""
+
+    text: str
+    """Who is where, in a line."""
+    lowest: int
+    """The lowest rank that still beats."""
+    frozen: list[Beat]
+    """Those that do not."""
+
+
+class Watch:
+    """Beats for this rank, and watches for a hang of any. All ranks enter it together.
+
+    Args:
+        timeout: seconds without any change on this rank that are a hang. 0: beat, but watch for nothing.
+        world: who takes part.
+        store: a namespace of this attempt's own; None if this process is alone.
+        logs: folder for stacks.
+        alarmed: is called once, from a thread of the watch, when this rank or another one has noticed a hang.
+        saved: is called on each node when rank 0 tells of another complete checkpoint, with its step.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        world: World,
+        store: Store | None,
+        logs: Path,
+        alarmed: Callable[[], None],
+        saved: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        self.timeout, self.world, self.logs = timeout, world, logs
+        self.interval = max(1.0, world.world_size / 500)  # the store serves some thousand requests a second
+        self._alarmed, self._saved = alarmed, saved
+        self._store = PrefixStore("watch", store) if store else None
+        self._alarm, self._stopped = threading.Event(), threading.Event()
+        self._announced = 0
+        self._frozen: list[Beat] = []
+        self._first_beats: list[Beat] = []
+
+    def __enter__(self) -> Watch:
+        self._first_beats = self.world.gather(_beat_of(activity, 0))
+        if self._store:
+            threading.Thread(target=self._beat, args=(self._store.clone(),), name="beat", daemon=True).start()
+        if self.timeout:
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+
+    def announce_saved(self, step: int) -> None:
+        """On rank 0: let all nodes know of a complete checkpoint, with the next beat."""
+        self._announced = step
+
+    def explain(self) -> str:
+        """After an alarm: write down the stacks of this rank, and say who is where; the lowest live rank prints it."""
+        self._write_stacks()
+        outlook = self._look_around()
+        self._frozen = outlook.frozen
+        text = f"no progress for {self.timeout:g} s: {outlook.text}; stacks are in {self.logs}"
+        if self.world.rank == outlook.lowest:
+            print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+        return text
+
+    def kill_frozen(self) -> None:
+        """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
+        for beat in self._frozen:
+            found = stat(beat.pid) if beat.host == socket.gethostname() else None
+            if found and found.parent == os.getppid():  # still that process, and a sister of ours
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beat.pid, signal.SIGKILL)
+
+    def _beat(self, store: Store) -> None:
+        store.set_timeout(timedelta(seconds=PATIENCE))
+        count, told, seen = 0, 0, 0
+        try:
+            while not self._stopped.wait(self.interval if count else 0):
+                count += 1
+                store.set(f"rank/{self.world.rank}", json.dumps(asdict(_beat_of(activity, count))))
+                if self._announced > told:
+                    told = self._announced
+                    store.set(SAVED, str(told))
+                if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > seen:
+                    seen = step
+                    self._saved(step)
+                if self._alarm.is_set():
+                    store.set(ALARM, "")
+                elif store.check([ALARM]):
+                    self._alarm.set()
+        except RuntimeError as error:  # DistStoreError and DistNetworkError are such
+            log.info("no more word to or from other ranks: %s", str(error).split("\n")[0])
+
+    def _watch(self) -> None:
+        changes, idle = -1, 0.0
+        tick = min(self.interval, self.timeout / 4)
+        while not self._alarm.wait(tick):
+            if self._stopped.is_set():
+                return
+            if activity.changes != changes:
+                changes, idle = activity.changes, 0.0
+                with contextlib.suppress(OSError):
+                    # should even this thread be kept from running, the stacks are written without Python's help
+                    faulthandler.dump_traceback_later(self.timeout * 1.5, file=self._stacks)
+            else:
+                idle += tick  # by ticks, because a suspended process is not a hanging one
+            if idle >= self.timeout:
+                self._alarm.set()
+        self._alarmed()
+
+    def _look_around(self) -> Outlook:
+        """Read all ranks' beats twice, so that those which stand still show. Clocks of machines are not compared."""
+        if not self._store:
+            return Outlook(describe({0: _beat_of(activity, 0)}, []), 0, [])
+        seen: list[Outlook] = []
+        looking = threading.Thread(target=lambda: seen.append(self._compare_beats()), name="look", daemon=True)
+        looking.start()
+        looking.join(PATIENCE + 3 * self.interval)
+        if seen:
+            return seen[0]
+        # under our launchers rank 0 holds the store, so that it is the one to suspect
+        here = describe({self.world.rank: _beat_of(activity, 0)}, [])
+        lost = f"rank 0 does not answer any more, or the network is down; {here}"
+        return Outlook(lost, self.world.rank, self._first_beats[:1] if self.world.rank else [])
+
+    def _compare_beats(self) -> Outlook:
+        assert self._store
+        store = self._store.clone()
+        store.set_timeout(timedelta(seconds=PATIENCE))
+        store.set(ALARM, "")
+        first = self._beats(store)
+        time.sleep(2.5 * self.interval)
+        second = self._beats(store)
+        frozen = [rank for rank, beat in enumerate(second) if beat.count == first[rank].count]
+        alive = [rank for rank in range(self.world.world_size) if rank not in frozen]
+        beats = dict(enumerate(second))
+        return Outlook(describe(beats, frozen), min(alive, default=0), [beats[rank] for rank in frozen])
+
+    def _beats(self, store: Store) -> list[Beat]:
+        """The last beat of every rank."""
+        texts = store.multi_get([f"rank/{rank}" for rank in range(self.world.world_size)])
+        return [Beat(**json.loads(text)) for text in texts]
+
+    @cached_property
+    def _stacks(self) -> IO[bytes]:
+        return (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
+
+    def _write_stacks(self) -> None:
+        with contextlib.suppress(OSError):
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback(self._stacks, all_threads=True)
+            path = self.logs / f"rank-{self.world.rank}.collectives.json"
+            path.write_bytes(b'{"gloo": %s, "nccl": %s}\n' % _collectives())
+
+
+def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
+    """Who is where, the likely culprits first: "rank 3 in data loading of step 812; ranks 0-2 wait in ..."."""
+    groups: dict[tuple[bool, str, int], list[int]] = {}
+    for rank, beat in beats.items():
+        groups.setdefault((rank in frozen, beat.phase, beat.step), []).append(rank)
+
+    def innocence(group: tuple[bool, str, int]) -> tuple[bool, bool, int]:
+        silent, phase, _ = group
+        return not silent, phase == REDUCTION, len(groups[group])
+
+    parts = []
+    for group in sorted(groups, key=innocence):
+        silent, phase, step = group
+        does = "does not answer any more, last seen" if silent else "waits" if phase == REDUCTION else "is"
+        if len(groups[group]) > 1:
+            does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
+        parts.append(f"{_ranks(groups[group])} {does} in {phase} of step {step + 1}")
+    return "; ".join(parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] as "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _beat_of(what: Activity, count: int) -> Beat:
+    return Beat(count, what.step, what.phase, socket.gethostname(), os.getpid())
+
+
+def _collectives() -> tuple[bytes, bytes]:
+    """The last collectives of this rank, from torch's flight recorder
+    (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)."""
+    recorder: Any = torch._C._distributed_c10d
+    return recorder._dump_fr_trace_json(), recorder._dump_nccl_trace_json()

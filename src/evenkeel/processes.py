@@ -1,0 +1,46 @@
+"""What one process must know of another on the same machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""From torchrun's agent or Docker, the keyboard, and Slurm."""
+
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """What the kernel says of a process (proc_pid_stat(5))."""
+
+    state: str
+    """R running, S sleeping, T stopped, Z dead and not yet buried, ..."""
+    parent: int
+    started: int
+    """Clock ticks from the machine's boot to its start; with the pid it names a process once and for all."""
+
+
+def stat(pid: int) -> Stat | None:
+    """A process's status; None if there is none, or no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Stat(fields[0], int(fields[1]), int(fields[19]))
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent dies, however that dies. Linux only."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died just before
+        os.kill(os.getpid(), number)
