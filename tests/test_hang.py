@@ -1,0 +1,112 @@
+"""Ranks that neither die nor work: noticed, named, saved, started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evenkeel.hang import Beat, describe
+
+from . import processes
+from .processes import TRAIN, read, records, run, start, torchrun
+from .test_survival import running, workers_of
+from .test_train import PLAN, SAMPLES, job, wait_for_step
+
+
+def beat(step: int, phase: str) -> Beat:
+    return Beat(1, step, phase, "host", 1)
+
+
+def test_the_culprit_comes_first() -> None:
+    waiting = beat(811, "gradient reduction")
+    ranks = {0: waiting, 1: waiting, 2: waiting, 3: beat(811, "data loading")}
+    assert (
+        describe(ranks, []) == "rank 3 is in data loading of step 812; ranks 0-2 wait in gradient reduction of step 812"
+    )
+    assert describe(ranks, [3]) == (
+        "rank 3 does not answer any more, last seen in data loading of step 812; "
+        "ranks 0-2 wait in gradient reduction of step 812"
+    )
+    frozen = dict.fromkeys([0, 1, 2, 5, 7], waiting)
+    assert describe(frozen, [5, 7]).startswith("ranks 5, 7 do not answer any more, last seen in gradient reduction")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(tmp_path: Path, victim: int) -> None:
+    rare = ["--checkpoint-every", 0, "--eval-every", 1000]
+    run(torchrun(2, TRAIN, *job(tmp_path / "undisturbed", *rare)))
+    run_dir = tmp_path / "run"
+    options = job(run_dir, *rare, "--pause", 0.05, "--hang-timeout", 3)
+    process = start(torchrun(2, TRAIN, *options, restarts=1))
+    wait_for_step(run_dir, 3, process)
+    frozen = workers_of(process)[victim]
+    os.kill(frozen, signal.SIGSTOP)
+    begun = time.monotonic()
+    while running(frozen):
+        assert time.monotonic() - begun < 20, "torchrun alone would take 30 s to be rid of it, once it wanted to"
+        time.sleep(0.05)
+    print(f"noticed, explained, saved and killed after {time.monotonic() - begun:.1f} s")
+    done = processes.finish(process)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = [line for line in done.stderr.splitlines() if "no progress for 3 s" in line]
+    assert f"rank {victim} does not answer any more" in line
+    assert f"rank {1 - victim} waits in gradient reduction of step" in line
+    logs = run_dir / "logs" / "attempt-0001"
+    assert "gradients.py" in (logs / f"rank-{1 - victim}.stacks.txt").read_text()
+    assert "gloo:all_reduce" in (logs / f"rank-{1 - victim}.collectives.json").read_text()
+    starts = [record["step"] for record in records(run_dir, "start")]
+    assert len(starts) == 2
+    assert starts[1] >= 3
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+    assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
+    if victim == 1:
+        assert read(run_dir)["ledger"]["dead"] > 3, "a hang is not productive"
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_is_stuck_in_its_data_says_so_itself(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--checkpoint-every", 0, "--hang-timeout", 3, "--stick-at", 20)
+    done = run(torchrun(2, TRAIN, *options, restarts=1))
+    assert "rank 1 is in data loading of step 4; rank 0 waits in gradient reduction of step 4" in done.stderr
+    assert "recording_task.py" in (run_dir / "logs" / "attempt-0001" / "rank-1.stacks.txt").read_text()
+    assert [record["step"] for record in records(run_dir, "start")] == [0, 3]
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+
+
+@pytest.mark.multiprocess
+def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--pause", 0.05, "--hang-timeout", 0), restarts=1))
+    wait_for_step(run_dir, 3, process)
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGSTOP)
+    time.sleep(12)
+    assert all(map(running, workers.values()))
+    assert process.poll() is None
+    for pid in workers.values():
+        os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.multiprocess
+def test_a_job_that_was_suspended_does_not_hang(tmp_path: Path) -> None:
+    """Ctrl-Z and fg, long after: the clock went on, the job did not."""
+    run_dir = tmp_path / "run"
+    process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.02, "--hang-timeout", 2)])
+    wait_for_step(run_dir, 3, process)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    process.send_signal(signal.SIGCONT)
+    assert processes.finish(process).returncode == 0
+    assert len(records(run_dir, "start")) == 1

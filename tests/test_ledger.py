@@ -1,0 +1,96 @@
+"""Every second of a run has an account."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from evenkeel.activity import COMPUTING, DATA, EVALUATION, Activity
+from evenkeel.ledger import ACCOUNTS, goodput, ledger, read_records
+
+from . import processes
+from .processes import TRAIN, read, records, start, torchrun
+from .test_survival import workers_of
+from .test_train import job, wait_for_step
+
+
+def test_seconds_go_to_the_account_of_their_phase() -> None:
+    it = Activity()
+    for phase, seconds in [(DATA, 0.1), (COMPUTING, 0.2), (DATA, 0.1)]:
+        it.enter(phase)
+        time.sleep(seconds)
+    with it.during(EVALUATION):
+        time.sleep(0.05)
+    assert it.phase == DATA
+    spent = it.spent()
+    assert spent["data"] == pytest.approx(0.2, abs=0.05)
+    assert spent["productive"] == pytest.approx(0.2, abs=0.05)
+    assert spent["evaluation"] == pytest.approx(0.05, abs=0.03)
+    assert spent["start_up"] > 0.2, "this process and its imports are older than the test"
+
+
+def test_work_that_an_earlier_attempt_had_done_is_redone() -> None:
+    it = Activity()
+    it.redo_until, it.step = 2, 1
+    it.enter(COMPUTING)
+    time.sleep(0.05)
+    it.enter(DATA)
+    it.step = 2
+    it.enter(COMPUTING)
+    assert it.spent()["redone"] == pytest.approx(0.05, abs=0.03)
+
+
+def test_a_hang_is_dead_time() -> None:
+    it = Activity()
+    it.enter(COMPUTING)
+    time.sleep(0.05)
+    it.write_off()
+    assert it.spent()["dead"] >= 0.05
+    assert "productive" not in it.spent()
+
+
+def test_attempts_add_up_and_the_gaps_are_dead(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"kind": "start", "time": 105.0, "spent": {"start_up": 5.0}}\n'
+        '{"kind": "train", "time": 115.0, "spent": {"start_up": 5.0, "productive": 9.0, "data": 1.0}}\n'
+        '{"kind": "tr\n'
+        '{"kind": "start", "time": 124.0, "spent": {"start_up": 4.0}}\n'
+        '{"kind": "train", "time": 130.0, "spent": {"start_up": 4.0, "redone": 2.0, "productive": 4.0}}\n'
+    )
+    seconds = ledger(read_records(path))
+    assert seconds == {
+        "productive": 13, "data": 1, "checkpoint": 0, "evaluation": 0, "start_up": 9, "redone": 2, "dead": 5,
+    }  # fmt: skip
+    assert sum(seconds.values()) == 30
+    assert goodput(seconds) == round(13 / 30, 4)
+    assert [record["time"] for record in read_records(path, tail=120)] == [130.0]
+    assert ledger(read_records(tmp_path / "none")) == dict.fromkeys(ACCOUNTS, 0)
+
+
+@pytest.mark.multiprocess
+def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(tmp_path: Path) -> None:
+    """All ranks die at once, so that steps since the checkpoint are done again."""
+    run_dir = tmp_path / "run"
+    begun = time.time()
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--pause", 0.05, "--checkpoint-every", 4), restarts=1))
+    wait_for_step(run_dir, 7, process)
+    for pid in workers_of(process).values():
+        os.kill(pid, signal.SIGKILL)
+    done = processes.finish(process)
+    assert done.returncode == 0, done.stderr[-4000:]
+    wall = time.time() - begun
+    summary = read(run_dir)
+    seconds = summary["ledger"]
+    first = records(run_dir, "start")[0]
+    began = first["time"] - sum(first["spent"].values())
+    assert sum(seconds.values()) == pytest.approx(records(run_dir, "finish")[0]["time"] - began, abs=0.5)
+    assert wall - 6 < sum(seconds.values()) < wall, "torchrun itself starts before its ranks and ends after them"
+    assert seconds["redone"] > 0.1, "two micro-batches of 0.05 s a step, at least"
+    assert seconds["start_up"] > 2, "two starts"
+    assert 0 < summary["goodput"] < 1
+    assert f"{summary['goodput']:.0%} of" in done.stdout
