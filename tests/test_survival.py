@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from evenkeel.checkpoint import Checkpoints
+from evenkeel.interruption import STOPPED
+
 from . import processes
 from .processes import TRAIN, environment, read, records, run, start, torchrun
+from .test_checkpoint import small_disk
 from .test_train import PLAN, SAMPLES, job, wait_for_step
 
 pytestmark = pytest.mark.multiprocess
@@ -87,6 +93,46 @@ def test_a_signal_to_the_launcher_saves_the_last_step_and_leaves_no_process(
     told = records(run_dir, "train")[-1]["step"]
     newest = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
     assert newest >= told, "no finished step is lost"
+
+
+def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(tmp_path: Path) -> None:
+    """`docker stop`: SIGTERM to torchrun as the first process of a pid namespace, and SIGKILL after 10 seconds."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("needs root to make a pid namespace")
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.05, "--num-workers", 1)
+    inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    process = start([*inside, *torchrun(2, TRAIN, *options)])
+    wait_for_step(run_dir, 3, process)
+    (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    begun = time.monotonic()
+    os.kill(int(first), signal.SIGTERM)
+    processes.finish(process)
+    seconds = time.monotonic() - begun
+    assert seconds < 10
+    assert read(run_dir, "status.json")["state"] == "stopped"
+    told = records(run_dir, "train")[-1]["step"]
+    assert max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")) >= told
+
+
+def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "3m") as folder:
+        run_dir = folder / "run"
+        process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05, "--checkpoint-every", 4)])
+        wait_for_step(run_dir, 6, process)
+        with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while filler.write(bytes(4096)):
+                pass
+        process.send_signal(signal.SIGTERM)
+        done = processes.finish(process)
+        assert done.returncode == STOPPED
+        assert "NOT SAVED: [Errno 28] No space left on device; the last checkpoint is at step" in done.stderr
+        newest = Checkpoints(run_dir / "checkpoints", 2, ("loss", "min")).newest_step()
+        assert newest % 4 == 0
+        (folder / "filler").unlink()
+        run([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05, "--checkpoint-every", 4)])
+        assert records(run_dir, "start")[-1]["step"] == newest
+        assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
 
 
 def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:

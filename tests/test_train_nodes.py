@@ -78,6 +78,33 @@ def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None
     assert steps == list(range(1, PLAN.total_steps + 1)), "no step is done twice"
 
 
+def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.2, "--checkpoint-every", 0, "--eval-every", 1000)
+    with Lab(2) as lab:
+
+        def type_in(node: int) -> subprocess.Popen[Any]:
+            head = [sys.executable, "launch/multi_node.py", "-n", "1:2", "-g", "1", "-nr", str(node)]
+            command = [*head, "--master", lab.address(0), "--", *options]
+            return start(lab, node, command, tmp_path / f"node{node}.log")
+
+        jobs = [type_in(0)]
+        deadline = time.monotonic() + 60
+        while not (run_dir / "metrics.jsonl").exists() or len(records(run_dir, "train")) < 3:
+            assert time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
+            time.sleep(0.05)
+        jobs.append(type_in(1))
+        for node in lab.nodes:
+            assert jobs[node].wait(timeout=120) == 0, (tmp_path / f"node{node}.log").read_text()
+    assert read(run_dir)["world_sizes"] == [1, 2]
+    (stop,), (_, again) = records(run_dir, "stop"), records(run_dir, "start")
+    assert again["step"] == stop["step"]
+    print(f"continued {again['time'] - stop['time']:.1f} s after the second node had joined, at step {stop['step']}")
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert steps == list(range(1, PLAN.total_steps + 1)), "no step is lost or done twice"
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+
+
 def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) -> None:
     """No connection is reset, so that nothing fails: only the watch for hangs notices."""
     run_dir = tmp_path / "run"
@@ -111,33 +138,36 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000)
+    options = job(run_dir, "--pause", 0.1, "--eval-every", 1000)
     with Lab(2) as lab:
 
-        def type_in(node: int, log: str) -> subprocess.Popen[Any]:
+        def type_in(node: int, log: str, checkpoint_every: int) -> subprocess.Popen[Any]:
             head = [sys.executable, "launch/multi_node.py", "-n", "2", "-g", "1", "-nr", str(node)]
-            return start(lab, node, [*head, "--master", lab.address(0), "--", *options], tmp_path / f"{log}{node}")
+            command = [*head, "--master", lab.address(0), "--", *options, "--checkpoint-every", str(checkpoint_every)]
+            return start(lab, node, command, tmp_path / f"{log}{node}")
 
         def on_disk(node: int, name: str) -> str:
             return lab.run(node, ["bash", "-c", f"cat {run_dir}/{name} 2>/dev/null || true"])
 
         for node in lab.nodes:
             lab.run(node, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        jobs = [type_in(node, "first") for node in lab.nodes]
+        jobs = [type_in(node, "first", checkpoint_every=0) for node in lab.nodes]
         deadline = time.monotonic() + 60
         while on_disk(0, "metrics.jsonl").count('"train"') < 3:
             assert time.monotonic() < deadline, (tmp_path / "first0").read_text()
             time.sleep(0.1)
         lab.kill_node(0)
         assert jobs[1].wait(timeout=90) != 0
-        assert "step-" in lab.run(1, ["ls", f"{run_dir}/checkpoints"])
+        (snapshot,) = lab.run(1, ["ls", f"{run_dir}/checkpoints"]).split()
+        assert snapshot.startswith("step-")
 
         lab.start_node(0)
         lab.run(0, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        jobs = [type_in(node, "second") for node in lab.nodes]
+        jobs = [type_in(node, "second", checkpoint_every=5) for node in lab.nodes]
         for node, process in enumerate(jobs):
             assert process.wait(timeout=120) == 0, (tmp_path / f"second{node}").read_text()
         begun = json.loads(next(line for line in on_disk(0, "metrics.jsonl").splitlines() if '"start"' in line))
         assert begun["step"] >= 3
         assert begun["attempt"] == 2, "the survivor also knew the run's history"
         assert json.loads(on_disk(0, "summary.json"))["samples_seen"] == PLAN.epochs * SAMPLES
+        assert snapshot not in lab.run(1, ["ls", f"{run_dir}/checkpoints"]), "a leftover, after the next checkpoint"
