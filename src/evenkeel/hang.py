@@ -105,6 +105,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
+        faulthandler.cancel_dump_traceback_later()
 
     def announce_saved(self, step: int) -> None:
         """On rank 0: let all nodes know of a complete checkpoint, with the next beat."""

@@ -1,0 +1,102 @@
+"""What it costs a step to be safe: signals, heartbeats and commits in place, against the same step without them.
+
+    torchrun --standalone --nproc_per_node=2 benchmarks/guards.py
+
+Both sides train the same network in one process group, block by block in turn: with the thread that waits for
+signals, a heartbeat a second through the store, the gradient's norm, and a commit that leaves out what is not
+finite; and without all that, where the optimizer steps by itself. Prints the ratio of median step times, and that of
+the side without against itself, which shows how much of it is noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+import tyro
+
+from evenkeel import data, gradients
+from evenkeel.config import Config
+from evenkeel.data import ElasticSampler
+from evenkeel.hang import Watch
+from evenkeel.interruption import Interruption
+from evenkeel.optimization import build_optimizer
+from evenkeel.state import State
+from evenkeel.tasks import Digits
+from evenkeel.world import World
+
+BLOCK = 10
+"""Steps that a side takes before it is the other's turn."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare step times."""
+
+    blocks: int = 30
+    """Blocks of 10 steps of each side that are measured."""
+    batch_size: int = 128
+    """Global batch."""
+    width: int = 64
+    """Width of the network."""
+
+
+def steps(guarded: bool, task: Digits, world: World, batch_size: int) -> Iterator[None]:
+    """The loop of train.py; one step for each next()."""
+    torch.manual_seed(0)
+    model = task.model().to(world.device)
+    wrapped = gradients.wrap(model, task, world)
+    state = State(model, [build_optimizer(list(model.parameters()), Config())])
+    train_set = task.train_dataset()
+    micro_batch = batch_size // world.world_size
+    sampler = ElasticSampler(train_set, batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
+    batches = data.loader(train_set, sampler, "train", 0, world.device)
+    full_steps = len(train_set) // batch_size
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for _, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
+            state.clear_gradients()
+            done = gradients.backward(wrapped, state, mine, their_batches, batch_size, 0, world)
+            if guarded:
+                state.commit(done.buffers, gradients.clip(model, 0.0))
+            else:
+                state.optimizers[0].step()
+            yield
+
+
+def main(options: Options) -> None:
+    """Measure and print."""
+    Interruption(grace=25.0)
+    world = World.from_environment()
+    task = Digits(width=options.width)
+    with world.connected() as store, TemporaryDirectory() as logs:
+        sides = {"without": False, "without again": False, "with": True}
+        loops = {name: steps(guarded, task, world, options.batch_size) for name, guarded in sides.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in loops}
+        for block in range(options.blocks + 1):
+            for name, loop in loops.items():
+                watch = Watch(600.0, world, store, Path(logs), lambda: None) if sides[name] else nullcontext()
+                with watch:
+                    for _ in range(BLOCK):
+                        begun = time.perf_counter()
+                        next(loop)
+                        if world.device.type == "cuda":
+                            torch.cuda.synchronize()
+                        if block:  # the first is the warm-up
+                            seconds[name].append(time.perf_counter() - begun)
+        if world.rank == 0:
+            base = median(seconds["without"])
+            print(f"unguarded step: {base * 1e3:.2f} ms, median of {len(seconds['without'])}, {world.world_size} ranks")
+            for name in ("without again", "with"):
+                print(f"{name} / without = {median(seconds[name]) / base:.3f}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
