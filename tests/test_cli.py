@@ -391,11 +391,13 @@ def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "evenkeel: a b c\n"
 
 
-def test_exit_codes_of_a_main_program() -> None:
+def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: None) == 0
     assert exit_code(lambda: 75) == 75
-    with pytest.raises(ZeroDivisionError):
-        exit_code(lambda: 1 // 0)
+    assert capsys.readouterr().err == ""
+    assert exit_code(lambda: 1 // 0) == 1
+    assert "in <lambda>\n    assert exit_code(lambda: 1 // 0) == 1" in (err := capsys.readouterr().err)
+    assert err.rstrip().endswith("ZeroDivisionError: integer division or modulo by zero")
 
 
 def test_only_local_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from evenkeel import gradients
 from evenkeel.config import Config
+from evenkeel.nonfinite import NonFinite
 from evenkeel.optimization import build_optimizer
-from evenkeel.state import NonFinite, State, sha256
+from evenkeel.state import State, sha256
 
 from .processes import TRAIN, read, records, run, torchrun
 from .test_train import PLAN, job

@@ -55,6 +55,9 @@ def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run a main program; a refusal is one line on stderr and exit code 2, another known end one line and 1.
 
+    A bug is a traceback and 1, as if it had not been caught. But a :func:`leave` that follows spares a rank that has
+    lost its peer a second of taking down the interpreter, for which the job's restart would wait.
+
     Under torchrun all processes of a node refuse alike. The first to exit ends the others, so the one that
     speaks must be first.
     """
@@ -71,6 +74,9 @@ def exit_code(main: Callable[[], int | None]) -> int:
         else:
             time.sleep(10)  # torchrun ends this process as soon as local rank 0 has exited
         return REFUSED
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
 
 
 def leave(code: int) -> NoReturn:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import cos, pi
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .config import Config
@@ -16,27 +15,12 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optim
     """The optimizer that --optimizer, --lr and --weight-decay describe, over all parameters that learn."""
     learning = [p for p in parameters if p.requires_grad]
     lr, decay = config.lr, config.weight_decay
+    # fused ones keep all their state on the device (the host's would be ahead of a GPU that hangs), and can leave a
+    # step out by themselves
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in learning) or None
     if config.optimizer == "sgd":
-        return SGD(learning, lr=lr, momentum=0.9, nesterov=True, weight_decay=decay, fused=True)
-    return (Adam if config.optimizer == "adam" else AdamW)(learning, lr=lr, weight_decay=decay, fused=True)
-
-
-def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
-    """Take an optimizer's step, or leave all as it is.
-
-    A fused optimizer decides on the device, by the attributes that `torch.amp.GradScaler` gives it; others make the
-    host wait for the answer. So does a fused one's very first step: there torch's SGD would leave its momentum unset.
-
-    Args:
-        bad: a boolean scalar on the device.
-        optimizer: its gradients are set.
-    """
-    if optimizer.state and getattr(optimizer, "_step_supports_amp_scaling", False):
-        fused: Any = optimizer
-        fused.found_inf, fused.grad_scale = bad.float(), None
-        optimizer.step()
-    elif not bad:
-        optimizer.step()
+        return SGD(learning, lr=lr, momentum=0.9, nesterov=True, weight_decay=decay, fused=fused)
+    return (Adam if config.optimizer == "adam" else AdamW)(learning, lr=lr, weight_decay=decay, fused=fused)
 
 
 def rate(config: Config, step: int, total_steps: int) -> float:

@@ -28,7 +28,9 @@ from .ledger import goodput, ledger, read_records
 from .optimization import rate
 from .plan import Plan
 from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token
-from .state import State, Torn, cpu_state_dict, sha256
+from .seqlock import Torn
+from .staging import Staging
+from .state import State, cpu_state_dict, sha256
 from .tasks import Task
 from .world import World
 
@@ -58,6 +60,7 @@ class Run:
         self._metrics = self.path / "metrics.jsonl"
         self._skipped_told = 0
         self._writer: Background[float] = Background("checkpoint")
+        self._staging = Staging(world.device)
         self._saving = 0
         self.started = time.monotonic()
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
@@ -146,9 +149,12 @@ class Run:
     def checkpoint(self, state: State, metrics: dict[str, float]) -> None:
         """After each step: note an evaluation, and save if it is time or if it was the best so far.
 
-        The state is copied here and written in the background. A checkpoint that cannot be written is reported,
-        loudly, with the next step, and the training goes on: the old one stays.
+        The state is copied and written in the background; the next commit waits for the copy, not for the writing.
+        A checkpoint that cannot be written is reported, loudly, with the next step, and the training goes on: the old
+        one stays.
         """
+        if not self._staging.pinned:
+            state.pin(self._staging)
         if not (self.directory and self.tracker):
             return
         if self.directory.fruitless:
@@ -162,10 +168,9 @@ class Run:
             self.tracker.evaluation(state.step, metrics)
         if due or self.checkpoints.improves(metrics):
             begun = time.perf_counter()
-            with activity.during(CHECKPOINT):
-                captured = state.capture()
+            held = self._hold(state)
             self._saving = state.step
-            self._writer.start(lambda: self._save(captured, metrics, begun))
+            self._writer.start(lambda: self._save(held, metrics, begun))
 
     def finish(self, state: State, metrics: dict[str, float]) -> None:
         """The last checkpoint, the model for the world outside, and the summary.
@@ -183,7 +188,7 @@ class Run:
         activity.enter(CHECKPOINT)
         weights = cpu_state_dict(state.model)
         try:
-            self._save(state.capture(), metrics, time.perf_counter())
+            self._save(self._hold(state), metrics, time.perf_counter())
             write_atomically(self.path / "model.pt", lambda file: dump(weights, file))
             summary = self._summary("finished", state.step, metrics) | {"weights_sha256": sha256(weights)}
             write_json(self.path / "summary.json", summary)
@@ -241,12 +246,17 @@ class Run:
             return "there was no step to save"
         begun = time.perf_counter()
         time.sleep(0.05 * self.world.local_rank)  # the lowest one that lives should be the one that writes
+        kept = self._staging.take(patience=self.config.grace / 2)
         try:
-            captured = state.capture(patience=self.config.grace / 2)
+            # new memory if the writer does not come back with the other
+            captured = state.capture(self.config.grace / 4, self._staging if kept else Staging(self.world.device))
             path = self.checkpoints.rescue(captured)
-        except (OSError, Torn) as error:
+        except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
             return f"not saved ({error})"
+        finally:
+            if kept:
+                self._staging.give_back()
         seconds = time.perf_counter() - begun
         if path:
             log.info("saved %s in %.2f s", path, seconds)
@@ -260,14 +270,28 @@ class Run:
             seconds = self._writer.result()
             self.tracker.event("checkpoint", step, seconds=round(seconds, 4))
             self._watch.announce_saved(step)
-            self._update("running", step)
         except OSError as error:
             last = self.checkpoints.newest_step()
             self.tracker.event("checkpoint_failed", step, reason=str(error))
             log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %d", step, error, last)
 
-    def _save(self, captured: dict[str, Any], metrics: dict[str, float], begun: float) -> float:
-        self.checkpoints.save(captured, metrics)
+    def _hold(self, state: State) -> Callable[[], dict[str, Any]]:
+        """The state, to be captured by :meth:`_save` in memory which that gives back."""
+        with activity.during(CHECKPOINT):
+            self._staging.take()
+        try:
+            return state.hold(staging=self._staging)
+        except BaseException:
+            self._staging.give_back()
+            raise
+
+    def _save(self, held: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
+        try:
+            captured = held()
+            self.checkpoints.save(captured, metrics)
+            self._update("running", captured["step"])  # here, because a disk that is busy with the above takes its time
+        finally:
+            self._staging.give_back()
         return time.perf_counter() - begun
 
     def _end_crash_loop(self) -> NoReturn:

@@ -11,8 +11,9 @@ import fcntl
 import os
 import socket
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -58,6 +59,7 @@ class RunDirectory:
     path: Path
     status: dict[str, Any]
     _lock: IO[bytes]
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     def start_over(self, tokens: list[str]) -> None:
         """Move the run in the folder aside, unless a restart of this very launch finds its own.
@@ -100,14 +102,15 @@ class RunDirectory:
         return bool(set(filter(None, tokens)) & set(self.status.get("launch", [])))
 
     def update(self, state: RunState, **facts: Any) -> None:
-        """Rewrite status.json with a new state and some facts; the others stay."""
-        self.status |= {
-            "state": state,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "time": time.time(),
-        } | facts
-        write_json(self.path / "status.json", self.status)
+        """Rewrite status.json with a new state and some facts; the others stay. Any thread may ask."""
+        with self._one_at_a_time:
+            self.status |= {
+                "state": state,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "time": time.time(),
+            } | facts
+            write_json(self.path / "status.json", self.status)
 
 
 def check(path: Path, options: dict[str, Any], fresh: bool) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .activity import COMMIT, activity
-from .errors import Ended, Refusal
-from .optimization import step_unless
+from .activity import CHECKPOINT, COMMIT, activity
+from .errors import Refusal
+from .nonfinite import NonFinite, Verdict, step_unless
+from .seqlock import Seqlock, Torn
+from .staging import Staging, map_tensors
+
+WAYS = ("foreach", "fused", "capturable")
+"""Options of torch's optimizers that choose an implementation."""
 
 
 class State:
@@ -50,9 +55,9 @@ class State:
         """The live buffers, which the forward passes of a step move about."""
         self.committed_buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         """Their values after the last finished step."""
-        self._commit = threading.Lock()
-        self._torn = False
-        self._verdict = _Verdict(next(model.parameters()).device)
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._seqlock = Seqlock(self._device)
+        self._verdict = Verdict(self._device)
 
     def clear_gradients(self) -> None:
         """Forget the last step's gradients."""
@@ -78,22 +83,21 @@ class State:
         Raises:
             NonFinite: this step, or on a GPU the one before, was not finite; `step` is back at the one before it.
         """
-        activity.enter(COMMIT)
-        with self._commit:
-            self._settle()
-            bad = ~norm.isfinite()
-            self._torn = True
+        self.settle()
+        bad = ~norm.isfinite()
+        activity.enter(CHECKPOINT)  # which may be copying the state just now
+        with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else bad):
+            activity.enter(COMMIT)
             for optimizer in self.optimizers:
                 step_unless(bad, optimizer)
             with torch.no_grad():
                 for name, value in buffers.items():
                     self.committed_buffers[name].copy_(torch.where(bad, self.committed_buffers[name], value))
                     self.buffers[name].copy_(self.committed_buffers[name])
-            self._torn = False
             self.step += 1
-            self._verdict.ask(bad)
-            if self._verdict.known:
-                self._settle()
+        self._verdict.ask(bad)
+        if self._verdict.known:
+            self.settle()
         activity.step = self.step
 
     def settle(self) -> None:
@@ -102,99 +106,94 @@ class State:
         Raises:
             NonFinite: it was not.
         """
-        with self._commit:
-            self._settle()
-
-    def _settle(self) -> None:
-        if not self._verdict.bad():
+        if not self._verdict.take():
             return
-        self._verdict.forget()
         if not self.skip_nonfinite:
-            self.step -= 1
-            raise NonFinite(
-                f"the loss or the gradient of step {self.step + 1} is not finite; lower --lr, set --clip-norm, or "
-                "leave such steps out with --on-nonfinite skip"
-            )
+            self.step = self._seqlock.asked = self.step - 1
+            raise NonFinite(self.step + 1)
         self.skipped += 1
         self.last_skipped = self.step
 
-    def capture(self, patience: float = -1) -> dict[str, Any]:
+    def capture(self, patience: float = -1, staging: Staging | None = None) -> dict[str, Any]:
         """A copy of the committed state on the host, as nested dicts of tensors and plain data. Any thread may ask.
 
         Args:
             patience: seconds to wait for a commit in progress; negative: as long as it takes.
+            staging: memory for the tensors, taken by the caller; None: new memory.
 
         Raises:
             Torn: the state is that of half a step, because a commit hangs or has failed.
         """
-        if not self._commit.acquire(timeout=patience):
-            raise Torn("an optimizer step is still at work")
-        try:
-            if self._torn:
-                raise Torn("an optimizer step has failed half-way")
-            model = self.model.state_dict()
-            return {
-                "step": self.step - (self._verdict.bad() and not self.skip_nonfinite),
-                "model": _on_host({name: self.committed_buffers.get(name, value) for name, value in model.items()}),
-                "optimizers": [_on_host(optimizer.state_dict()) for optimizer in self.optimizers],
-            }
-        finally:
-            self._commit.release()
+        return self.hold(patience, staging)()
+
+    def hold(self, patience: float = -1, staging: Staging | None = None) -> Callable[[], dict[str, Any]]:
+        """Keep the state as it is until the function returned has captured it. Any thread may call that, once.
+
+        So a copy is made beside the forward and backward passes of the next step, and only its commit waits.
+
+        Args:
+            patience: as for :meth:`capture`, which is this and the call.
+            staging: the same.
+
+        Raises:
+            Torn: a commit hangs. The function raises it as well.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self._seqlock.hold(patience))
+            asked, live = self._seqlock.asked, self._live()
+            captured, copy = (staging or Staging(self._device)).place(live)
+            held = stack.pop_all()
+
+        def capture() -> dict[str, Any]:
+            with held:
+                self._seqlock.wait(patience)
+                copy()
+            step, begun = captured.pop("done").item(), captured.pop("begun").item()
+            if step != begun:
+                raise Torn(f"the optimizer step to {begun} has not come to its end")
+            if self._seqlock.lags(step, asked) and _on_host(live):
+                raise Torn(f"the device is at step {step}, but an optimizer has tensors on the host: use fused=True")
+            return {"step": step, **captured}
+
+        return capture
+
+    def pin(self, staging: Staging) -> None:
+        """Prepare memory for fast copies from a GPU. After the first commit, when the optimizers have their state."""
+        staging.pin(self._live())
+
+    def _live(self) -> dict[str, Any]:
+        """The committed state itself, in the order in which it must be copied."""
+        model = self.model.state_dict()
+        return {
+            "done": self._seqlock.done,
+            "model": {name: self.committed_buffers.get(name, value) for name, value in model.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "begun": self._seqlock.begun,
+        }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Become what :meth:`capture` gave, whatever device that was on."""
-        self.model.load_state_dict(captured["model"])
-        for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for name, buffer in self.buffers.items():
-            self.committed_buffers[name].copy_(buffer)
-        self.step = activity.step = captured["step"]
+        with self._seqlock.change(captured["step"]):
+            self.model.load_state_dict(captured["model"])
+            for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
+                optimizer.load_state_dict(_computed_as_here(saved, optimizer))
+            for name, buffer in self.buffers.items():
+                self.committed_buffers[name].copy_(buffer)
+            self.step = activity.step = captured["step"]
 
 
-class Torn(Exception):  # noqa: N818
-    """There is no whole state to save."""
+def _computed_as_here(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's saved state without how it was computed, which depends on the device and not on the run."""
+    ways = [{way: group[way] for way in WAYS if way in group} for group in optimizer.param_groups]
+    groups = [group | way for group, way in zip(saved["param_groups"], ways, strict=False)]  # torch checks the number
+    return {**saved, "param_groups": groups}
 
 
-class NonFinite(Ended):
-    """A step whose gradient is NaN or infinite. It has changed nothing."""
-
-
-class _Verdict:
-    """Whether the last step was left out, known without making the host wait for what is queued behind it."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._answer = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
-        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-
-    def ask(self, bad: Tensor) -> None:
-        self._answer.copy_(bad, non_blocking=True)
-        if self._arrived:
-            self._arrived.record()
-
-    @property
-    def known(self) -> bool:
-        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
-
-    def bad(self) -> bool:
-        if self._arrived:
-            self._arrived.synchronize()
-        return bool(self._answer)
-
-    def forget(self) -> None:
-        self._answer.fill_(False)
-
-
-def _on_host(tree: Any) -> Any:
-    """A deep copy with its tensors on the CPU, sharing no memory with the live ones."""
-    if isinstance(tree, Tensor):
-        host = tree.detach()
-        return host.clone() if host.device.type == "cpu" else host.cpu()
-    if isinstance(tree, dict):
-        return {key: _on_host(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_on_host(value) for value in tree)
-    return tree
+def _on_host(tree: Any) -> bool:
+    """Whether a tree has tensors on the CPU."""
+    devices: list[str] = []
+    map_tensors(tree, lambda tensor, _path: devices.append(tensor.device.type))
+    return "cpu" in devices
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

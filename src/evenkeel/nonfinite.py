@@ -1,0 +1,82 @@
+"""Steps whose loss or gradient is NaN or infinite: found without a wait, and never taken.
+
+After the reduction every rank holds the same gradient, so all find the same and need not ask each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import Ended
+
+
+class NonFinite(Ended):
+    """A step that is not finite. It has changed nothing.
+
+    Args:
+        step: its number, counted from 1.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"the loss or the gradient of step {step} is not finite; lower --lr, set --clip-norm, or leave such steps "
+            "out with --on-nonfinite skip"
+        )
+
+
+def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
+    """Take an optimizer's step, or leave all as it is.
+
+    A fused optimizer decides on the device, by the attributes that `torch.amp.GradScaler` gives it; others make the
+    host wait for the answer. So does a fused one's very first step: there torch's SGD would leave its momentum unset.
+
+    Args:
+        bad: a boolean scalar on the device.
+        optimizer: its gradients are set.
+    """
+    if optimizer.state and getattr(optimizer, "_step_supports_amp_scaling", False):
+        fused: Any = optimizer
+        fused.found_inf, fused.grad_scale = bad.float(), None
+        optimizer.step()
+    elif not bad:
+        optimizer.step()
+
+
+class Verdict:
+    """Whether the last step was left out, known to the host without waiting for what is queued behind it.
+
+    Args:
+        device: where that is decided.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._answer = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def ask(self, bad: Tensor) -> None:
+        """Send for the answer.
+
+        Args:
+            bad: a boolean scalar on the device.
+        """
+        self._answer.copy_(bad, non_blocking=True)
+        if self._arrived:
+            self._arrived.record()
+
+    @property
+    def known(self) -> bool:
+        """Whether the answer is here."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def take(self) -> bool:
+        """Wait for the answer; it is given once, and False afterwards."""
+        if self._arrived:
+            self._arrived.synchronize()
+        bad = bool(self._answer)
+        self._answer.fill_(False)
+        return bad

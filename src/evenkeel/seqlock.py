@@ -1,0 +1,95 @@
+"""Tells whether a copy of the state that was taken beside the training is whole, and of which step.
+
+A GPU works through what it is given on its own, often a step or more behind the host, and stops for ever at a
+collective whose peer is dead. Nothing can then be asked of the stream that computes. But two numbers on the device,
+written by that same stream, say how far it has come: ``begun`` before each commit, ``done`` after it. A reader that
+copies ``done``, then the state, then ``begun``, and finds them equal, has the whole state of that step: all of its
+commit was done before, and none of the next had begun. (A sequence lock, as in the Linux kernel.)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+STUCK = 3.0
+"""Seconds without the end of the last commit after which a rescue takes a GPU to hang."""
+
+
+class Torn(Exception):  # noqa: N818
+    """There is no whole state to save."""
+
+
+class Seqlock:
+    """Guards a state on one device. On a CPU, which has done what it was told when a call returns, it is a lock.
+
+    Args:
+        device: where the state is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.begun, self.done = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        self.asked = 0
+        """The last step that the host has begun to ask for."""
+        self._host = threading.Lock()
+        cuda = device.type == "cuda"
+        self._end = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def change(self, step: int, undone: Tensor | None = None) -> Iterator[None]:
+        """Around the change that makes the state that of a step. One that fails leaves it torn.
+
+        Args:
+            step: what the state's step will be.
+            undone: a boolean scalar on the device; where it is true nothing changes, and the step is the one before.
+        """
+        with self._host:
+            self.asked = step
+            self.begun.fill_(step)
+            yield
+            if undone is not None:
+                self.begun.sub_(undone.long())
+            self.done.copy_(self.begun)
+            if self._end:
+                self._end.record()
+
+    @contextmanager
+    def hold(self, patience: float) -> Iterator[None]:
+        """Keep the host from asking for a change.
+
+        Args:
+            patience: seconds to wait for a change in progress; negative: as long as it takes.
+
+        Raises:
+            Torn: it is still in progress. With a GPU that is no reason: the host may be waiting for room in the queue
+                of a stream that is stuck, and the device's numbers tell what is whole.
+        """
+        held = self._host.acquire(timeout=patience)
+        if not held and not self._end:
+            raise Torn("an optimizer step is still at work")
+        try:
+            yield
+        finally:
+            if held:
+                self._host.release()
+
+    def lags(self, step: int, asked: int) -> bool:
+        """Whether the device is at another step than the one it was asked for."""
+        return self._end is not None and step != asked
+
+    def wait(self, patience: float) -> None:
+        """Let the device come to the end of the last change.
+
+        Args:
+            patience: seconds after which it is taken to hang, at most :data:`STUCK`; negative: as long as it takes.
+        """
+        deadline = time.monotonic() + min(patience, STUCK)
+        while self._end and not self._end.query():  # type: ignore[no-untyped-call]
+            if patience >= 0 and deadline < time.monotonic():
+                break
+            time.sleep(0.001)

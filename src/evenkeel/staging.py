@@ -1,0 +1,116 @@
+"""Host memory for copies of the state, allocated once and used again.
+
+Fresh memory costs more than a copy into it: the kernel has to find and clear every page. So a checkpoint is copied
+into memory that the one before has used, and written from there while the training goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Path = tuple[object, ...]
+"""Where in a tree: the keys and indices that lead there."""
+
+
+class Staging:
+    """Memory for one copy. Who wants to use it takes it, copies, reads what was copied, and gives it back.
+
+    These may be different threads: the one that trains takes it, the one that has written the copy gives it back.
+
+    Args:
+        device: where the tensors to be copied are. Those of a GPU are copied on a stream of their own, beside a
+            compute stream that may be stuck in a collective.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._taken = threading.Lock()
+        self._buffers: dict[Path, Tensor] = {}
+        self.pinned = False
+        """Whether :meth:`pin` has been called."""
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+
+    def take(self, patience: float = -1) -> bool:
+        """Keep all others out until :meth:`give_back`.
+
+        Args:
+            patience: seconds to wait for who has it; negative: as long as it takes.
+
+        Returns:
+            Whether it is the caller's now.
+        """
+        return self._taken.acquire(timeout=patience)
+
+    def give_back(self) -> None:
+        """Let the memory be overwritten. Any thread may say so."""
+        self._taken.release()
+
+    def pin(self, tree: Any) -> None:
+        """Allocate page-locked memory for the tensors on a GPU, which can be copied at full speed.
+
+        Not while a GPU may hang: it may wait for all that the GPU has been given to do.
+        """
+
+        def place(source: Tensor, path: Path) -> None:
+            if source.is_cuda:
+                self._buffers[path] = torch.empty_like(source, device="cpu", pin_memory=True)
+
+        map_tensors(tree, place)
+        self.pinned = True
+
+    def place(self, tree: Any) -> tuple[Any, Callable[[], None]]:
+        """Memory for a copy of a tree of dicts, lists and tuples, and the function that copies the tensors into it.
+
+        Plain data is copied here. The function may be called in another thread, which holds up no training and is held
+        up by none, because it hands all tensors to torch at once. It copies the tree's first tensor before all others
+        and the last one after them. A tensor that is new or has another shape gets new memory.
+        """
+        buffers: dict[Path, Tensor] = {}
+        sources: list[Tensor] = []
+
+        def buffer_for(source: Tensor, path: Path) -> Tensor:
+            buffer = self._buffers.get(path)
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                # strides and all, so that a GPU needs no memory of its own for rearranging
+                buffer = torch.empty_like(source, device="cpu", requires_grad=False)
+            buffers[path] = buffer
+            sources.append(source.detach())
+            return buffer
+
+        def copy() -> None:
+            targets = list(buffers.values())
+            with self._own_stream():
+                for part in (slice(0, 1), slice(1, -1), slice(-1, None)):
+                    if targets[part]:
+                        torch._foreach_copy_(targets[part], sources[part], non_blocking=True)
+
+        placed = map_tensors(tree, buffer_for)
+        self._buffers = buffers
+        return placed, copy
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        # the device as well, because a new thread starts out with cuda:0
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:
+    """Nested dicts, lists and tuples with each tensor replaced by ``change(tensor, path)``, and all else as it is."""
+    if isinstance(tree, Tensor):
+        return change(tree, path)
+    if isinstance(tree, dict):
+        return {key: map_tensors(value, change, (*path, key)) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(value, change, (*path, i)) for i, value in enumerate(tree))
+    return tree

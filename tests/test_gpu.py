@@ -1,0 +1,130 @@
+"""The committed state of a GPU that hangs: saved without asking the stream that computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evenkeel.config import Config
+from evenkeel.optimization import build_optimizer
+from evenkeel.seqlock import STUCK, Torn
+from evenkeel.staging import Staging
+from evenkeel.state import State
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HANG = 60_000_000_000
+"""Cycles that the compute stream spins for: half a minute, which stands for a collective whose peer is dead."""
+
+
+def on_gpu(**options: Any) -> State:
+    """Two steps done, both on the host and on the device, whose weights say the step."""
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000)).cuda()
+    config = Config(optimizer="adamw", lr=1.0, weight_decay=0.0)
+    made = torch.optim.AdamW(model.parameters(), **options) if options else build_optimizer(model.parameters(), config)
+    state = State(model, [made])
+    for _ in range(2):
+        advance(state)
+    torch.cuda.synchronize()
+    return state
+
+
+def advance(state: State) -> None:
+    for parameter in state.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.commit(
+        {name: buffer + 1 for name, buffer in state.committed_buffers.items()},
+        torch.ones((), device=next(state.model.parameters()).device),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_hang_is_left() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+
+
+def captured_in_a_thread(state: State, staging: Staging) -> Any:
+    """As a rescue does it, from a thread that has never heard of the device."""
+    found: list[Any] = []
+
+    def rescue() -> None:
+        try:
+            found.append(state.capture(patience=10, staging=staging))
+        except Torn as torn:
+            found.append(torn)
+
+    thread = threading.Thread(target=rescue)
+    begun = time.monotonic()
+    thread.start()
+    thread.join(timeout=20)
+    assert found, "the capture waits for the stream that hangs"
+    print(f"captured in {time.monotonic() - begun:.3f} s")
+    return found[0]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned before", "new memory"])
+def test_a_gpu_that_hangs_steps_behind_the_host_gives_the_last_step_that_it_has_done(pinned: bool) -> None:
+    state, staging = on_gpu(), Staging(torch.device("cuda", 0))
+    if pinned:
+        state.pin(staging)
+    expected = state.capture()
+    assert expected["step"] == 2
+    torch.cuda._sleep(HANG)
+    advance(state)
+    advance(state)
+    assert state.step == 4
+    found = captured_in_a_thread(state, staging)
+    assert not torch.cuda.current_stream().query(), "it still hangs"
+    assert found["step"] == 2
+    assert same(found, expected)
+    weights = found["model"]["0.weight"]
+    assert weights.is_pinned() == pinned
+
+
+def test_a_gpu_that_hangs_within_a_commit_has_no_whole_state() -> None:
+    state, staging = on_gpu(), Staging(torch.device("cuda", 0))
+    with state._seqlock.change(3):
+        torch.cuda._sleep(HANG)
+    found = captured_in_a_thread(state, staging)
+    assert isinstance(found, Torn)
+    assert "the optimizer step to 3 has not come to its end" in str(found)
+
+
+def test_an_optimizer_that_keeps_its_steps_on_the_host_is_ahead_of_a_gpu_that_hangs() -> None:
+    """The control for `fused`: AdamW as torch makes it by itself."""
+    state, staging = on_gpu(fused=False), Staging(torch.device("cuda", 0))
+    assert state.capture()["step"] == 2, "without a hang it can be saved"
+    torch.cuda._sleep(HANG)
+    advance(state)
+    found = captured_in_a_thread(state, staging)
+    assert isinstance(found, Torn)
+    assert "use fused=True" in str(found)
+
+
+def test_a_gpu_that_is_only_behind_is_waited_for() -> None:
+    state, staging = on_gpu(), Staging(torch.device("cuda", 0))
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    advance(state)
+    begun = time.monotonic()
+    assert captured_in_a_thread(state, staging)["step"] == 3
+    assert time.monotonic() - begun < STUCK

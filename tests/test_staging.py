@@ -1,0 +1,308 @@
+"""Copies of the state in memory that is kept: right, in no one's way, and never overwritten while they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenkeel.background import Background
+from evenkeel.checkpoint import Checkpoints, load
+from evenkeel.config import Config
+from evenkeel.plan import Plan
+from evenkeel.run import Run
+from evenkeel.seqlock import Seqlock, Torn
+from evenkeel.staging import Staging
+from evenkeel.state import State
+from evenkeel.tasks import Digits
+from evenkeel.world import World
+
+from .test_checkpoint import same
+
+CPU = torch.device("cpu")
+
+
+def tree() -> dict[str, Any]:
+    """All that occurs in a state."""
+    return {
+        "step": 3,
+        "model": {
+            "weight": torch.randn(4, 6),
+            "transposed": torch.randn(4, 6).t(),
+            "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            "expanded": torch.randn(3, 1).expand(3, 4),
+            "half": torch.randn(5).bfloat16(),
+            "nan": torch.tensor([float("nan"), -0.0, 1e-45]),
+            "mask": torch.tensor([True, False]),
+            "count": torch.tensor(7),
+            "empty": torch.empty(0, 3),
+            "learning": nn.Parameter(torch.randn(2)),
+        },
+        "optimizers": [{"state": {0: {"step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}],
+    }
+
+
+def copy(staging: Staging, live: Any) -> Any:
+    placed, fill = staging.place(live)
+    fill()
+    return placed
+
+
+def tensors(branch: Any) -> list[Tensor]:
+    if isinstance(branch, Tensor):
+        return [branch]
+    parts = branch.values() if isinstance(branch, dict) else branch if isinstance(branch, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def test_a_copy_is_bit_for_bit_what_was_there_and_shares_no_memory_with_it() -> None:
+    staging, live = Staging(CPU), tree()
+    copied = copy(staging, live)
+    assert same(copied, live)
+    assert not {t.data_ptr() for t in tensors(copied) if t.numel()} & {t.data_ptr() for t in tensors(live)}
+    assert not any(t.requires_grad for t in tensors(copied))
+
+
+def test_the_next_copy_is_in_the_same_memory_unless_a_tensor_is_new_or_has_another_shape_or_type() -> None:
+    staging, live = Staging(CPU), tree()
+    first = {name: tensor.data_ptr() for name, tensor in copy(staging, live)["model"].items()}
+    live = tree()
+    live["step"] = 4
+    live["optimizers"][0]["state"][0]["step"].fill_(4)
+    live["model"] |= {"weight": torch.randn(6, 4), "half": torch.randn(5).half(), "new": torch.randn(3)}
+    copied = copy(staging, live)
+    assert same(copied, live)
+    second = {name: tensor.data_ptr() for name, tensor in copied["model"].items()}
+    assert {name for name in second if first.get(name) != second[name]} == {"weight", "half", "new"}
+
+
+def page_faults(work: Any) -> int:
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    kept = work()
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    del kept
+    return faults
+
+
+def test_only_the_first_copy_asks_the_kernel_for_memory() -> None:
+    """And the control: a copy into new memory asks each time, which takes longer than copying."""
+    state = State(nn.Linear(4000, 4000), [])  # too much for malloc to keep when it is freed
+    staging = Staging(CPU)
+    state.capture(staging=staging)
+    for _ in range(3):
+        again, new = page_faults(lambda: state.capture(staging=staging)), page_faults(state.capture)
+        assert 5 * again < new
+
+
+class Diverging(torch.optim.SGD):
+    """Fails when it has stepped."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise FloatingPointError
+
+
+def advance(state: State) -> None:
+    for parameter in state.model.parameters():
+        parameter.grad = torch.full_like(parameter, -1)
+    state.commit({}, torch.tensor(1.0))
+
+
+def test_a_held_state_stays_as_it_is_until_it_is_captured_and_only_the_commit_waits() -> None:
+    model = nn.Linear(3, 3)
+    state = State(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+    advance(state)
+    expected = state.capture()
+    held = state.hold()
+    state.model(torch.randn(2, 3)).sum().backward()  # the next step's work goes on
+    commit = threading.Thread(target=advance, args=(state,))
+    commit.start()
+    time.sleep(0.3)
+    assert commit.is_alive()
+    assert same(held(), expected)
+    commit.join(timeout=10)
+    assert state.capture()["step"] == 2
+
+
+def test_a_state_whose_optimizer_has_failed_half_way_is_torn() -> None:
+    model = nn.Linear(3, 3)
+    state = State(model, [Diverging(model.parameters(), lr=1.0)])
+    whole = state.capture()
+    with pytest.raises(FloatingPointError):
+        advance(state)
+    with pytest.raises(Torn, match="the optimizer step to 1 has not come to its end"):
+        state.capture()
+    state.restore(whole)
+    assert same(state.capture(), whole)
+
+
+def test_a_commit_that_hangs_is_waited_for_with_patience() -> None:
+    state = State(nn.Linear(3, 3), [])
+    with state._seqlock.change(1), pytest.raises(Torn, match="still at work"):
+        state.capture(patience=0.1)
+    assert state.capture(patience=0.1)["step"] == 1
+
+
+def test_the_device_s_numbers_tell_whole_copies_from_torn_ones() -> None:
+    """A thread plays the GPU: it goes through its steps and asks nobody. And the control: without the numbers, most
+    copies are mixtures."""
+    seqlock, staging = Seqlock(CPU), Staging(CPU)
+    weights = [torch.zeros(500_000) for _ in range(4)]
+    ended = threading.Event()
+
+    def device() -> None:
+        for step in itertools.count(1):
+            if ended.is_set():
+                break
+            seqlock.begun.fill_(step)
+            for weight in weights:
+                weight.fill_(step)
+            seqlock.done.fill_(step)
+            time.sleep(0.002 * (step % 2))
+
+    thread = threading.Thread(target=device)
+    thread.start()
+    try:
+        told = {True: 0, False: 0}
+        mixtures, deadline = 0, time.monotonic() + 60
+        while min(told.values()) < 20 and time.monotonic() < deadline:
+            copied = copy(staging, {"done": seqlock.done, "weights": weights, "begun": seqlock.begun})
+            seen = {int(bound) for weight in copied["weights"] for bound in torch.aminmax(weight)}
+            whole = bool(copied["done"] == copied["begun"])
+            if whole:
+                assert seen == {int(copied["done"])}
+            mixtures += len(seen) > 1
+            told[whole] += 1
+    finally:
+        ended.set()
+        thread.join()
+    assert min(told.values()) >= 20
+    assert mixtures
+
+
+def test_an_optimizer_computes_as_the_device_wants_it_wherever_its_state_comes_from() -> None:
+    """A state from a GPU says fused=True, one from a CPU does not, and either may go on on the other."""
+    model = nn.Linear(3, 3)
+    fused = State(model, [torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)])
+    advance(fused)
+    saved = fused.capture()
+    plain = State(model, [torch.optim.AdamW(model.parameters(), lr=0.1)])
+    plain.restore(saved)
+    [group] = plain.optimizers[0].param_groups
+    assert group["fused"] is None
+    assert group["lr"] == 0.5
+    advance(plain)
+
+
+class Training:
+    """A run of its own in this process, whose weights all say the step."""
+
+    def __init__(self, folder: Path, world: World, size: int = 10, grace: float = 25) -> None:
+        task = Digits()
+        config = Config(run_dir=folder, checkpoint_every=1, grace=grace, wandb="disabled").resolved()
+        self.run = Run(config, task, Plan(1437, config.batch_size, config.micro_batch, epochs=20), world)
+        model = nn.Linear(size, size)
+        self.state = State(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+        if world.rank == 0:  # on others it waits to hear from rank 0
+            self.run.begin()
+            self.run.resume(self.state)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+
+    def step(self) -> None:
+        advance(self.state)
+
+    def saved(self, step: int) -> bool:
+        """Whether the checkpoint of a step holds the weights of this step and no other."""
+        found = load(self.run.path / "checkpoints" / f"step-{step:08d}")
+        return all(bool((weight == found["step"]).all()) for weight in found["model"].values())
+
+
+@pytest.fixture
+def rank_0() -> World:
+    return World(0, 0, 1, 1, CPU, launched=False)
+
+
+@contextlib.contextmanager
+def slow_disk(folder: Path) -> Iterator[None]:
+    """Whoever wants to write a checkpoint waits, after it has been copied, until this is over."""
+    folder.mkdir(exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+@pytest.mark.parametrize("grace", [25, 1], ids=["waits for the writer", "cannot wait and takes new memory"])
+def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
+    tmp_path: Path, rank_0: World, grace: float
+) -> None:
+    training = Training(tmp_path / "run", rank_0, grace=grace)
+    with slow_disk(tmp_path / "run" / "checkpoints"):
+        training.step()
+        training.run.checkpoint(training.state, {})
+        training.step()
+        rescue = threading.Thread(target=training.run.stopped, args=(training.state, "SIGTERM"))
+        rescue.start()
+        time.sleep(1)
+        assert rescue.is_alive()
+    rescue.join(timeout=30)
+    assert not rescue.is_alive()
+    training.run._writer.result()
+    assert training.saved(1)
+    assert training.saved(2)
+
+
+def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, best=("accuracy", "max"))
+    staging, writer = Staging(CPU), Background[Path]("checkpoint")
+    captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
+    with slow_disk(tmp_path):
+        writer.start(lambda: checkpoints.save(captured, {}))
+        copy(staging, {"step": 2, "model": {"w": torch.full((10,), 2.0)}, "optimizers": []})
+    assert (load(writer.result())["model"]["w"] == 2).all(), "a checkpoint of step 1 with the weights of step 2"
+
+
+def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path, rank_0: World) -> None:
+    training = Training(tmp_path / "run", rank_0)
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    for _ in range(3):
+        training.step()
+        training.run.checkpoint(training.state, {})  # reports what came of the one before
+    with pytest.raises(FileExistsError):
+        training.run._writer.result()
+    (tmp_path / "run" / "checkpoints").unlink()
+    training.step()
+    training.run.checkpoint(training.state, {})
+    training.run._writer.result()
+    assert training.saved(4)
+
+
+def resident_megabytes() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+def test_a_rank_that_never_writes_needs_no_memory_for_it_until_a_rescue(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", World(1, 0, 1, 1, CPU, launched=False), size=4000)
+    for _ in range(2):
+        training.step()
+        training.run.checkpoint(training.state, {})
+    before = resident_megabytes()
+    training.run.checkpoint(training.state, {})
+    assert resident_megabytes() - before < 10
+    training.run.failed(training.state, RuntimeError("a peer has died"))
+    assert training.saved(2)
+    assert resident_megabytes() - before > 60
