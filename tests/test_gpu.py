@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from evenkeel import gradients
 from evenkeel.config import Config
 from evenkeel.optimization import build_optimizer
 from evenkeel.seqlock import STUCK, Torn
@@ -41,10 +42,8 @@ def on_gpu(**options: Any) -> State:
 def advance(state: State) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state.commit(
-        {name: buffer + 1 for name, buffer in state.committed_buffers.items()},
-        torch.ones((), device=next(state.model.parameters()).device),
-    )
+    buffers = {name: buffer + 1 for name, buffer in state.committed_buffers.items()}
+    state.commit(buffers, gradients.clip(state.model, 0.0))
 
 
 @pytest.fixture(autouse=True)
