@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.nodes import Lab, why_not
+from evenkeel.chaos.nodes import Lab, why_not
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 REASON = why_not()

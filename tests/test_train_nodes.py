@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from .nodes import Lab, why_not
+from evenkeel.chaos.nodes import Lab, why_not
+
 from .processes import ROOT, environment, read, records
 from .test_readme import blocks
 from .test_train import PLAN, SAMPLES, job

@@ -1,4 +1,4 @@
-"""`python -m evenkeel`: look at a job without running it, and at what a run has left."""
+"""`python -m evenkeel`: look at a job without running it, at what a run has left, and at what it survives."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 
 import tyro
 
+from .chaos.command import ChaosCommand
 from .errors import exit_code, one_line_errors
 from .inspection import CheckpointCommand
 from .planning import PlanCommand
 
-SUBCOMMANDS: dict[str, Callable[..., Any]] = {"plan": PlanCommand, "checkpoint": CheckpointCommand}
+SUBCOMMANDS: dict[str, Callable[..., Any]] = {"plan": PlanCommand, "checkpoint": CheckpointCommand, "chaos": ChaosCommand}
 
 
 def main() -> int:
-    """Run a subcommand; what stands after `--` belongs to train.py."""
+    """Run a subcommand; what stands after `--` belongs to train.py, or is a whole command."""
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    command: PlanCommand | CheckpointCommand = one_line_errors(
+    command: PlanCommand | CheckpointCommand | ChaosCommand = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(
             SUBCOMMANDS, args=arguments[:cut], prog="python -m evenkeel", description=__doc__
         )

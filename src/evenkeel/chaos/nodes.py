@@ -1,4 +1,4 @@
-"""Several nodes on one machine, for tests: each a set of Linux namespaces with its own address and host name.
+"""Several nodes on one machine: each a set of Linux namespaces with its own address and host name.
 
     with Lab(3) as lab:
         job = lab.popen(1, [sys.executable, "work.py"], cwd=..., env=..., stdout=...)
@@ -13,7 +13,8 @@ ids, IPC and /dev/shm are their own. As on a Debian machine, a node's host name 
 node itself, and to nothing on the others.
 
 The switch that joins them has a namespace of its own, so that neither the host's firewall nor a second lab gets
-in the way. All names carry the pid of the test session; what a killed session leaves behind, the next one removes.
+in the way. All names carry the pid of the process that made the lab; what that leaves when it is killed, the next
+lab removes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _die_with_parent() -> None:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)  # noqa: S607  (wherever it is)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
@@ -83,9 +84,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _remove_leftovers() -> None:
-    """Remove the namespaces of test sessions that were killed; their processes died with them."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
-    for name, pid in re.findall(r"^(ek(\d+)-\S+)", listed, re.MULTILINE):
+    """Remove the namespaces of labs whose maker was killed; their processes died with it."""
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20)  # noqa: S607
+    for name, pid in re.findall(r"^(ek(\d+)-\S+)", done.stdout, re.MULTILINE):
         if not Path("/proc", pid).exists():
             _ip("netns", "del", name)
 
@@ -173,7 +174,7 @@ class Lab:
         _ip("-n", f"{self.prefix}-switch", "link", "set", f"p{node}", "up")
 
     def popen(self, node: int, argv: Sequence[str], cwd: Path | str = "/", **options: Any) -> subprocess.Popen[Any]:
-        """Start a process on a node. It ends with the node, with the lab, and with the test session."""
+        """Start a process on a node. It ends with the node, with the lab, and with this process."""
         (init,) = _children(self._inits[node].pid)
         inside = ["nsenter", f"--target={init}", "--net", "--uts", "--ipc", "--pid", "--mount"]
         job = subprocess.Popen(

@@ -1,0 +1,1 @@
+"""`python -m evenkeel chaos`: break a running job at random, start it again, and report what that cost."""
