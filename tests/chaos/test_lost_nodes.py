@@ -1,0 +1,55 @@
+"""Chaos on several nodes: ranks, agents and whole nodes die, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenkeel.chaos.nodes import why_not
+from tests.processes import ROOT, read, records, run
+from tests.test_train import PLAN, SAMPLES, job
+
+from .commands import chaos, faults_in, reported, still_running
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.nodes,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+
+def namespaces() -> set[str]:
+    """The network namespaces of all labs."""
+    folder = Path("/var/run/netns")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def elastic(*options: object) -> list[str]:
+    """One to three nodes of one rank each, as the command of chaos."""
+    head = [sys.executable, str(ROOT / "launch" / "multi_node.py"), "-n", "1:3", "-g", "1"]
+    return [*head, "-nr", "{node}", "--master", "{master}", "--", *map(str, options)]
+
+
+def test_nodes_and_ranks_are_lost_and_no_sample_with_them(tmp_path: Path) -> None:
+    run_dir, before = tmp_path / "run", namespaces()
+    options = job(run_dir, "--pause", 0.2, "--checkpoint-every", 0, "--eval-every", 1000)
+    mix = "--nodes 3 --kill-every 5s --seed 7 --count 4 --faults kill,node"
+    done = run(chaos(mix, *elastic(*options)), limit=380)
+    print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")
+
+    kinds = [kind for kind, _ in faults_in(done.stdout)]
+    assert set(kinds) == {"kill", "node"}
+    lost = [re.match(r"node (\d), back in \d+ s", whom) for kind, whom in faults_in(done.stdout) if kind == "node"]
+    assert all(node and node[1] != "0" for node in lost), "node 0 hosts the rendezvous"
+    assert {record["world_size"] for record in records(run_dir, "start")} > {3}, "the others went on without it"
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+    steps = {record["step"] for record in records(run_dir, "train")}
+    assert max(steps) == PLAN.total_steps
+    assert reported(done.stdout, "run") == "finished"
+    assert still_running(run_dir) == []
+    assert namespaces() <= before
