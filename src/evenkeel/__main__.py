@@ -13,7 +13,11 @@ from .errors import exit_code, one_line_errors
 from .inspection import CheckpointCommand
 from .planning import PlanCommand
 
-SUBCOMMANDS: dict[str, Callable[..., Any]] = {"plan": PlanCommand, "checkpoint": CheckpointCommand, "chaos": ChaosCommand}
+SUBCOMMANDS: dict[str, Callable[..., Any]] = {
+    "plan": PlanCommand,
+    "checkpoint": CheckpointCommand,
+    "chaos": ChaosCommand,
+}
 
 
 def main() -> int:

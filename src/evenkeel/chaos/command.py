@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import tyro
 
 from ..errors import Ended, Refusal
 from ..files import read_json
-from . import processes, report
+from . import report, tree
 from .experiment import Experiment, say
 from .faults import KINDS, SAFE, Fault, schedule
 from .job import Job
@@ -68,20 +68,20 @@ class ChaosCommand:
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
     """The run's folder. Default: the --run-dir in the command."""
 
-    def __call__(self, command: list[str]) -> NoReturn:
-        """Run the experiment, print the report and exit."""
+    def __call__(self, command: list[str]) -> int:
+        """Run the experiment, print the report, and return the exit code."""
         kinds, every = parse_faults(self.faults, self.nodes), parse_duration(self.kill_every)
         check_command(command, self.nodes)
         run_dir = find_run_dir(self.run_dir, command)
         self._check(run_dir)
         faults = islice(schedule(kinds, every, self.seed), self.count or None)
 
-        processes.adopt_orphans()
+        tree.adopt_orphans()
         for number in INTERRUPTS:
             signal.signal(number, _interrupt)
         try:
             with contextlib.ExitStack() as stack:
-                stack.callback(processes.kill_descendants)
+                stack.callback(tree.kill_descendants)
                 lab = stack.enter_context(Lab(self.nodes)) if self.nodes > 1 else None
                 stack.callback(_ignore_interrupts)  # nothing may get between us and the cleaning up
                 experiment = Experiment(Job(command, lab), Progress(run_dir))
@@ -90,7 +90,7 @@ class ChaosCommand:
                     print(f"  {name:<18}{value}", flush=True)
         except Interrupted as again:
             code = 128 + again.number
-        raise SystemExit(code)
+        return code
 
     def _run(self, experiment: Experiment, faults: Iterable[Fault]) -> int:
         """From the start of the job to its end, whatever ends it; returns the exit code."""

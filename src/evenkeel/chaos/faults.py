@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from . import processes
+from . import tree
 from .job import Job
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def aim(fault: Fault, job: Job, run_dir: Path) -> Blow:
 def _signal_rank(number: signal.Signals) -> Callable[[Fault, Job, Path], Blow]:
     def aim_at_rank(fault: Fault, job: Job, _run_dir: Path) -> Blow:
         victim = _choose(job.workers(), fault.victim, "no rank lives")
-        return Blow(f"rank {victim.rank} (pid {victim.pid})", lambda: processes.send(victim.pid, number))
+        return Blow(f"rank {victim.rank} (pid {victim.pid})", lambda: tree.send(victim.pid, number))
 
     return aim_at_rank
 
@@ -95,7 +95,7 @@ def _signal_rank(number: signal.Signals) -> Callable[[Fault, Job, Path], Blow]:
 def _kill_agent(fault: Fault, job: Job, _run_dir: Path) -> Blow:
     agents = sorted({worker.agent for worker in job.workers()})
     agent = _choose(agents, fault.victim, "no agent has ranks")
-    return Blow(f"torchrun (pid {agent})", lambda: processes.send(agent, signal.SIGKILL))
+    return Blow(f"torchrun (pid {agent})", lambda: tree.send(agent, signal.SIGKILL))
 
 
 def _truncate(fault: Fault, _job: Job, run_dir: Path) -> Blow:

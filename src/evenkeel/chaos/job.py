@@ -7,12 +7,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import processes
+from ..processes import die_with_parent
+from . import tree
 from .nodes import Lab
-from .processes import Worker
+from .tree import Worker
 
 PATIENCE = 60.0
 """Seconds from SIGTERM to SIGKILL. torchrun itself gives its workers 30, under our launchers 45."""
@@ -48,7 +50,7 @@ class Job:
                 self.command,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for chaos, which then ends the job in its own way
-                preexec_fn=processes.end_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
 
     def ended(self) -> dict[int, int]:
@@ -58,7 +60,7 @@ class Job:
 
     def workers(self) -> list[Worker]:
         """The ranks that live under a living agent."""
-        return processes.workers(*(process.pid for process in self.running.values()))
+        return tree.workers(*(process.pid for process in self.running.values()))
 
     def stop(self) -> None:
         """End the command on all nodes by SIGTERM and wait for it; frozen ranks get SIGKILL."""
@@ -71,7 +73,7 @@ class Job:
         while len(self.ended()) < len(self.running) and time.monotonic() < deadline:
             for pid, state in self._ranks().items():
                 if state == "T":
-                    processes.send(pid, signal.SIGKILL)
+                    tree.send(pid, signal.SIGKILL)
             time.sleep(0.1)
         for node in list(self.running):
             self.forget(node)
@@ -86,7 +88,7 @@ class Job:
         while orphans := self._orphans():
             for pid, state in orphans.items():
                 if state == "T" or time.monotonic() > deadline:
-                    processes.send(pid, signal.SIGKILL)
+                    tree.send(pid, signal.SIGKILL)
             time.sleep(0.1)
 
     def kill_node(self, node: int) -> None:
@@ -102,10 +104,10 @@ class Job:
 
     def _orphans(self) -> dict[int, str]:
         """Pid -> state of ranks, and children of ranks, that are no longer below a command."""
-        owned = processes.descendants(*(process.pid for process in self.running.values()))
+        owned = tree.descendants(*(process.pid for process in self.running.values()))
         return {pid: state for pid, state in self._ranks().items() if pid not in owned}
 
     def _ranks(self) -> dict[int, str]:
         """Pid -> state of all ranks, and children of ranks, that this process has started in the end."""
-        below = processes.descendants(os.getpid())
-        return {pid: process.state for pid, process in below.items() if processes.rank_of(pid) is not None}
+        below = tree.descendants(os.getpid())
+        return {pid: status.state for pid, status in below.items() if tree.rank_of(pid) is not None}

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import itertools
 import os
 import re
@@ -29,13 +28,15 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from ..processes import die_with_parent
 
 NETWORK = "10.78.0"
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname", "env", "ps")
 _labs = itertools.count()
-_libc = ctypes.CDLL(None)
 
 # A mount namespace is private, so what is mounted here is seen by this node alone.
 _INIT = """
@@ -61,10 +62,6 @@ def why_not() -> str | None:
             return None
     except (RuntimeError, OSError) as error:
         return f"no network namespaces here: {error}"
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _ip(*arguments: str) -> None:
@@ -149,7 +146,7 @@ class Lab:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
         )
         self._inits[node] = init
         assert init.stdout is not None
@@ -181,7 +178,7 @@ class Lab:
             [*inside, "env", f"--chdir={cwd}", *argv],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
             **options,
         )
         self._jobs.append(job)

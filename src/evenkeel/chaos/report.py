@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cli import parse
 from ..errors import Refusal
 from ..files import read_json
 from ..plan import Plan
@@ -67,6 +66,8 @@ def expected_samples(run_dir: Path) -> int:
     Raises:
         Refusal: there are no options, or they are not those of train.py.
     """
+    from ..cli import parse  # imports torch, which nothing else here needs
+
     config, task = parse(["--config", str(run_dir / "config.toml")])
     plan = Plan(len(task.train_dataset()), config.batch_size, config.micro_batch, config.epochs, config.max_steps)
     return plan.samples_seen(plan.total_steps)

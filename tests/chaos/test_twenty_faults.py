@@ -1,4 +1,4 @@
-"""Twenty deaths of random ranks in one run: no bit changes. And the control, a stock loop under the same chaos."""
+"""Twenty times a random rank dies or freezes in one run: no bit changes. And the control, a stock loop."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from .commands import chaos, faults_in, launcher, reported, still_running
 
 pytestmark = pytest.mark.multiprocess
 
-KILLS, SEED = 20, 7
+FAULTS, SEED = 20, 7
 EPOCHS, STEPS_PER_EPOCH = 22, 9
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
 def job(run_dir: Path, *more: object) -> list[object]:
-    """Long enough for twenty deaths, and without a single planned checkpoint before the last step."""
+    """Long enough for twenty faults, and without a single planned checkpoint before the last step."""
     shape = ["--epochs", EPOCHS, "--batch-size", BATCH, "--micro-batch", MICRO, "--log-every", 1]
     rare = ["--checkpoint-every", 0, "--eval-every", STEPS, "--wandb", "disabled"]
     return ["--task", TASK, "--run-dir", run_dir, *shape, *rare, *more]
 
 
 @pytest.mark.timeout(600)
-def test_twenty_random_deaths_of_ranks_change_no_bit(tmp_path: Path) -> None:
+def test_twenty_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
     run(launcher("--", *job(tmp_path / "undisturbed")))
     run_dir = tmp_path / "run"
-    mix = f"--kill-every 4s --seed {SEED} --count {KILLS} --minutes 8 --faults kill,term"
-    done = run(chaos(mix, *launcher("--", *job(run_dir, "--pause", 0.15))), limit=540)
+    mix = f"--kill-every 4s --seed {SEED} --count {FAULTS} --minutes 8 --faults kill,term,stop"
+    done = run(chaos(mix, *launcher("--", *job(run_dir, "--pause", 0.15, "--hang-timeout", 5))), limit=540)
     print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")
 
-    assert len(faults_in(done.stdout)) == KILLS
+    assert len(faults_in(done.stdout)) == FAULTS
     assert {whom[: len("rank 0")] for _, whom in faults_in(done.stdout)} == {"rank 0", "rank 1"}
-    assert len(records(run_dir, "start")) == KILLS + 1, "each of them had to start the ranks again"
+    assert len(records(run_dir, "start")) == FAULTS + 1, "each of them had to start the ranks again"
     assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
     assert read(run_dir)["samples_seen"] == EPOCHS * SAMPLES
     steps = [record["step"] for record in records(run_dir, "train")]

@@ -1,4 +1,4 @@
-"""The processes of a job, as Linux shows them in /proc: its agents, its ranks, what it leaves.
+"""The process tree of a job, as Linux shows it in /proc: its agents, its ranks, what it leaves.
 
 Only descendants are ever looked at. Chaos makes itself their subreaper, so that a process whose parent has died
 stays a descendant instead of going to pid 1.
@@ -14,18 +14,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
+from ..processes import Stat, stat
 
-_libc = ctypes.CDLL(None)
-
-
-class Process(NamedTuple):
-    """A line of the process table."""
-
-    pid: int
-    parent: int
-    state: str
-    """R, S, D: alive; T: stopped by SIGSTOP; Z: dead, but its parent has not asked yet."""
+PR_SET_CHILD_SUBREAPER = 36
+"""From <linux/prctl.h>."""
 
 
 class Worker(NamedTuple):
@@ -39,28 +31,20 @@ class Worker(NamedTuple):
 
 def adopt_orphans() -> None:
     """From now on processes below this one become its children when their own parent dies."""
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_with_parent() -> None:
-    """In a new child: have the kernel send SIGTERM when its parent dies, even by SIGKILL."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def descendants(*roots: int) -> dict[int, Process]:
-    """Pid -> process for all that live below some processes, those themselves left out."""
-    table = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            table.append(Process(int(stat.parent.name), int(parent), state))
-    found: dict[int, Process] = {}
+def descendants(*roots: int) -> dict[int, Stat]:
+    """Pid -> status of all that live below some processes, those themselves left out."""
+    everybody = {int(path.name): stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    table = {pid: status for pid, status in everybody.items() if status}  # the others have ended meanwhile
+    found: dict[int, Stat] = {}
     newest = set(roots)
     while newest:
-        below = [process for process in table if process.parent in newest and process.pid not in found]
-        found |= {process.pid: process for process in below}
-        newest = {process.pid for process in below}
-    return {pid: process for pid, process in found.items() if process.state != "Z"}
+        below = {pid: status for pid, status in table.items() if status.parent in newest and pid not in found}
+        found |= below
+        newest = set(below)
+    return {pid: status for pid, status in found.items() if status.state != "Z"}
 
 
 def workers(*roots: int) -> list[Worker]:
