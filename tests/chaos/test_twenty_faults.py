@@ -13,7 +13,7 @@ from .commands import chaos, faults_in, launcher, reported, still_running
 
 pytestmark = pytest.mark.multiprocess
 
-FAULTS, SEED = 20, 7
+FAULTS, SEED = 20, 21
 EPOCHS, STEPS_PER_EPOCH = 22, 9
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
