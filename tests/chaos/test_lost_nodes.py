@@ -32,6 +32,7 @@ def namespaces() -> set[str]:
 def elastic(*options: object) -> list[str]:
     """One to three nodes of one rank each, as the command of chaos."""
     head = [sys.executable, str(ROOT / "launch" / "multi_node.py"), "-n", "1:3", "-g", "1"]
+    head += ["--max-restarts", "10"]  # or node 0 may use up its three, and all nodes are started again
     return [*head, "-nr", "{node}", "--master", "{master}", "--", *map(str, options)]
 
 
