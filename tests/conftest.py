@@ -7,9 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from evenkeel.processes import STOP_SIGNALS
+
 
 @pytest.fixture(autouse=True)
-def _signals_stay_open() -> Iterator[None]:
-    """A test that blocks signals would hand that down to all processes of later tests, which then ignore SIGTERM."""
+def _signals_as_before() -> Iterator[None]:
+    """A test that runs `train.main` takes the stop signals; Ctrl-C must end the tests after it all the same."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "this test has left signals blocked"
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.set_wakeup_fd(-1)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "blocked signals would be handed down to all processes"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import Field, asdict, fields, replace
@@ -118,10 +117,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         before = contents(folder.parent)
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         assert exit_code(train.main) == 2
-        # a training process keeps the stop signals for its own thread; processes of later tests must not inherit that
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.startswith("evenkeel: ")

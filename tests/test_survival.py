@@ -95,6 +95,26 @@ def test_a_signal_to_the_launcher_saves_the_last_step_and_leaves_no_process(
     assert newest >= told, "no finished step is lost"
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_signal_is_heard_whatever_threads_the_libraries_have_started(tmp_path: Path, ranks: int) -> None:
+    """OpenBLAS starts threads on import, before anybody could block a signal in them."""
+    run_dir, several = tmp_path / "run", {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.05)
+    command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
+    process = start(command, env=several)
+    wait_for_step(run_dir, 3, process)
+    if ranks:
+        os.kill(workers_of(process)[1], signal.SIGTERM)
+    else:
+        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) > 3
+        process.send_signal(signal.SIGTERM)
+    done = processes.finish(process)
+    assert ranks or done.returncode == STOPPED
+    assert f"exitcode: {STOPPED}" in done.stderr or not ranks
+    told = records(run_dir, "train")[-1]["step"]
+    assert max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")) >= told
+
+
 def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(tmp_path: Path) -> None:
     """`docker stop`: SIGTERM to torchrun as the first process of a pid namespace, and SIGKILL after 10 seconds."""
     if os.geteuid() != 0 or not shutil.which("unshare"):

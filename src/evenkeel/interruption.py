@@ -1,10 +1,13 @@
 """Every ending that gives notice: a thread that takes the signals, saves the last finished step, and ends the process.
 
 A Python signal handler runs in the main thread, and that may sit in a collective that will never end because
-another rank is gone. So the signals are blocked everywhere and one thread waits for them (`sigwait`), which works
-whatever the main thread does. It needs nothing from other ranks: data parallelism leaves a whole copy of the
-state on each of them. (The idea of saving at the last moment what survives: Gupta et al., "Just-In-Time
-Checkpointing", EuroSys 2024.)
+another rank is gone. But the interpreter's own handler, in C, runs at once in whatever thread the kernel picks, and
+writes the signal's number to a pipe (`signal.set_wakeup_fd`), from which one thread reads. That works whatever the
+main thread does. (To block the signals and `sigwait` would not: libraries start threads when they are imported,
+with nothing blocked, and a signal that reaches one of those ends the process.)
+
+It needs nothing from other ranks: data parallelism leaves a whole copy of the state on each of them. (The idea of
+saving at the last moment what survives: Gupta et al., "Just-In-Time Checkpointing", EuroSys 2024.)
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ log = logging.getLogger(__name__)
 class Interruption:
     """Watches for signals from its making to the end of the process.
 
-    Make it before any other thread exists, because a thread started earlier would not have the signals blocked.
+    Only the main thread can make it.
 
     Args:
         grace: seconds from a signal to the end of this process, saved or not. torchrun kills after 30.
@@ -44,7 +47,13 @@ class Interruption:
         """Why this process is ending, if it is: a signal's name, or a hang."""
         self._rescue: Callable[[str], None] = lambda _signal: None
         self._first = threading.Lock()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._heard, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)
         _hear_of_the_death_of_the_agent()
         threading.Thread(target=self._watch, name="interruption", daemon=True).start()
 
@@ -78,7 +87,9 @@ class Interruption:
 
     def _watch(self) -> None:
         while True:
-            number = signal.sigwait(STOP_SIGNALS)
+            (number,) = os.read(self._heard, 1)
+            if number not in STOP_SIGNALS:
+                continue  # torch has a handler for SIGCHLD
             if self.reason and number == signal.SIGINT:
                 print("evenkeel: second Ctrl-C: out, without saving", file=sys.stderr, flush=True)
                 os._exit(KEYBOARD)
