@@ -6,7 +6,8 @@
 Each job is started under a plain `torchrun --max-restarts`, measured to its first finished step (a cold start), then
 its last rank is killed with SIGKILL and the time to the next finished step is measured (a recovery). Prints the
 medians of both, their ratio, and where the time goes. The task stamps the time in the methods that `train.py` calls;
-the rest is read from logs, metrics.jsonl and /proc.
+the rest is read from logs, metrics.jsonl and /proc. Nearly all of "model, optimizer" is torch's import of
+torch._dynamo, which it puts off until the first optimizer is made.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Stamped(Digits):
 
     def train_dataset(self) -> InMemory:
         """The data, and the first stamp."""
-        self.times = {"process": process_start(), "imports": IMPORTED, "command line": time.time()}
+        self.times = {"processes started": process_start(), "imports": IMPORTED, "command line": time.time()}
         return super().train_dataset()
 
     def model(self) -> nn.Module:
@@ -70,7 +71,7 @@ class Stamped(Digits):
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
         """The optimizer, and the line."""
         made = super().optimizers(model, config)
-        self.times["model"] = time.time()
+        self.times["model, optimizer"] = time.time()
         if os.environ["RANK"] == "0":
             with Path(self.stamps).open("a") as file:
                 file.write(json.dumps(self.times) + "\n")
@@ -110,6 +111,7 @@ def phases(run_dir: Path, attempt: int, begun: float, started: float, done: floa
     stamps = lines(run_dir.with_suffix(".stamps"))[attempt - 1]
     connected = (run_dir / "logs" / f"attempt-{attempt:04d}" / "rank-0.log").stat()
     marks = stamps | {
+        # Python does not tell when a file was made, but until somebody reads the log its atime does
         "rendezvous, process group": min(connected.st_atime, connected.st_mtime),
         "resume": started,
         "first step": done,
