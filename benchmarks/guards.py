@@ -81,7 +81,9 @@ def main(options: Options) -> None:
         loops = {name: steps(guarded, task, world, options.batch_size) for name, guarded in sides.items()}
         seconds: dict[str, list[float]] = {name: [] for name in loops}
         for block in range(options.blocks + 1):
-            for name, loop in loops.items():
+            # in turn, so that none always comes after the same other one
+            for name in itertools.islice(itertools.cycle(loops), block % 3, block % 3 + 3):
+                loop = loops[name]
                 watch = Watch(600.0, world, store, Path(logs), lambda: None) if sides[name] else nullcontext()
                 with watch:
                     for _ in range(BLOCK):

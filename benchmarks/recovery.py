@@ -132,9 +132,9 @@ def workers(agent: int) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-def logged(log: Path, text: str) -> float:
-    """When a line was logged."""
-    line = next(line for line in log.read_text().splitlines() if text in line)
+def logged(log: Path, *texts: str) -> float:
+    """When the first line with one of these was logged."""
+    line = next(line for line in log.read_text().splitlines() if any(text in line for text in texts))
     return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
@@ -162,7 +162,8 @@ def job(options: Options, run_dir: Path) -> tuple[dict[str, float], dict[str, fl
         finally:
             process.terminate()
     survivor = run_dir / "logs" / "attempt-0001" / "rank-0.log"
-    noticed, saved = logged(survivor, "failed at step"), logged(survivor, "saved")
+    # torchrun's SIGTERM may be faster than the collective's error, and then nothing is said before the saving
+    noticed, saved = logged(survivor, "failed at step", "saved"), logged(survivor, "saved")
     after = phases(run_dir, 2, saved, *steps)
     return cold, {"survivor notices": noticed - killed, "rescue": saved - noticed} | after
 

@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    return [line for block in blocks("bash") for line in block.splitlines()]
+    return [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
 
 
 @pytest.fixture(scope="module")
