@@ -13,12 +13,14 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from evenkeel import data, gradients
+from evenkeel import data
+from evenkeel.arithmetic import fix_arithmetic
 from evenkeel.cli import parse
 from evenkeel.config import Config, validate
 from evenkeel.data import ElasticSampler
 from evenkeel.errors import FAILED, exit_code, leave
 from evenkeel.evaluation import Evaluation
+from evenkeel.gradients import Gradients, clip
 from evenkeel.interruption import Interruption
 from evenkeel.optimization import rate, set_rate
 from evenkeel.plan import Plan
@@ -34,6 +36,7 @@ def main() -> int:
     """From the command line to an exit code: 0 finished, 75 stopped and can be continued, 2 refused."""
     config, task = parse(sys.argv[1:])
     interruption = Interruption(config.grace)  # takes the signals from here on
+    fix_arithmetic(config.reduce == "tree", config.threads)
     world = World.from_environment()
     train_set, test_set = task.train_dataset(), task.test_dataset()
     validate(config, len(train_set), len(test_set))
@@ -77,7 +80,7 @@ def train(
     test_set: data.SizedDataset,
 ) -> None:
     """Step after step until the plan is done, then the final evaluation and the export."""
-    model = gradients.wrap(state.model, task, world)  # DDP
+    gradients = Gradients(task, state, world, plan, config.seed, config.reduce)  # DDP
     sampler = ElasticSampler(
         train_set,
         config.batch_size,
@@ -95,15 +98,13 @@ def train(
         sampler.set_epoch(epoch, first_step)
         for step, micro_batches, their_batches in data.by_step(batches, sampler):
             state.clear_gradients()
-            done = gradients.backward(
-                model, state, micro_batches, their_batches, plan.step_samples(step), config.seed, world
-            )
-            norm = gradients.clip(state.model, config.clip_norm)
+            done = gradients.of_step(step, micro_batches, their_batches)
+            norm = clip(state.model, config.clip_norm)
             set_rate(state.optimizers, rate(config, step, plan.total_steps))
             state.commit(done.buffers, norm)
 
             if state.step % config.log_every == 0:
-                run.log_step(state, world.sum(done.loss), norm)
+                run.log_step(state, done.loss, norm)
             if state.step == plan.total_steps:
                 break
             metrics = evaluation() if state.step % eval_every == 0 else {}

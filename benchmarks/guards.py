@@ -22,9 +22,10 @@ from tempfile import TemporaryDirectory
 import torch
 import tyro
 
-from evenkeel import data, gradients
+from evenkeel import data
 from evenkeel.config import Config
 from evenkeel.data import ElasticSampler
+from evenkeel.gradients import Gradients, clip
 from evenkeel.hang import Watch
 from evenkeel.interruption import Interruption
 from evenkeel.optimization import build_optimizer
@@ -52,20 +53,20 @@ def steps(guarded: bool, task: Digits, world: World, batch_size: int) -> Iterato
     """The loop of train.py; one step for each next()."""
     torch.manual_seed(0)
     model = task.model().to(world.device)
-    wrapped = gradients.wrap(model, task, world)
     state = State(model, [build_optimizer(list(model.parameters()), Config())])
     train_set = task.train_dataset()
     micro_batch = batch_size // world.world_size
     sampler = ElasticSampler(train_set, batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
     batches = data.loader(train_set, sampler, "train", 0, world.device)
+    gradients = Gradients(task, state, world, sampler.plan)
     full_steps = len(train_set) // batch_size
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        for _, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
+        for step, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
             state.clear_gradients()
-            done = gradients.backward(wrapped, state, mine, their_batches, batch_size, 0, world)
+            done = gradients.of_step(step, mine, their_batches)
             if guarded:
-                state.commit(done.buffers, gradients.clip(model, 0.0))
+                state.commit(done.buffers, clip(model, 0.0))
             else:
                 state.optimizers[0].step()
             yield

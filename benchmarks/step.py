@@ -22,8 +22,9 @@ import tyro
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from evenkeel import data, gradients
+from evenkeel import data
 from evenkeel.data import ElasticSampler
+from evenkeel.gradients import Gradients, clip
 from evenkeel.state import State
 from evenkeel.tasks import Digits
 from evenkeel.world import World
@@ -62,19 +63,19 @@ def elastic(task: Digits, world: World, batch_size: int) -> Iterator[None]:
     """The loop of train.py."""
     torch.manual_seed(0)
     model = task.model().to(world.device)
-    wrapped = gradients.wrap(model, task, world)
     state = State(model, [torch.optim.AdamW(model.parameters(), lr=1e-3)])
     train_set = task.train_dataset()
     micro_batch = batch_size // world.world_size
     sampler = ElasticSampler(train_set, batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
     batches = data.loader(train_set, sampler, "train", 0, world.device)
+    gradients = Gradients(task, state, world, sampler.plan)
     full_steps = len(train_set) // batch_size
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        for _, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
+        for step, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
             state.clear_gradients()
-            done = gradients.backward(wrapped, state, mine, their_batches, batch_size, 0, world)
-            state.commit(done.buffers, gradients.clip(model, 0.0))
+            done = gradients.of_step(step, mine, their_batches)
+            state.commit(done.buffers, clip(model, 0.0))
             yield
 
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from evenkeel import data, gradients
+from evenkeel import data
 from evenkeel.data import ElasticSampler, InMemory
 from evenkeel.errors import leave
+from evenkeel.gradients import Gradients, clip
 from evenkeel.state import State
 from evenkeel.tasks import Classification
 from evenkeel.world import World
@@ -55,22 +56,21 @@ def flat(tensors: Any) -> list[float]:
 def ours(world: World) -> dict[str, list[float]]:
     task = Task()
     model = task.model()
-    wrapped = gradients.wrap(model, task, world)
     state = State(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
     train_set = task.train_dataset()
     sampler = ElasticSampler(
         train_set, GLOBAL_BATCH, MICRO_BATCH, num_replicas=world.world_size, rank=world.rank, seed=1
     )
     batches = data.loader(train_set, sampler, "train", 0, world.device)
+    gradients = Gradients(task, state, world, sampler.plan, seed=1)
     losses = []
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for step, mine, their_batches in data.by_step(batches, sampler):
             state.clear_gradients()
-            size = sampler.plan.step_samples(step)
-            done = gradients.backward(wrapped, state, mine, their_batches, size, 1, world)
-            state.commit(done.buffers, gradients.clip(model, 0.0))
-            losses.append(world.sum(done.loss).item())
+            done = gradients.of_step(step, mine, their_batches)
+            state.commit(done.buffers, clip(model, 0.0))
+            losses.append(done.loss.item())
     return {"weights": flat(model.parameters()), "statistics": flat(model.buffers()), "losses": losses}
 
 

@@ -2,22 +2,20 @@
 
 torchrun --nproc_per_node=4 resume_worker.py OUT.json
 
-A resume is what makes DDP begin anew: the same state, a new wrapper. Done with `gradients.wrap` and with plain DDP.
+A resume is what makes DDP begin anew: the same state, a new wrapper. Done our way and with plain DDP.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evenkeel import gradients
 from evenkeel.errors import leave
+from evenkeel.gradients import Gradients, Loss, clip
 from evenkeel.plan import Plan
 from evenkeel.state import State, sha256
 from evenkeel.tasks import Digits
@@ -26,11 +24,15 @@ from evenkeel.world import World
 PLAN = Plan(samples=256, global_batch=32, micro_batch=8, epochs=1)
 
 
-def stock(model: nn.Module, task: Digits, world: World) -> nn.Module:
-    return DistributedDataParallel(gradients.Loss(model, task))
+class Stock(Gradients):
+    """With plain DDP."""
+
+    def __init__(self, task: Digits, state: State, world: World, plan: Plan) -> None:
+        super().__init__(task, state, world, plan)
+        self.wrapped = DistributedDataParallel(Loss(state.model, task))
 
 
-def train(wrap: Callable[..., nn.Module], world: World, stops: tuple[int, ...]) -> str:
+def train(kind: type[Gradients], world: World, stops: tuple[int, ...]) -> str:
     """The fingerprint after all steps, with the wrapper and the optimizer built anew at each stop."""
     task = Digits()
     data = task.train_dataset()
@@ -41,13 +43,13 @@ def train(wrap: Callable[..., nn.Module], world: World, stops: tuple[int, ...]) 
         state = State(model, [torch.optim.AdamW(model.parameters(), lr=1e-2)])
         if saved:
             state.restore(saved)
-        wrapped = wrap(model, task, world)
+        gradients = kind(task, state, world, PLAN)
         for step in range(first, end):
             state.clear_gradients()
             mine = PLAN.micro_batches(step, world.rank, world.world_size)
             batches = [data.__getitems__(list(range(m.start, m.start + m.size))) for m in mine]
-            done = gradients.backward(wrapped, state, mine, batches, PLAN.step_samples(step), 0, world)
-            state.commit(done.buffers, gradients.clip(model, 0.0))
+            done = gradients.of_step(step, mine, batches)
+            state.commit(done.buffers, clip(model, 0.0))
         saved = state.capture()
     return sha256(model.state_dict())
 
@@ -56,8 +58,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     world = World.from_environment()
     with world.connected():
-        sides = {"ours": gradients.wrap, "stock": stock}
-        result = {name: train(wrap, world, ()) == train(wrap, world, (3,)) for name, wrap in sides.items()}
+        sides = {"ours": Gradients, "stock": Stock}
+        result = {name: train(kind, world, ()) == train(kind, world, (3,)) for name, kind in sides.items()}
         if world.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(result))
     leave(0)

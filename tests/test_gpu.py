@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenkeel import gradients
 from evenkeel.config import Config
+from evenkeel.gradients import clip
 from evenkeel.optimization import build_optimizer
 from evenkeel.seqlock import STUCK, Torn
 from evenkeel.staging import Staging
@@ -43,7 +43,7 @@ def advance(state: State) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     buffers = {name: buffer + 1 for name, buffer in state.committed_buffers.items()}
-    state.commit(buffers, gradients.clip(state.model, 0.0))
+    state.commit(buffers, clip(state.model, 0.0))
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenkeel import gradients
 from evenkeel.data import InMemory
+from evenkeel.gradients import Gradients, clip
 from evenkeel.plan import Plan
 from evenkeel.state import State
 from evenkeel.tasks import Classification
@@ -55,10 +55,9 @@ def step_gradient(plan: Plan, step: int, model: nn.Module) -> Tensor:
     data = task.train_dataset()
     micro_batches = plan.micro_batches(step)
     batches = [data.__getitems__(list(range(m.start, m.start + m.size))) for m in micro_batches]
-    wrapped = gradients.wrap(model, task, ALONE)
     state = State(model, [])
-    done = gradients.backward(wrapped, state, micro_batches, batches, plan.step_samples(step), 0, ALONE)
-    state.commit(done.buffers, gradients.clip(model, 0.0))
+    done = Gradients(task, state, ALONE, plan).of_step(step, micro_batches, batches)
+    state.commit(done.buffers, clip(model, 0.0))
     loss = done.loss
     assert loss.dim() == 0
     assert not loss.requires_grad
@@ -105,10 +104,9 @@ def test_an_exception_in_mid_step_leaves_the_buffers_of_the_last_step() -> None:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     data = task.train_dataset()
     batches = [data.__getitems__(list(range(i, i + 8))) for i in (0, 8)]
-    wrapped = gradients.wrap(model, task, ALONE)
-    state = State(model, [])
+    gradients = Gradients(task, State(model, []), ALONE, plan)
     with pytest.raises(RuntimeError, match="a peer died"):
-        gradients.backward(wrapped, state, plan.micro_batches(0), batches, 16, 0, ALONE)
+        gradients.of_step(0, plan.micro_batches(0), batches)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
 

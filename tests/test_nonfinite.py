@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from evenkeel import gradients
 from evenkeel.config import Config
+from evenkeel.gradients import clip
 from evenkeel.nonfinite import NonFinite
 from evenkeel.optimization import build_optimizer
 from evenkeel.state import State, sha256
@@ -37,7 +37,7 @@ def take(state: State, gradient: float) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, gradient)
     buffers = {name: buffer + gradient for name, buffer in state.committed_buffers.items()}
-    state.commit(buffers, gradients.clip(state.model, 0.0))
+    state.commit(buffers, clip(state.model, 0.0))
 
 
 def everything(state: State) -> str:
@@ -97,9 +97,9 @@ def test_the_control_an_optimizer_by_itself_takes_the_poison() -> None:
 def test_clip_gives_the_norm_and_scales_only_on_request() -> None:
     model = nn.Linear(1, 2, bias=False)
     model.weight.grad = torch.tensor([[3.0], [4.0]])
-    assert gradients.clip(model, 0.0) == 5
+    assert clip(model, 0.0) == 5
     assert model.weight.grad.tolist() == [[3.0], [4.0]]
-    assert gradients.clip(model, 1.0) == 5
+    assert clip(model, 1.0) == 5
     assert torch.allclose(model.weight.grad.norm(), torch.tensor(1.0))
 
 

@@ -32,6 +32,12 @@ class Config:
     """Stop after this many optimizer steps, if the epochs are not over before. 0: no limit."""
     batch_size: int = 64
     """Samples of one optimizer step, over all processes together."""
+    reduce: Literal["ring", "tree"] = "ring"
+    """Order in which gradients are added up. ring: the stock all-reduce; tree: one that makes every bit of the result
+    independent of the number of processes."""
+    threads: int = 0
+    """CPU threads of each process. 0: as OMP_NUM_THREADS says (torchrun sets 1), or 1 with --reduce tree, because bits
+    depend on it."""
     micro_batch: int = 0
     """Samples that a process computes at a time. Bounds memory, and batch size / micro-batch bounds the number
     of processes with work. 0: an eighth of the batch size, so that up to 8 processes share a step."""
@@ -90,6 +96,7 @@ HARMLESS = frozenset(
     [
         "run_dir",
         "num_workers",
+        "threads",
         "checkpoint_every",
         "grace",
         "hang_timeout",
@@ -120,7 +127,7 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         Refusal: names the flag, the value and the remedy.
     """
     at_least = dict.fromkeys(("epochs", "batch_size", "micro_batch", "keep", "log_every"), 1) | dict.fromkeys(
-        ("max_steps", "warmup_steps", "clip_norm", "num_workers", "checkpoint_every", "eval_every"), 0
+        ("max_steps", "warmup_steps", "clip_norm", "num_workers", "threads", "checkpoint_every", "eval_every"), 0
     )
     for name, least in (at_least | {"lr": 0, "weight_decay": 0, "seed": 0, "grace": 1, "hang_timeout": 0}).items():
         value = getattr(config, name)

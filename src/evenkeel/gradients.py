@@ -2,32 +2,34 @@
 
 Each micro-batch contributes (its samples / the step's samples) x (its mean loss), so that uneven shares
 and a short last step need no special case: a plain sum over micro-batches and ranks is the gradient of the mean
-over the step's samples. DDP adds the ranks' parts up while the last micro-batch's backward pass still runs.
+over the step's samples. A `reduction` says in which order it is taken.
 
 Two things that stock DDP gets wrong for an elastic job are mended here. A rank without a micro-batch takes part with
 an exact zero instead of waiting for ever. And the statistics of BatchNorm follow all the micro-batches of a
 step, not those that happened to run on rank 0: each micro-batch starts from the step's own statistics, and the
-step moves them by the mean of the micro-batches' changes. They are therefore the same on all ranks, at any world size.
+step moves them by the mean of the micro-batches' changes. These and the loss are always added up in the order of the
+`tree`, so they are the same on all ranks, and at any world size as far as the weights are.
 """
 
-# no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
 import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .activity import COMPUTING, DATA, REDUCTION, activity
 from .data import to_device
-from .plan import MicroBatch
+from .plan import MicroBatch, Plan
 from .randomness import derive, seed_everything
+from .reduction import Exchange, Reduction, Ring, Tree, tree_sum
 from .state import State
 from .tasks import Task
+from .tree import Fold, Node
 from .world import World
 
 # newer releases of torch warn about the old name
@@ -53,11 +55,130 @@ class Loss(nn.Module):
         return self._task.loss(self.model, batch)
 
 
-def wrap(model: nn.Module, task: Task, world: World) -> nn.Module:
-    """The model with its loss, under DDP where there is a process group.
+class Gradients:
+    """Computes the gradient of each step of a run.
 
     DDP starts by giving every rank the weights of rank 0.
+
+    Args:
+        task: its loss.
+        state: the model in it; steps change nothing of it but ``.grad``.
+        world: who takes part.
+        plan: how steps are cut into micro-batches.
+        seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
+        reduce: "ring": the stock all-reduce; "tree": the same bits on any number of ranks.
     """
+
+    def __init__(
+        self,
+        task: Task,
+        state: State,
+        world: World,
+        plan: Plan,
+        seed: int = 0,
+        reduce: Literal["ring", "tree"] = "ring",
+    ) -> None:
+        self.state, self.world, self.plan, self.seed = state, world, plan, seed
+        self._used = _Used(state.model) if task.unused_parameters and reduce == "tree" else None
+        self.reduction: Reduction = Tree(state.model, world, bool(self._used)) if reduce == "tree" else Ring()
+        self.wrapped = wrap(state.model, task, world, self.reduction)
+        self._numel = 1 + sum(buffer.numel() for buffer in state.buffers.values())
+        self._numel += self._used.numel if self._used else 0
+        like = torch.empty(0, dtype=torch.float64, device=world.device)
+        self._exchange = Exchange(world, self._numel, like) if world.world_size > 1 else None
+
+    def of_step(self, step: int, micro_batches: Sequence[MicroBatch], batches: Iterable[Any]) -> "Step":
+        """Compute and add up the gradient of a step; afterwards every rank holds it in ``.grad``.
+
+        Args:
+            step: its global number. Gradients have been cleared.
+            micro_batches: this rank's share of it; may be empty.
+            batches: their data, in the same order.
+        """
+        runs = self.plan.runs(step, self.world.world_size)
+        small = Fold[Tensor](lambda left, right: right.add_(left))
+        activity.enter(DATA)
+        self.reduction.begin(runs)
+        try:
+            for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
+                last = number == len(micro_batches)
+                activity.enter(COMPUTING)
+                seed_everything(derive(self.seed, "micro-batch", step, micro_batch.id))
+                weight = micro_batch.size / self.plan.step_samples(step)
+                with nullcontext() if last else self._no_reduction():
+                    part = self.wrapped(to_device(batch, self.world.device)) * weight
+                    if last:
+                        activity.enter(REDUCTION)
+                    # 1, or NaN where the loss is not finite: its gradient might be, and all ranks must hear of it
+                    part.backward(1 + 0 * part.detach())
+                small.push(Node(0, micro_batch.id), self._collect(part.detach(), weight))
+                if not last:
+                    self.reduction.keep(micro_batch.id)
+                activity.enter(DATA)
+            activity.enter(REDUCTION)
+            if not micro_batches:
+                self.wrapped(None).backward()
+            self.reduction.end()
+        finally:
+            self.state.rewind_buffers()
+        return Step(self, small, runs)
+
+    @torch.no_grad()
+    def _collect(self, loss: Tensor, weight: float) -> Tensor:
+        """What else a micro-batch says, flat and in float64: its weighted loss, the changes of the buffers, its use of
+        the parameters. Goes back to the buffers of the step's start for the next one."""
+        parts = [loss.double().reshape(1)]
+        for name, buffer in self.state.buffers.items():
+            base = self.state.committed_buffers[name]
+            # where nothing changed, an infinite value (a mask, say) would give inf - inf
+            change = torch.where(buffer == base, 0.0, buffer.double() - base.double())
+            parts.append(change.flatten() * weight)
+        if self._used:
+            parts.append(self._used.take())
+        self.state.rewind_buffers()
+        return torch.cat(parts)
+
+    def _no_reduction(self) -> AbstractContextManager[None]:
+        """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""
+        return self.wrapped.no_sync() if isinstance(self.wrapped, DistributedDataParallel) else nullcontext()
+
+
+class Step:
+    """What a step has computed and not yet committed, besides the gradients. All ranks must ask for the same."""
+
+    def __init__(self, gradients: Gradients, small: Fold[Tensor], runs: list[range]) -> None:
+        self._of, self._small, self._runs = gradients, small, runs
+        if gradients._used:
+            gradients._used.clear_unused(self._sums[-gradients._used.numel :])
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the global batch, a scalar on the device. Not read here: that would make the host wait."""
+        return self._sums[0]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """New values of the model's buffers by name: moved by the mean change over all micro-batches of all ranks."""
+        committed = self._of.state.committed_buffers
+        if not committed:
+            return {}  # nor is anything exchanged
+        sizes = [buffer.numel() for buffer in committed.values()]
+        parts = torch.split(self._sums[1 : 1 + sum(sizes)], sizes)
+        moved = {}
+        for (name, base), change in zip(committed.items(), parts, strict=True):
+            # rounded, because thirds of one count need not add up to exactly one
+            change = change if base.is_floating_point() else change.round()
+            moved[name] = (base.double() + change.view_as(base)).to(base.dtype)
+        return moved
+
+    @cached_property
+    @torch.no_grad()
+    def _sums(self) -> Tensor:
+        return tree_sum(self._small, self._runs, self._of._exchange, self._of._numel)
+
+
+def wrap(model: nn.Module, task: Task, world: World, reduction: Reduction) -> nn.Module:
+    """The model with its loss, under DDP where there is a process group."""
     module = Loss(model, task)
     if not world.launched:
         return module
@@ -66,70 +187,15 @@ def wrap(model: nn.Module, task: Task, world: World) -> nn.Module:
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=task.unused_parameters,
-        **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `_BufferChanges` keeps them equal
+        **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `Step.buffers` keeps them equal
     )
-    ddp.register_comm_hook(None, _sum_over_ranks)
+    ddp.register_comm_hook(None, reduction.hook)
     # After its first backward pass DDP sorts parameters into buckets anew, and where a gradient stands in its bucket
-    # decides in which order the ranks' parts are added. Were that pass a real step, the steps after a resume would
+    # decides in which order a ring adds the ranks' parts. Were that pass a real step, the steps after a resume would
     # differ in the last bits from those of a run that never stopped; so it is an empty one.
     ddp(None).backward()
     ddp.zero_grad(set_to_none=True)
     return ddp
-
-
-class Step(NamedTuple):
-    """What a step has computed and not yet committed, besides the gradients."""
-
-    loss: Tensor
-    """This rank's share of the step's mean loss, a detached scalar on the device; the sum over ranks is the loss. Not
-    read here, because that would make the host wait."""
-    buffers: dict[str, Tensor]
-    """New values of the model's buffers, the same on every rank."""
-
-
-def backward(
-    wrapped: nn.Module,
-    state: State,
-    micro_batches: Sequence[MicroBatch],
-    batches: Iterable[Any],
-    step_samples: int,
-    seed: int,
-    world: World,
-) -> Step:
-    """Compute and add up the gradient of one step; afterwards every rank holds it in ``.grad``.
-
-    Args:
-        wrapped: what :func:`wrap` returned, gradients cleared.
-        state: the model in it; not changed but for its gradients.
-        micro_batches: this rank's share of the step; may be empty.
-        batches: their data, in the same order.
-        step_samples: samples of the step over all ranks.
-        seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
-        world: who takes part.
-    """
-    changes = _BufferChanges(state)
-    loss = torch.zeros((), device=world.device)
-    activity.enter(DATA)
-    try:
-        for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
-            seed_everything(derive(seed, "micro-batch", micro_batch.step, micro_batch.id))
-            weight = micro_batch.size / step_samples
-            with nullcontext() if number == len(micro_batches) else _no_reduction(wrapped):
-                activity.enter(COMPUTING)
-                part = wrapped(to_device(batch, world.device)) * weight
-                if number == len(micro_batches):
-                    activity.enter(REDUCTION)
-                # 1, or NaN where the loss is not finite: its gradient might be, and all ranks must hear of it
-                part.backward(1 + 0 * part.detach())
-            loss += part.detach()
-            changes.collect(weight)
-            activity.enter(DATA)
-        activity.enter(REDUCTION)
-        if not micro_batches:
-            wrapped(None).backward()
-    finally:
-        state.rewind_buffers()
-    return Step(loss, changes.summed(world))
 
 
 def clip(model: nn.Module, max_norm: float) -> Tensor:
@@ -145,50 +211,25 @@ def clip(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-class _BufferChanges:
-    """How the micro-batches of a step move a model's saved buffers: BatchNorm's running statistics and the like.
+class _Used:
+    """Which parameters get a gradient from which micro-batches, so that those without any in a step are left alone."""
 
-    Constants that a model registers with ``persistent=False`` are not among them and cost nothing.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.numel = len(self.parameters)
+        self._seen: set[int] = set()
+        for place, parameter in enumerate(self.parameters):
+            hooked: Any = parameter  # its method has no types
+            hooked.register_post_accumulate_grad_hook(lambda _, place=place: self._seen.add(place))
 
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.sums = {name: torch.zeros_like(buffer, dtype=torch.float64) for name, buffer in state.buffers.items()}
+    def take(self) -> Tensor:
+        """1 for each parameter that the last micro-batch has used, else 0; flat, in float64."""
+        used = torch.tensor([float(place in self._seen) for place in range(self.numel)], dtype=torch.float64)
+        self._seen.clear()
+        return used.to(self.parameters[0].device)
 
-    @torch.no_grad()
-    def collect(self, weight: float) -> None:
-        """Take a micro-batch's change, weighted, and go back to the step's start for the next one."""
-        for name, change in self.sums.items():
-            buffer, base = self.state.buffers[name], self.state.committed_buffers[name]
-            difference = buffer.double() - base.double()
-            # where nothing changed, an infinite value (a mask, say) would give inf - inf
-            change += torch.where(buffer == base, 0.0, difference) * weight
-        self.state.rewind_buffers()
-
-    @torch.no_grad()
-    def summed(self, world: World) -> dict[str, Tensor]:
-        """The buffers moved by the mean change over all micro-batches of all ranks."""
-        if not self.sums:
-            return {}
-        total = world.sum(torch.cat([change.flatten() for change in self.sums.values()]))
-        parts = torch.split(total, [change.numel() for change in self.sums.values()])
-        moved = {}
-        for (name, base), change in zip(self.state.committed_buffers.items(), parts, strict=True):
-            # rounded, because thirds of one count need not add up to exactly one
-            change = change if base.is_floating_point() else change.round()
-            moved[name] = (base.double() + change.view_as(base)).to(base.dtype)
-        return moved
-
-
-def _no_reduction(wrapped: nn.Module) -> AbstractContextManager[None]:
-    """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""
-    return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
-
-
-def _sum_over_ranks(
-    _state: object,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: stock all-reduce without the division, for the weights already are in the loss."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    def clear_unused(self, uses: Tensor) -> None:
+        """Take the gradient from parameters that no micro-batch of any rank has used: the optimizer skips them."""
+        for parameter, count in zip(self.parameters, uses.tolist(), strict=True):
+            if not count:
+                parameter.grad = None

@@ -80,11 +80,17 @@ class Plan:
         """The micro-batches of a global step that are this rank's, in order; none for an idle rank."""
         first = step % self.steps_per_epoch * self.global_batch
         size = self.step_samples(step)
-        count = -(-size // self.micro_batch)
         return [
             MicroBatch(step, i, first + i * self.micro_batch, min(self.micro_batch, size - i * self.micro_batch))
-            for i in share(count, rank, world_size)
+            for i in share(self._count(step), rank, world_size)
         ]
+
+    def runs(self, step: int, world_size: int) -> list[range]:
+        """The ids of the micro-batches of a global step, by rank."""
+        return [share(self._count(step), rank, world_size) for rank in range(world_size)]
+
+    def _count(self, step: int) -> int:
+        return -(-self.step_samples(step) // self.micro_batch)
 
 
 def share(count: int, rank: int, world_size: int) -> range:

@@ -1,0 +1,128 @@
+"""What exactness costs a step: the tree against the ring, and both against no exchange at all.
+
+    torchrun --standalone --nproc_per_node=2 benchmarks/reduce.py
+
+All train the same network in one process group, step by step in turn, with 1, 2 and 4 micro-batches for each rank.
+"ring again" shows how much of a difference is noise; "alone" does not exchange gradients, so what the others take
+longer is the communication that backward does not hide. Prints ratios of medians, and the memory that the tree keeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import torch
+import torchvision
+import tyro
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evenkeel.arithmetic import fix_arithmetic
+from evenkeel.gradients import Gradients
+from evenkeel.models import SmallCNN
+from evenkeel.plan import Plan
+from evenkeel.reduction import Tree
+from evenkeel.state import State
+from evenkeel.tasks import Digits
+from evenkeel.world import World
+
+Side = Literal["ring", "ring again", "tree", "alone"]
+SIDES: tuple[Side, ...] = ("ring", "ring again", "tree", "alone")
+
+
+def resnet18() -> nn.Module:
+    """11.7 M parameters, which on a CPU take long to compute with."""
+    return torchvision.models.resnet18(num_classes=10)
+
+
+def mlp() -> nn.Module:
+    """25 M parameters, which take long to send and not to compute with."""
+    hidden = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2048), *hidden, nn.Linear(2048, 10))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "cnn": (lambda: SmallCNN(10), (1, 8, 8)),
+    "resnet18": (resnet18, (3, 64, 64)),
+    "mlp": (mlp, (1, 8, 8)),
+}
+"""Name -> how to make the model, and the shape of a sample."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare reductions."""
+
+    models: tuple[Literal["cnn", "resnet18", "mlp"], ...] = ("cnn", "resnet18", "mlp")
+    """Networks to train."""
+    per_rank: tuple[int, ...] = (1, 2, 4)
+    """Micro-batches for each rank, M / W."""
+    size: int = 8
+    """Samples of a micro-batch."""
+    steps: int = 30
+    """Steps of each side that are measured."""
+
+
+def steps(side: Side, name: str, plan: Plan, world: World) -> Iterator[int]:
+    """One step for each next(); yields the bytes that the reduction keeps."""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    state = State(make().to(world.device), [])
+    reduce: Literal["ring", "tree"] = "tree" if side == "tree" else "ring"
+    gradients = Gradients(Digits(), state, world, plan, reduce=reduce)
+    if side == "alone" and isinstance(gradients.wrapped, DistributedDataParallel):
+        gradients.wrapped = gradients.wrapped.module
+    mine = plan.micro_batches(0, world.rank, world.world_size)
+    batches = [(torch.randn(m.size, *shape), torch.randint(10, (m.size,))) for m in mine]
+    while True:
+        state.clear_gradients()
+        _ = gradients.of_step(0, mine, batches).buffers
+        yield kept(gradients.reduction) if isinstance(gradients.reduction, Tree) else 0
+
+
+def kept(tree: Tree) -> int:
+    """Bytes of the exchanges' memory."""
+    memory = [t for exchange in tree._exchanges.values() for t in exchange._memory.values()]
+    return sum(tensor.nbytes for tensor in [*memory, *tree._memory.values()])
+
+
+def compare(name: str, plan: Plan, world: World, count: int) -> None:
+    """Measure all sides of one network and print a line."""
+    loops = {side: steps(side, name, plan, world) for side in SIDES}
+    seconds: dict[Side, list[float]] = {side: [] for side in SIDES}
+    bytes_kept = 0
+    for step in range(count + 3):
+        for side in SIDES[step % 4 :] + SIDES[: step % 4]:  # so that none always comes after the same other one
+            begun = time.perf_counter()
+            bytes_kept = max(bytes_kept, next(loops[side]))
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            if step >= 3:  # warm-up: allocators, DDP's bucket rebuild
+                seconds[side].append(time.perf_counter() - begun)
+    if world.rank == 0:
+        ring, again, tree, alone = (median(seconds[side]) for side in SIDES)
+        print(
+            f"{name:<9} M = {plan.max_world_size:<3} ring {ring * 1e3:7.1f} ms  ring again / ring {again / ring:.3f}  "
+            f"tree / ring {tree / ring:.3f}  exposed communication: ring {(ring - alone) / ring:.1%}, "
+            f"tree {(tree - alone) / tree:.1%}  memory kept {bytes_kept / 1e6:.0f} MB",
+            flush=True,
+        )
+
+
+def main(options: Options) -> None:
+    """Measure and print."""
+    fix_arithmetic(exact=True, threads=1)
+    world = World.from_environment()
+    with world.connected():
+        for name in options.models:
+            for per_rank in options.per_rank:
+                samples = options.size * per_rank * world.world_size
+                compare(name, Plan(samples, samples, options.size, epochs=1), world, options.steps)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,357 @@
+"""How the ranks' gradients become one: the stock all-reduce, or a sum whose order does not depend on the ranks.
+
+`Ring` is what DDP does by itself: the last bits depend on the number of ranks. `Tree` adds the gradients of the
+micro-batches in the order of `tree`, so that all bits are the same on any number of ranks. Both have a DDP
+communication hook, which is called for each bucket of gradients as soon as backward has filled it, so that the
+exchange of a bucket overlaps the rest of backward.
+
+The tree's exchange of a bucket of n numbers, cut into one chunk for each rank:
+
+1. a rank folds its own micro-batches into the maximal subtrees of its run (a single one where W divides M and
+   both are powers of two);
+2. an all-to-all brings each chunk of each of these to the chunk's owner;
+3. the owner folds them into the root;
+4. a second all-to-all brings all roots to all ranks.
+
+With one subtree for each rank that moves as many bytes as a ring does.
+"""
+
+# no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from .tree import Fold, Node, subtrees
+from .world import World
+
+
+class Reduction(Protocol):
+    """What becomes of the gradients of the micro-batches of a step."""
+
+    def begin(self, runs: Sequence[range]) -> None:
+        """A step begins.
+
+        Args:
+            runs: the micro-batches of each rank.
+        """
+
+    def keep(self, micro_batch: int) -> None:
+        """The gradient of a micro-batch stands in ``.grad``, and another one of this rank follows."""
+
+    def end(self) -> None:
+        """The last backward pass is over, and with DDP its hook has been called for all buckets."""
+
+    def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """DDP's communication hook."""
+
+
+class Ring:
+    """Linear sums on each rank, and the stock all-reduce."""
+
+    def begin(self, runs: Sequence[range]) -> None:
+        """Nothing to prepare."""
+
+    def keep(self, micro_batch: int) -> None:
+        """Autograd adds the next gradient to the one that is there."""
+
+    def end(self) -> None:
+        """All is in ``.grad``."""
+
+    def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Stock all-reduce without the division, for the weights already are in the loss."""
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+class Tree:
+    """Sums in the order of the tree.
+
+    Args:
+        model: whose gradients they are.
+        world: who takes part.
+        unused: whether a micro-batch may leave parameters without a gradient. That counts as a zero, and as a
+            positive one, whether it is a rank's last or not.
+    """
+
+    def __init__(self, model: nn.Module, world: World, unused: bool) -> None:
+        self.world, self.unused = world, unused
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._place = {parameter: i for i, parameter in enumerate(self.parameters)}
+        self._runs: Sequence[range] = []
+        self._kept = Fold(_add)
+        self._memory: dict[tuple[int, int, int], Tensor] = {}
+        self._exchanges: dict[tuple[int, int], Exchange] = {}
+        self._pipeline = _Pipeline(world.device)
+        # DDP then asks all ranks what they have used, when it likes; in one group that could meet our exchanges in
+        # another order on each rank
+        self._group = dist.new_group() if unused and world.world_size > 1 else None
+
+    def begin(self, runs: Sequence[range]) -> None:
+        """Forget the last step."""
+        self._runs = runs
+        self._kept = Fold(_add)
+
+    def keep(self, micro_batch: int) -> None:
+        """Move the gradient out of autograd's reach, into the fold."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        if self.unused:
+            torch._foreach_add_(gradients, 0.0)  # makes positive zeros of negative ones
+        self._kept.push(Node(0, micro_batch), gradients)
+        for parameter in self.parameters:
+            # DDP does not bear an undefined gradient where it has seen one before
+            parameter.grad = torch.zeros_like(parameter) if self.unused and self.world.launched else None
+
+    def end(self) -> None:
+        """Without DDP, whose hook has done it otherwise: fold in the last micro-batch here."""
+        if self.world.launched:
+            return
+        last = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        for parameter, gradient in zip(self.parameters, self._fold(last, self._kept.sums).root(), strict=True):
+            if self.unused or parameter.grad is not None:
+                parameter.grad = gradient
+
+    def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Fold this rank's gradients, and let the pipeline do the rest."""
+        buffer = bucket.buffer()
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        if not self._runs:  # the empty pass before the first step
+            future.set_result(buffer)
+            return future
+        fold = self._folded(bucket)
+        if self.world.world_size == 1:
+            fold.root()  # is in the bucket, because the right one of two is what is added to
+            future.set_result(buffer)
+            return future
+        rows = [self._flat(bucket, depth, values) for depth, (_, values) in enumerate(fold.sums)]
+        key = bucket.index(), buffer.numel()
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(self.world, buffer.numel(), buffer, self._group)
+        ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        self._pipeline.put(_Job(self._exchanges[key], rows, self._runs, buffer, ready, future, bucket.is_last()))
+        return future
+
+    def _folded(self, bucket: Any) -> Fold[list[Tensor]]:
+        places = [self._place[parameter] for parameter in bucket.parameters()]
+        kept = [(node, [gradients[i] for i in places]) for node, gradients in self._kept.sums]
+        if not self._runs[self.world.rank]:
+            return Fold(_add)  # an idle rank's bucket holds zeros that nobody asks for
+        return self._fold(_views(bucket.buffer(), bucket.parameters()), kept)
+
+    def _fold(self, last: list[Tensor], kept: Sequence[tuple[Node, list[Tensor]]]) -> Fold[list[Tensor]]:
+        """This rank's nodes, the last micro-batch's gradients included; what is kept stays as it is."""
+        if self.unused:
+            torch._foreach_add_(last, 0.0)
+        fold = Fold(_add)
+        fold.sums = list(kept)
+        fold.push(Node(0, self._runs[self.world.rank][-1]), last)
+        return fold
+
+    def _flat(self, bucket: Any, depth: int, values: list[Tensor]) -> Tensor:
+        """Gradients laid out as in the bucket."""
+        buffer: Tensor = bucket.buffer()
+        if values[0].data_ptr() == buffer.data_ptr():
+            return buffer
+        key = bucket.index(), buffer.numel(), depth
+        if key not in self._memory:
+            self._memory[key] = torch.empty_like(buffer)
+        row = self._memory[key]
+        torch._foreach_copy_(_views(row, bucket.parameters()), values)
+        return row
+
+
+def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """A bucket's memory as gradients, laid out as DDP does it: in the order of memory of each parameter, which
+    `GradBucket.gradients` ignores."""
+    views, offset = [], flat.storage_offset()
+    for parameter in parameters:
+        strides = parameter.stride() if _dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+        views.append(flat.as_strided(parameter.shape, strides, offset))
+        offset += parameter.numel()
+    return views
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill a piece of memory without gaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(right, left)
+    return right
+
+
+class Exchange:
+    """Sums of one flat tensor over the nodes of all ranks, in the tree's order. Its memory is kept between steps.
+
+    Args:
+        world: who takes part; more than one rank.
+        numel: n.
+        like: a tensor of the same type on the same device.
+        group: the ranks' process group; None: the default one.
+    """
+
+    def __init__(self, world: World, numel: int, like: Tensor, group: Any = None) -> None:
+        self.world, self.group = world, group
+        self.like = like
+        self._memory: dict[str, Tensor] = {}
+        self._nodes: list[Node] = []
+        ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
+        self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        """How many of the n numbers each rank owns."""
+
+    def scatter(self, rows: Sequence[Tensor], runs: Sequence[range]) -> Any:
+        """Begin to send each rank its chunk of this rank's sums.
+
+        Args:
+            rows: the sums of the maximal subtrees of this rank's run, each of shape [n].
+            runs: the micro-batches of each rank.
+
+        Returns:
+            A handle to wait for.
+        """
+        mine = self.chunks[self.world.rank]
+        nodes = [list(subtrees(run)) for run in runs]
+        self._nodes = [node for of_rank in nodes for node in of_rank]
+        received = self._kept("received", len(self._nodes) * mine)
+        sent = rows[0] if len(rows) == 1 else self._interleaved(rows)
+        sizes = [len(rows) * chunk for chunk in self.chunks]
+        taken = [len(of_rank) * mine for of_rank in nodes]
+        return dist.all_to_all_single(received, sent, taken, sizes, self.group, async_op=True)
+
+    def gather(self, out: Tensor) -> Any:
+        """After the above: fold this rank's chunk, and begin to send it to all.
+
+        Args:
+            out: where the sum will be, of shape [n].
+
+        Returns:
+            A handle to wait for.
+        """
+        mine, ranks = self.chunks[self.world.rank], self.world.world_size
+        sent = self._kept("sent", ranks * mine)
+        if mine:
+            fold = Fold[Tensor](lambda left, right: right.add_(left))
+            received = self._kept("received", len(self._nodes) * mine)
+            for node, row in zip(self._nodes, received.view(-1, mine), strict=True):
+                fold.push(node, row)
+            sent.view(ranks, mine).copy_(fold.root())
+        return dist.all_to_all_single(out, sent, self.chunks, [mine] * ranks, self.group, async_op=True)
+
+    def _interleaved(self, rows: Sequence[Tensor]) -> Tensor:
+        """All rows' first chunks, then all second ones, and so on: what all-to-all sends must be in order of ranks."""
+        sent = self._kept("interleaved", len(rows) * sum(self.chunks))
+        if rows:
+            by_row = [torch.split(row, self.chunks) for row in rows]
+            torch.cat([chunk for of_rank in zip(*by_row, strict=True) for chunk in of_rank], out=sent)
+        return sent
+
+    def _kept(self, name: str, numel: int) -> Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < numel:
+            memory = self._memory[name] = torch.empty(numel, dtype=self.like.dtype, device=self.like.device)
+        return memory[:numel]
+
+
+def tree_sum(fold: Fold[Tensor], runs: Sequence[range], exchange: Exchange | None, numel: int) -> Tensor:
+    """The root over all ranks, on all of them, of something small; waits for it.
+
+    Args:
+        fold: this rank's micro-batches, flat tensors of shape [numel] in float64.
+        runs: the micro-batches of each rank.
+        exchange: for `numel` numbers; None on one rank.
+        numel: needed on an idle rank.
+    """
+    if exchange is None:
+        return fold.root()
+    exchange.scatter([value for _, value in fold.sums], runs).wait()
+    total = torch.empty(numel, dtype=torch.float64, device=exchange.like.device)
+    exchange.gather(total).wait()
+    return total
+
+
+class _Job(NamedTuple):
+    """A bucket that holds all that this rank has to give to it."""
+
+    exchange: Exchange
+    rows: list[Tensor]
+    runs: Sequence[range]
+    bucket: Tensor
+    ready: torch.cuda.Event | None
+    """When the bucket is filled, on a GPU."""
+    future: Future[Tensor]
+    last: bool
+
+
+class _Pipeline:
+    """A thread that runs the exchanges of a backward pass, two at a time: while one bucket is gathered, the next is
+    scattered.
+
+    The order of the collectives must be the same on all ranks, whenever their buckets are ready; so it follows from the
+    buckets alone: scatter 0, scatter 1, gather 0, scatter 2, gather 1, ..., gather of the last.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # on a GPU a stream of its own, for the one that computes is still busy with the rest of backward
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: _Job) -> None:
+        """Take over a bucket."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tree", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            taken: list[_Job] = []
+            try:
+                with torch.cuda.stream(self._stream):  # nothing without one
+                    self._one_pass(taken)
+            except BaseException as error:  # whatever it is, backward waits for the futures and must hear of it
+                while not taken[-1].last:
+                    taken.append(self._jobs.get())
+                for job in taken:
+                    if not job.future.done():
+                        job.future.set_exception(error)  # type: ignore[arg-type]
+
+    def _one_pass(self, taken: list[_Job]) -> None:
+        scattered: tuple[_Job, Any] | None = None
+        gathered: tuple[_Job, Any] | None = None
+        while not (taken and taken[-1].last):
+            job = self._jobs.get()
+            taken.append(job)
+            if job.ready:
+                job.ready.wait()
+            handle = job.exchange.scatter(job.rows, job.runs)
+            gathered = self._advance(scattered, gathered)
+            scattered = job, handle
+        gathered = self._advance(scattered, gathered)
+        self._advance(None, gathered)
+
+    def _advance(
+        self, scattered: tuple[_Job, Any] | None, gathered: tuple[_Job, Any] | None
+    ) -> tuple[_Job, Any] | None:
+        """Begin the gather of one bucket, and come to the end of that of the one before."""
+        begun = None
+        if scattered:
+            job, handle = scattered
+            handle.wait()
+            begun = job, job.exchange.gather(job.bucket)
+        if gathered:
+            job, handle = gathered
+            handle.wait()
+            job.future.set_result(job.bucket)
+        return begun
