@@ -65,6 +65,7 @@ def test_defaults_that_depend_on_other_options() -> None:
         ({"num_workers": -1}, "--num-workers -1", "at least 0"),
         ({"checkpoint_every": -1}, "--checkpoint-every -1", "at least 0"),
         ({"eval_every": -1}, "--eval-every -1", "at least 0"),
+        ({"digest_every": -1}, "--digest-every -1", "at least 0"),
         ({"lr": -1e-3}, "--lr -0.001", "at least 0"),
         ({"lr": float("nan")}, "--lr nan", "at least 0"),
         ({"lr": float("inf")}, "--lr inf", "finite"),
@@ -128,7 +129,8 @@ def test_any_other_option_makes_another_run(name: str) -> None:
 def test_which_options_are_harmless() -> None:
     """A new option shapes the result until somebody has thought about it: this list is that thought."""
     tuning = {"num_workers", "checkpoint_every", "grace", "hang_timeout", "keep", "eval_every", "log_every", "wandb"}
-    free = tuning | {"on_nonfinite"}  # a run that was stopped by a NaN may go on without that step
+    watching = {"digest_every", "strict_bits", "threads"}
+    free = tuning | watching | {"on_nonfinite"}  # a run that was stopped by a NaN may go on without that step
     assert free == HARMLESS - UNSAVED
     assert {"batch_size", "micro_batch", "seed", "task", "lr", "optimizer", "init_from"} <= SHAPING
 

@@ -1,4 +1,4 @@
-"""`python -m evenkeel`: look at a job without running it, at what a run has left, and at what it survives."""
+"""`python -m evenkeel`: look at a job without running it, at what a run has left, at what it survives and repeats."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import tyro
 
 from .chaos.command import ChaosCommand
+from .comparison import CompareCommand
 from .errors import exit_code, one_line_errors
 from .inspection import CheckpointCommand
 from .planning import PlanCommand
@@ -17,6 +18,7 @@ SUBCOMMANDS: dict[str, Callable[..., Any]] = {
     "plan": PlanCommand,
     "checkpoint": CheckpointCommand,
     "chaos": ChaosCommand,
+    "compare": CompareCommand,
 }
 
 
@@ -24,7 +26,7 @@ def main() -> int:
     """Run a subcommand; what stands after `--` belongs to train.py, or is a whole command."""
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    command: PlanCommand | CheckpointCommand | ChaosCommand = one_line_errors(
+    command: PlanCommand | CheckpointCommand | ChaosCommand | CompareCommand = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(
             SUBCOMMANDS, args=arguments[:cut], prog="python -m evenkeel", description=__doc__
         )

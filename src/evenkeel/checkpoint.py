@@ -1,7 +1,8 @@
 """The committed state on disk.
 
     checkpoints/step-00000042/state.pt        tensors and plain data, nothing else
-                              manifest.json   step, kind, host, metrics, and each file's size and sha256
+                              manifest.json   step, kind, host, metrics, what its bits depend on, and each file's
+                                              size and sha256
 
 A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-*
 is complete. An older one is deleted only after that, and loses its name first. What a kill in the middle leaves
@@ -25,7 +26,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -67,6 +68,10 @@ class Manifest:
     """The evaluation at this step, empty if there was none."""
     best_by: tuple[str, str] | None
     """The run's (metric, "max" or "min"); None if the manifest is older than this field."""
+    fingerprint: dict[str, str]
+    """What its bits depend on (fingerprint.py), by part; empty if the manifest is older than this field."""
+    bits_void_from: int | None
+    """The step after which its bits may not be those of an undisturbed run; None: they are."""
     files: dict[str, WrittenFile]
     """By name; state.pt is among them."""
 
@@ -80,6 +85,9 @@ class Checkpoints:
     """Newest ones to keep, besides the best."""
     best: tuple[str, str]
     """(metric, "max" or "min") that says which one is best."""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    """For the manifests, as is the next."""
+    bits_void_from: int | None = None
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -169,6 +177,8 @@ class Checkpoints:
                 "host": socket.gethostname(),
                 "metrics": dict(metrics),
                 "best_by": self.best,
+                "fingerprint": self.fingerprint,
+                "bits_void_from": self.bits_void_from,
                 "files": {STATE: asdict(written)},
             }
             write_json(temporary / MANIFEST, manifest)
@@ -184,6 +194,13 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
         return final
+
+    def newest_manifest(self) -> Manifest | None:
+        """That of the newest checkpoint which has a readable one; none of its files is looked at."""
+        for path in reversed(self.all()):
+            with contextlib.suppress(Damaged):
+                return read_manifest(path)
+        return None
 
     def load_newest(self) -> dict[str, Any] | None:
         """The newest checkpoint that is whole; damaged ones are reported and set aside, not deleted."""
@@ -317,6 +334,7 @@ def read_manifest(path: Path) -> Manifest:
         kind, best_by = content.get("kind", "checkpoint"), content.get("best_by")
         if kind not in get_args(Kind) or content["step"] != step_of(path):
             raise ValueError(f"{kind} of step {content['step']}")
+        void_from = content.get("bits_void_from")
         files = {str(name): WrittenFile(int(f["bytes"]), str(f["sha256"])) for name, f in content["files"].items()}
         return Manifest(
             step=step_of(path),
@@ -325,6 +343,8 @@ def read_manifest(path: Path) -> Manifest:
             host=str(content.get("host", "")),
             metrics={str(name): float(value) for name, value in content["metrics"].items()},
             best_by=(str(best_by[0]), str(best_by[1])) if best_by else None,
+            fingerprint={str(name): str(value) for name, value in content.get("fingerprint", {}).items()},
+            bits_void_from=None if void_from is None else int(void_from),
             files={STATE: files[STATE]} | files,
         )
     except OSError as error:

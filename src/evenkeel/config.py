@@ -73,6 +73,11 @@ class Config:
     """Steps between two evaluations on the test data. 0: after each epoch."""
     log_every: int = 10
     """Steps between two lines of metrics."""
+    digest_every: int = 0
+    """Steps between two records of a digest of every tensor, for `python -m evenkeel compare`. 0: none."""
+    strict_bits: Flag = False
+    """Refuse to continue where machine, libraries or code differ from those of the checkpoint, or between processes, so
+    that the bits of the result might. Without it that is a warning."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """Weights & Biases. auto: online where a key is configured (WANDB_API_KEY or `wandb login`), else off."""
     fresh: Flag = False
@@ -104,6 +109,8 @@ HARMLESS = frozenset(
         "keep",
         "eval_every",
         "log_every",
+        "digest_every",
+        "strict_bits",
         "wandb",
         "fresh",
         "config",
@@ -126,10 +133,10 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     Raises:
         Refusal: names the flag, the value and the remedy.
     """
-    at_least = dict.fromkeys(("epochs", "batch_size", "micro_batch", "keep", "log_every"), 1) | dict.fromkeys(
-        ("max_steps", "warmup_steps", "clip_norm", "num_workers", "threads", "checkpoint_every", "eval_every"), 0
-    )
-    for name, least in (at_least | {"lr": 0, "weight_decay": 0, "seed": 0, "grace": 1, "hang_timeout": 0}).items():
+    counts = ["epochs", "batch_size", "micro_batch", "keep", "log_every", "grace"]
+    may_be_zero = ["max_steps", "warmup_steps", "clip_norm", "num_workers", "threads", "checkpoint_every", "eval_every"]
+    may_be_zero += ["digest_every", "hang_timeout", "lr", "weight_decay", "seed"]
+    for name, least in (dict.fromkeys(counts, 1) | dict.fromkeys(may_be_zero, 0)).items():
         value = getattr(config, name)
         if not value >= least:  # also refuses NaN
             raise Refusal(f"{flag(name)} {value}: must be at least {least}")

@@ -227,11 +227,11 @@ def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
         does = "does not answer any more, last seen" if silent else "waits" if phase == REDUCTION else "is"
         if len(groups[group]) > 1:
             does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
-        parts.append(f"{_ranks(groups[group])} {does} in {phase} of step {step + 1}")
+        parts.append(f"{name_ranks(groups[group])} {does} in {phase} of step {step + 1}")
     return "; ".join(parts)
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     """[0, 1, 2, 5] as "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

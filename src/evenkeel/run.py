@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -18,10 +19,12 @@ from torch.distributed.distributed_c10d import Store
 from . import tracking
 from .activity import CHECKPOINT, activity
 from .background import Background
-from .checkpoint import Checkpoints, dump
+from .checkpoint import Checkpoints, Manifest, dump
 from .config import Config, saved_options
-from .errors import FAILED, Ended
+from .digest import digests
+from .errors import FAILED, Ended, Refusal
 from .files import read_json, write_atomically, write_json
+from .fingerprint import Differences, describe, differences, differences_among_ranks, fingerprint
 from .hang import Watch
 from .interruption import STOPPED
 from .ledger import goodput, ledger, read_records
@@ -55,7 +58,8 @@ class Run:
             self.directory = None
             if world.local_rank == 0:
                 check(self.path, self.options, config.fresh)
-        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best)
+        kept = fingerprint(task, world.device)
+        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self.tracker: tracking.Tracker | None = None
         self._metrics = self.path / "metrics.jsonl"
         self._skipped_told = 0
@@ -70,10 +74,15 @@ class Run:
 
         Raises:
             Ended: the last attempts have all died before they finished a step.
+            Refusal: on all ranks, with --strict-bits, before anything is written: as :meth:`resume`. Not before the
+                process group exists, because the newest checkpoint may be on another node.
         """
         first_here = self.world.local_rank == 0
         known = self.world.gather((launch_token(), read_json(self.path / "status.json") if first_here else {}))
         tokens = [token for token, _ in known]
+        finished = self._finished(max((status for _, status in known), key=_attempts))
+        if self.config.strict_bits and (self.config.fresh or not finished):
+            self._refuse_other_bits()
         news: tuple[bool, dict[str, Any]] | None = None
         if self.directory:
             if self.config.fresh:
@@ -81,7 +90,7 @@ class Run:
             elif not self.directory.status:  # rank 0 is new here, but another node may know the run
                 self.directory.status = max((status for _, status in known), key=_attempts)
             status = self.directory.status
-            finished = status.get("state") == "finished" and status["step"] >= self.plan.total_steps
+            finished = self._finished(status)
             if not finished:
                 self.directory.begin(self.options, tokens)
             news = finished, self.directory.status
@@ -103,21 +112,35 @@ class Run:
         """Continue from the newest whole state on any node, if there is one. Its holder reads, the others receive.
 
         No shared file system is needed: after the loss of a node the newest state may be on any of those left.
+
+        Raises:
+            Refusal: on all ranks, with --strict-bits, if what bits depend on is not what it was or not the same on all
+                ranks. :meth:`begin` has seen to that, unless the newest checkpoint has turned out to be damaged.
         """
+        other_bits: Differences = {}
         while True:
             steps = self.world.gather(self.checkpoints.newest_name() if self.world.local_rank == 0 else 0)
             newest = max(steps)
             if newest == 0:
+                other_bits = self._compare_bits(None)
                 break
             holder = steps.index(newest)
             saved = self.checkpoints.load_newest() if self.world.rank == holder else None
             # a damaged one has been set aside by now, and another node may hold the next best
-            if self.world.broadcast(bool(saved and saved["step"] == newest), holder):
+            whole = saved and saved["step"] == newest
+            found = self.world.broadcast(self.checkpoints.newest_manifest() if whole else None, holder)
+            if found:
+                other_bits = self._compare_bits(found)
                 state.restore(self.world.broadcast_tensors(saved, holder))
                 break
         if self.tracker:
-            activity.redo_until = max((record["step"] for record in read_records(self._metrics, 1 << 16)), default=0)
+            activity.redo_until = max((record["step"] for record in read_records(self._metrics, 1 << 20)), default=0)
             self.tracker.start(state.step)
+            if other_bits:
+                # with the ring the number of ranks decides as well, and nobody has been promised anything
+                level = logging.WARNING if self.config.reduce == "tree" else logging.INFO
+                log.log(level, "from step %d on bit-for-bit equality is void: %s", state.step, describe(other_bits))
+                self.tracker.event("bits", state.step, differences=other_bits)
 
     def watched(self, store: Store | None, on_hang: Callable[[], None]) -> Watch:
         """A context in which every rank tells the others what it does.
@@ -159,6 +182,7 @@ class Run:
             return
         if self.directory.fruitless:
             self.directory.update("running", fruitless=0)  # this attempt has finished a step
+        self._record_digests(self.tracker, state)
         every = self.config.checkpoint_every
         due = bool(every) and state.step % every == 0
         if self._writer.done or (self._writer.busy and (due or metrics)):
@@ -185,6 +209,7 @@ class Run:
         if self._writer.busy:
             self._take_result()
         self.tracker.evaluation(state.step, metrics)
+        self._record_digests(self.tracker, state)
         activity.enter(CHECKPOINT)
         weights = cpu_state_dict(state.model)
         try:
@@ -231,6 +256,45 @@ class Run:
         activity.write_off()
         self.failed(state, Ended(explained))
         self._watch.kill_frozen()
+
+    def _refuse_other_bits(self) -> None:
+        manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
+        known = [manifest for manifest in manifests if manifest and not self.config.fresh]
+        self._compare_bits(max(known, key=lambda manifest: manifest.step, default=None))
+
+    def _compare_bits(self, found: Manifest | None) -> Differences:
+        """In what this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.
+
+        What checkpoints will say of it from now on is rank 0's.
+
+        Args:
+            found: of the checkpoint that is continued.
+
+        Raises:
+            Refusal: with --strict-bits.
+        """
+        present = self.world.gather(self.checkpoints.fingerprint)
+        step, void_from = (found.step, found.bits_void_from) if found else (0, None)
+        other_bits = differences(found.fingerprint, present[0]) if found else {}
+        other_bits |= differences_among_ranks(present)
+        if other_bits and self.config.strict_bits:
+            raise Refusal(
+                f"--strict-bits: from step {step} on the bits might be others: {describe(other_bits)}; continue with "
+                "what it was before, or without --strict-bits"
+            )
+        if other_bits and void_from is None:
+            void_from = step
+        self.checkpoints = replace(self.checkpoints, fingerprint=present[0], bits_void_from=void_from)
+        return other_bits
+
+    def _record_digests(self, tracker: tracking.Tracker, state: State) -> None:
+        every = self.config.digest_every
+        if every and (state.step % every == 0 or state.step == self.plan.total_steps):
+            with activity.during(CHECKPOINT):
+                tracker.event("digest", state.step, digests=digests(state.tensors()))
+
+    def _finished(self, status: dict[str, Any]) -> bool:
+        return status.get("state") == "finished" and bool(status["step"] >= self.plan.total_steps)
 
     def _end(self, name: RunState, step: int, reason: str, exit_code: int, **facts: Any) -> None:
         if not (self.directory and self.tracker):
@@ -337,6 +401,7 @@ class Run:
             "metrics": metrics,
             "restarts": self.directory.attempts - 1,
             "world_sizes": self.directory.status["world_sizes"],
+            "bits_void_from": self.checkpoints.bits_void_from,
             "seconds": round(self._seconds(), 3),
             "goodput": goodput(seconds),
             "ledger": seconds,

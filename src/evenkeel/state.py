@@ -171,6 +171,19 @@ class State:
             "begun": self._seqlock.begun,
         }
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors of the committed state by name, to be read between two commits.
+
+        Returns:
+            "model.PARAMETER" and "model.BUFFER", and "optimizers.NUMBER.PARAMETER.NAME" of what an optimizer keeps.
+        """
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        kept = {
+            number: {names.get(id(p), str(i)): values for i, (p, values) in enumerate(optimizer.state.items())}
+            for number, optimizer in enumerate(self.optimizers)
+        }
+        return named_tensors({"model": self._live()["model"], "optimizers": kept})
+
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Become what :meth:`capture` gave, whatever device that was on."""
         with self._seqlock.change(captured["step"]):
@@ -187,6 +200,13 @@ def _computed_as_here(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[st
     ways = [{way: group[way] for way in WAYS if way in group} for group in optimizer.param_groups]
     groups = [group | way for group, way in zip(saved["param_groups"], ways, strict=False)]  # torch checks the number
     return {**saved, "param_groups": groups}
+
+
+def named_tensors(tree: Any) -> dict[str, Tensor]:
+    """All tensors in nested dicts and lists, by their dotted names."""
+    found: dict[str, Tensor] = {}
+    map_tensors(tree, lambda tensor, path: found.update({".".join(map(str, path)): tensor}))
+    return found
 
 
 def _on_host(tree: Any) -> bool:

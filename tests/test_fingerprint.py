@@ -1,0 +1,239 @@
+"""What bits depend on: which parts there are, and that a run which goes on elsewhere says so, or refuses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import sysconfig
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import evenkeel
+from evenkeel.fingerprint import NOT_COMPUTING, describe, differences, differences_among_ranks, fingerprint
+from evenkeel.tasks import Digits, load_task
+
+from .processes import TRAIN, read, records, run, torchrun
+from .test_checkpoint import flip_a_bit
+from .test_inspection import contents_of
+from .test_train import job
+
+CPU = torch.device("cpu")
+OTHER = {"ATEN_CPU_CAPABILITY": "default"}
+"""Kernels without vectors: the bits of another machine, on this one."""
+
+
+def another_machine(test: Callable[[Path], None]) -> Callable[[Path], None]:
+    """A test of real runs that needs one."""
+    vectors = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    skip = pytest.mark.skipif(not vectors, reason="this machine has no vectors to switch off")
+    return pytest.mark.multiprocess(skip(test))
+
+
+def own_task(folder: Path, factor: str) -> dict[str, str]:
+    """The fingerprint of a task in a file of its own, which imports a module beside it."""
+    folder.mkdir()
+    (folder / "my_fingerprinted_task.py").write_text(
+        "from evenkeel.tasks import Digits\nimport my_helper\nclass Mine(Digits): ...\n"
+    )
+    (folder / "my_helper.py").write_text(f"FACTOR = {factor}\n")
+    (folder / "never_imported.py").write_text(f"FACTOR = {factor}\n")
+    try:
+        return fingerprint(load_task(f"{folder / 'my_fingerprinted_task.py'}:Mine")(), CPU)
+    finally:
+        sys.path.remove(str(folder))
+        for name in ("my_fingerprinted_task", "my_helper"):
+            del sys.modules[name]
+        importlib.invalidate_caches()
+
+
+def test_it_is_flat_and_the_same_twice() -> None:
+    found = fingerprint(Digits(), CPU)
+    assert found == fingerprint(Digits(), CPU)
+    assert json.loads(json.dumps(found)) == found
+    assert all(type(value) is str and value for value in found.values())
+    assert found["device"] == "cpu"
+    assert "code:evenkeel/gradients.py" in found
+    assert "cudnn" not in found, "it does not compute here"
+
+
+def test_what_torch_is_told_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, threads = fingerprint(Digits(), CPU), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    try:
+        found = differences(before, fingerprint(Digits(), CPU))
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert found == {
+        "threads": (str(threads), str(threads + 1)),
+        "deterministic": ("False", "True"),
+        "default_dtype": ("torch.float32", "torch.float64"),
+        "env:MKL_CBWR": ("(none)", "COMPATIBLE"),
+    }
+
+
+def test_the_number_of_ranks_and_the_place_do_not_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = fingerprint(Digits(), CPU)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.chdir(tmp_path)
+    assert fingerprint(Digits(), CPU) == before
+
+
+def test_the_code_of_a_task_and_what_it_imports_from_its_folder_count(tmp_path: Path) -> None:
+    one, same, other = (own_task(tmp_path / name, factor) for name, factor in [("a", "1"), ("b", "1"), ("c", "2")])
+    assert one == same, "the folder's name does not count"
+    assert "code:my_fingerprinted_task.py" in one
+    assert "code:never_imported.py" not in one
+    assert list(differences(one, other)) == ["code:my_helper.py"]
+
+
+def test_no_installed_package_counts_as_code_of_a_task_that_lies_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository with its .venv in it."""
+    module = types.ModuleType("job_beside_packages")
+    module.__file__ = str(Path(sysconfig.get_path("purelib")).parents[2] / "job.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Digits, "__module__", module.__name__)
+    found = fingerprint(Digits(), CPU)
+    assert not [name for name in found if "torch/" in name or "numpy/" in name]
+    assert "code:evenkeel/tasks.py" in found
+
+
+def test_a_module_of_evenkeel_computes_until_somebody_has_thought_about_it() -> None:
+    modules = {path.stem for path in Path(evenkeel.__file__).parent.glob("*.py")}
+    assert modules >= NOT_COMPUTING, "no name of the past"
+    assert not NOT_COMPUTING & {"data", "gradients", "models", "optimization", "order", "plan", "randomness", "state"}
+
+
+def test_differences_in_words() -> None:
+    assert differences({"a": "1", "b": "2", "d": "4"}, {"c": "3", "a": "1", "b": "3"}) == {
+        "c": ("(none)", "3"),
+        "b": ("2", "3"),
+        "d": ("4", "(none)"),
+    }
+    assert differences({}, {"a": "1"}) == {"fingerprint": ("(none)", "kept")}, "a checkpoint of an older release"
+    ranks = [{"model": "A"}, {"model": "A"}, {"model": "B"}, {"model": "B"}, {"model": "C"}]
+    among = differences_among_ranks(ranks)
+    assert among == {"model of ranks 2-3": ("A", "B"), "model of rank 4": ("A", "C")}
+    assert describe(among) == "model of ranks 2-3 A -> B, model of rank 4 A -> C"
+    assert describe({str(i): ("x", "y") for i in range(10)}, most=1) == "0 x -> y and 9 more"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_and_its_libraries_show() -> None:
+    found = fingerprint(Digits(), torch.device("cuda", 0))
+    assert found["device_model"].startswith(torch.cuda.get_device_name(0))
+    assert {"cuda", "cudnn", "nccl", "tf32_matmul", "tf32_cudnn", "cudnn_benchmark"} <= found.keys()
+    torch.backends.cudnn.benchmark = True
+    try:
+        assert list(differences(found, fingerprint(Digits(), torch.device("cuda", 0)))) == ["cudnn_benchmark"]
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+def small(run_dir: Path, steps: int, *more: object) -> list[str]:
+    """A command for a run that ends after so many steps and may be prolonged."""
+    options = ["--reduce", "tree", "--max-steps", steps, "--schedule", "constant", "--checkpoint-every", 0, *more]
+    return [str(TRAIN), *job(run_dir, *options)]
+
+
+def alone(run_dir: Path, steps: int, *more: object) -> list[str]:
+    return [sys.executable, *small(run_dir, steps, *more)]
+
+
+@another_machine
+def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run(torchrun(2, *small(run_dir, 2)))
+    same = run(alone(run_dir, 4))
+    assert "void" not in same.stderr, "the number of ranks is no part of it"
+    assert read(run_dir)["bits_void_from"] is None
+    there = run(alone(run_dir, 6), env=OTHER)
+    warnings = [line for line in there.stderr.splitlines() if "void" in line]
+    told = r"evenkeel: WARNING: from step 4 on bit-for-bit equality is void: cpu_capability "
+    assert len(warnings) == 1
+    assert warnings[0].startswith(told)
+    assert warnings[0].endswith(" -> DEFAULT")
+    (record,) = records(run_dir, "bits")
+    assert record["step"] == 4
+    assert record["differences"]["cpu_capability"][1] == "DEFAULT"
+    assert list(record["differences"]) == ["cpu_capability"]
+    assert read(run_dir)["bits_void_from"] == 4
+    again = run(alone(run_dir, 8), env=OTHER)
+    assert "void" not in again.stderr, "nothing has changed since"
+    assert read(run_dir)["bits_void_from"] == 4
+    back = run(alone(run_dir, 10))
+    assert "from step 8 on" in back.stderr
+    assert [record["step"] for record in records(run_dir, "bits")] == [4, 8]
+    assert read(run_dir)["bits_void_from"] == 4, "the first step counts"
+
+
+@another_machine
+def test_steps_that_are_done_again_in_the_old_place_are_good(tmp_path: Path) -> None:
+    """The other machine dies by kill -9 before its first checkpoint: nothing that it did is left."""
+    run_dir = tmp_path / "run"
+    run(alone(run_dir, 2, "--die-at", 9))
+    run(torchrun(1, *small(run_dir, 6, "--die-at", 9)), env=OTHER, expect=1)
+    assert [record["step"] for record in records(run_dir, "bits")] == [2]
+    run(alone(run_dir, 6, "--die-at", 9))
+    assert [record["step"] for record in records(run_dir, "start")] == [0, 2, 2]
+    assert read(run_dir)["bits_void_from"] is None
+
+
+@another_machine
+def test_strict_bits_refuses_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run(torchrun(2, *small(run_dir, 2, "--strict-bits")))
+    before = contents_of(run_dir)
+    done = run(torchrun(2, *small(run_dir, 4, "--strict-bits")), env=OTHER, expect=1)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]
+    assert line.startswith("evenkeel: --strict-bits: from step 2 on the bits might be others: cpu_capability ")
+    assert line.endswith(" -> DEFAULT; continue with what it was before, or without --strict-bits")
+    assert "exitcode  : 2" in done.stderr
+    assert contents_of(run_dir) == before
+    refused = run(alone(run_dir, 4, "--strict-bits"), env=OTHER, expect=2)
+    assert refused.stderr.splitlines() == [line]
+    assert contents_of(run_dir) == before
+    run(alone(run_dir, 2, "--strict-bits"), env=OTHER)  # finished: nothing is computed
+    run(alone(run_dir, 4, "--strict-bits"))
+    assert records(run_dir, "start")[-1]["step"] == 2
+
+
+@another_machine
+def test_strict_bits_judges_by_the_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run(alone(run_dir, 2))
+    run(alone(run_dir, 4), env=OTHER)
+    flip_a_bit(run_dir / "checkpoints" / "step-00000004" / "state.pt")
+    refused = run(alone(run_dir, 6, "--strict-bits"), env=OTHER, expect=2)
+    assert "--strict-bits: from step 2 on" in refused.stderr
+    run(alone(run_dir, 6, "--strict-bits"))
+    assert read(run_dir)["bits_void_from"] is None
+
+
+@another_machine
+def test_ranks_that_differ_among_themselves_are_named(tmp_path: Path) -> None:
+    run_dir, mixed = tmp_path / "run", tmp_path / "mixed.py"
+    mixed.write_text(
+        "import os, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.environ['ATEN_CPU_CAPABILITY'] = 'default'\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    refused = run(torchrun(2, mixed, *small(run_dir, 2, "--strict-bits")), expect=1)
+    assert "--strict-bits: from step 0 on the bits might be others: cpu_capability of rank 1 " in refused.stderr
+    assert not (run_dir / "config.toml").exists()
+    done = run(torchrun(2, mixed, *small(run_dir, 2)))
+    assert "from step 0 on bit-for-bit equality is void: cpu_capability of rank 1 " in done.stderr
+    assert list(records(run_dir, "bits")[0]["differences"]) == ["cpu_capability of rank 1"]
+    assert read(run_dir)["bits_void_from"] == 0
