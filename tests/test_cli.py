@@ -151,11 +151,12 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     file = folder.parent / "model.pt"
     file.touch()
     hints = get_type_hints(Config)
-    options = [option for option in fields(Config) if option.name not in ("task", "config", "fresh")]
+    switches = dict.fromkeys(("fresh", "strict_bits"), True)
+    options = [option for option in fields(Config) if option.name not in ("task", "config", *switches)]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     arguments = [text for name, value in expected.items() for text in (flag(name), str(value))]
-    config, _ = parse([*arguments, "--fresh"])
-    assert asdict(config) == asdict(Config()) | expected | {"fresh": True}
+    config, _ = parse([*arguments, *map(flag, switches)])
+    assert asdict(config) == asdict(Config()) | expected | switches
 
 
 def test_the_options_of_a_task(folder: Path) -> None:

@@ -237,3 +237,25 @@ def test_ranks_that_differ_among_themselves_are_named(tmp_path: Path) -> None:
     assert "from step 0 on bit-for-bit equality is void: cpu_capability of rank 1 " in done.stderr
     assert list(records(run_dir, "bits")[0]["differences"]) == ["cpu_capability of rank 1"]
     assert read(run_dir)["bits_void_from"] == 0
+
+
+@another_machine
+def test_the_checkpoint_of_another_node_is_judged_and_nothing_written_on_this_one(tmp_path: Path) -> None:
+    """Two nodes with a disk each, as far as their ranks can tell; only the second one has the run."""
+    node, here, there = tmp_path / "node.py", tmp_path / "disk-0", tmp_path / "disk-1"
+    node.write_text(
+        "import os, sys\n"
+        "os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}\n"
+        "arguments = [argument.replace('RANK', os.environ['RANK']) for argument in sys.argv[1:]]\n"
+        "os.execv(sys.executable, [sys.executable, *arguments])\n"
+    )
+    run(alone(there, 2))
+    before = contents_of(there)
+    both = torchrun(2, node, *small(tmp_path / "disk-RANK", 4))
+    refused = run([*both, "--strict-bits"], env=OTHER, expect=1)
+    assert "--strict-bits: from step 2 on" in refused.stderr
+    assert contents_of(there) == before
+    assert [path.name for path in here.iterdir()] == [".lock"]
+    done = run(both, env=OTHER)
+    assert "from step 2 on bit-for-bit equality is void" in done.stderr
+    assert read(here)["bits_void_from"] == 2
