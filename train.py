@@ -10,6 +10,7 @@ Read it from the top: this is the whole job. What is hard to get right is in src
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -44,7 +45,8 @@ def main() -> int:
     state = build(config, task, world)
     run = Run(config, task, plan, world)  # the last that may refuse; nothing has been touched so far
 
-    with world.connected() as store:
+    # a collective's time-out explains nothing, so the watch for hangs must be earlier
+    with world.connected(timedelta(seconds=max(600, config.hang_timeout) + 300)) as store:
         if run.begin():
             return 0  # it was finished before
         interruption.rescue_with(lambda signal: run.stopped(state, signal))

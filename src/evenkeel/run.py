@@ -297,8 +297,8 @@ class Run:
         return status.get("state") == "finished" and bool(status["step"] >= self.plan.total_steps)
 
     def _end(self, name: RunState, step: int, reason: str, exit_code: int, **facts: Any) -> None:
-        if not (self.directory and self.tracker):
-            return
+        if not (self.directory and self.tracker) or self.directory.status.get("state") == "finished":
+            return  # a signal in the very last moment changes nothing any more
         with contextlib.suppress(OSError):  # a disk too full even for this
             self._update(name, step, reason=reason, **facts)
         self.tracker.event({"stopped": "stop", "failed": "failure"}[name], step, reason=reason)
