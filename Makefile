@@ -22,7 +22,7 @@ train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU p
 	$(BIN)/torchrun --standalone --nproc_per_node=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') train.py $(ARGS)
 
 test: $(INSTALLED)  ## all tests
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(INSTALLED)  ## the unit tests, under a minute
 	$(BIN)/pytest -m 'not multiprocess and not nodes' $(ARGS)

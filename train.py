@@ -54,7 +54,7 @@ def main() -> int:
         with run.watched(store, on_hang=lambda: interruption.end("a hang", lambda: run.hung(state), FAILED)):
             try:
                 train(config, task, world, plan, state, run, train_set, test_set)
-            except Exception as error:
+            except BaseException as error:
                 interruption.settle()  # after a signal other ranks leave, which is no failure
                 run.failed(state, error)
                 raise

@@ -227,9 +227,10 @@ class Checkpoints:
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is better than that of every checkpoint there is."""
-        value, known = _finite(metrics.get(self.best[0])), self.best_value()
+        value = _finite(metrics.get(self.best[0]))
         if value is None:
             return False
+        known = self.best_value()
         return known is None or (value > known if self.best[1] == "max" else value < known)
 
     def _value(self, path: Path) -> float | None:

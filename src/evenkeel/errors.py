@@ -87,6 +87,7 @@ def leave(code: int) -> NoReturn:
     -6. torchrun would take that for a failure of a run that has finished. So the interpreter is not taken down.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a pipe that is gone
+            stream.flush()
     os._exit(code)

@@ -99,6 +99,8 @@ class Gradients:
         small = Fold[Tensor](lambda left, right: right.add_(left))
         activity.enter(DATA)
         self.reduction.begin(runs)
+        if self._used:
+            self._used.take()  # forget what an empty pass has touched
         try:
             for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
                 last = number == len(micro_batches)

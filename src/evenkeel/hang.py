@@ -91,7 +91,7 @@ class Watch:
         self._alarmed, self._saved = alarmed, saved
         self._store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
-        self._announced = 0
+        self._announced, self._seen = 0, 0
         self._frozen: list[Beat] = []
         self._first_beats: list[Beat] = []
 
@@ -130,24 +130,29 @@ class Watch:
                     os.kill(beat.pid, signal.SIGKILL)
 
     def _beat(self, store: Store) -> None:
-        store.set_timeout(timedelta(seconds=PATIENCE))
-        count, told, seen = 0, 0, 0
-        try:
-            while not self._stopped.wait(self.interval if count else 0):
-                count += 1
-                store.set(f"rank/{self.world.rank}", json.dumps(asdict(_beat_of(activity, count))))
-                if self._announced > told:
-                    told = self._announced
-                    store.set(SAVED, str(told))
-                if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > seen:
-                    seen = step
-                    self._saved(step)
-                if self._alarm.is_set():
-                    store.set(ALARM, "")
-                elif store.check([ALARM]):
-                    self._alarm.set()
-        except RuntimeError as error:  # DistStoreError and DistNetworkError are such
-            log.info("no more word to or from other ranks: %s", str(error).split("\n")[0])
+        count = 0
+        while not self._stopped.wait(self.interval if count else 0):
+            count += 1
+            try:
+                store.set_timeout(timedelta(seconds=PATIENCE))
+                self._exchange_word(store, count)
+            except RuntimeError as error:  # DistStoreError and DistNetworkError are such
+                log.info("no word to or from other ranks: %s", str(error).split("\n")[0])
+                with contextlib.suppress(RuntimeError):
+                    store = store.clone()  # one slow answer must not silence a healthy rank for ever
+
+    def _exchange_word(self, store: Store, count: int) -> None:
+        store.set(f"rank/{self.world.rank}", json.dumps(asdict(_beat_of(activity, count))))
+        if self._announced:
+            store.set(SAVED, str(self._announced))
+            self._announced = 0
+        if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > self._seen:
+            self._seen = step
+            self._saved(step)
+        if self._alarm.is_set():
+            store.set(ALARM, "")
+        elif store.check([ALARM]):
+            self._alarm.set()
 
     def _watch(self) -> None:
         changes, idle = -1, 0.0
@@ -204,7 +209,7 @@ class Watch:
         return (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
 
     def _write_stacks(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # whatever it is, the snapshot must not wait for it
             faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback(self._stacks, all_threads=True)
             path = self.logs / f"rank-{self.world.rank}.collectives.json"
@@ -251,4 +256,8 @@ def _collectives() -> tuple[bytes, bytes]:
     """The last collectives of this rank, from torch's flight recorder
     (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)."""
     recorder: Any = torch._C._distributed_c10d
-    return recorder._dump_fr_trace_json(), recorder._dump_nccl_trace_json()
+
+    def dump(name: str) -> bytes:
+        return bytes(getattr(recorder, name, lambda: b"{}")())  # builds without NCCL have no dump of it
+
+    return dump("_dump_fr_trace_json"), dump("_dump_nccl_trace_json")

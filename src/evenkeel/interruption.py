@@ -12,6 +12,7 @@ saving at the last moment what survives: Gupta et al., "Just-In-Time Checkpointi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -81,19 +82,25 @@ class Interruption:
         threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
 
     def settle(self) -> None:
-        """For the main thread after an error: if the process is ending already, leave all else to that; no return."""
-        while self.reason:
+        """For the main thread after an error: if the process is ending already, leave all else to that, and do not
+        return. If not, it ends for that error, and signals change nothing any more."""
+        with self._first:
+            if not self.reason:
+                self.reason = "an error"
+                return
+        while True:
             time.sleep(1)
 
     def _watch(self) -> None:
+        heard = False
         while True:
             (number,) = os.read(self._heard, 1)
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
-            if self.reason and number == signal.SIGINT:
-                print("evenkeel: second Ctrl-C: out, without saving", file=sys.stderr, flush=True)
+            if heard and number == signal.SIGINT:
+                _say("second Ctrl-C: out, without saving")
                 os._exit(KEYBOARD)
-            name = signal.Signals(number).name
+            heard, name = True, signal.Signals(number).name
             self.end(name, partial(self._rescue, name), STOPPED)
 
     def _end(self, rescue: Callable[[], None], code: int) -> None:
@@ -102,15 +109,22 @@ class Interruption:
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # a pipe that is gone
+                    stream.flush()
             # the main thread may never come back from where it is, so nothing can wait for it
             os._exit(code)
 
     def _give_up(self, code: int) -> None:
         time.sleep(self.grace)
-        print(f"evenkeel: not saved within --grace {self.grace:g} s of {self.reason}", file=sys.stderr, flush=True)
+        _say(f"not saved within --grace {self.grace:g} s of {self.reason}")
         os._exit(code)
+
+
+def _say(text: str) -> None:
+    """A last word, if there is anybody to hear it: whoever reads our output may have had the same Ctrl-C."""
+    with contextlib.suppress(Exception):
+        print(f"evenkeel: {text}", file=sys.stderr, flush=True)
 
 
 def _hear_of_the_death_of_the_agent() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from .errors import Ended
 
@@ -32,18 +32,31 @@ def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
     """Take an optimizer's step, or leave all as it is.
 
     A fused optimizer decides on the device, by the attributes that `torch.amp.GradScaler` gives it; others make the
-    host wait for the answer. So does a fused one's very first step: there torch's SGD would leave its momentum unset.
+    host wait for the answer.
 
     Args:
         bad: a boolean scalar on the device.
         optimizer: its gradients are set.
     """
-    if optimizer.state and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
         fused: Any = optimizer
         fused.found_inf, fused.grad_scale = bad.float(), None
+        if isinstance(optimizer, SGD):
+            _begin_momentum(optimizer)
         optimizer.step()
     elif not bad:
         optimizer.step()
+
+
+def _begin_momentum(optimizer: SGD) -> None:
+    """Give parameters with their first gradient a momentum of zero, from which the first step is the same.
+
+    torch's fused SGD leaves it unset in a step that is left out, and fails where some have one and some have not.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if group["momentum"] and parameter.grad is not None and not optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class Verdict:

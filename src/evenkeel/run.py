@@ -235,7 +235,7 @@ class Run:
         self._end("stopped", state.step, reason, STOPPED, fruitless=0)
         self._print(f"stopped by {reason}; {saved}; the same command continues")
 
-    def failed(self, state: State, error: Exception) -> None:
+    def failed(self, state: State, error: BaseException) -> None:
         """Something went wrong here or on another rank: save the last finished step.
 
         Args:
@@ -300,7 +300,7 @@ class Run:
         if not (self.directory and self.tracker) or self.directory.status.get("state") == "finished":
             return  # a signal in the very last moment changes nothing any more
         with contextlib.suppress(OSError):  # a disk too full even for this
-            self._update(name, step, reason=reason, **facts)
+            self._update(name, step or self.directory.status.get("step", 0), reason=reason, **facts)
         self.tracker.event({"stopped": "stop", "failed": "failure"}[name], step, reason=reason)
         self.tracker.close(exit_code=exit_code)
 
@@ -414,10 +414,11 @@ class Run:
 
     def _print(self, text: str) -> None:
         if self.directory:
-            print(f"evenkeel: {text}", flush=True)
+            with contextlib.suppress(OSError):  # a pipe that is gone
+                print(f"evenkeel: {text}", flush=True)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """What went wrong, in a line."""
     name = "" if isinstance(error, Ended) else f"{type(error).__name__}: "
     return f"{name}{error}".split("\n")[0]

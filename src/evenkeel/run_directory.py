@@ -59,6 +59,7 @@ class RunDirectory:
     path: Path
     status: dict[str, Any]
     _lock: IO[bytes]
+    _over: bool = False
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     def start_over(self, tokens: list[str]) -> None:
@@ -75,6 +76,7 @@ class RunDirectory:
 
     def begin(self, options: dict[str, Any], tokens: list[str]) -> None:
         """Record an attempt: the options as they are now, and who is at work."""
+        self._over = False
         _write_config(self.path, options)
         launch = {token for token in tokens if token}
         if self._restarted(tokens):
@@ -102,8 +104,14 @@ class RunDirectory:
         return bool(set(filter(None, tokens)) & set(self.status.get("launch", [])))
 
     def update(self, state: RunState, **facts: Any) -> None:
-        """Rewrite status.json with a new state and some facts; the others stay. Any thread may ask."""
+        """Rewrite status.json with a new state and some facts; the others stay. Any thread may ask.
+
+        After an end nothing changes: the training may still be going on while another thread ends the process.
+        """
         with self._one_at_a_time:
+            if self._over:
+                return
+            self._over = state != "running"
             self.status |= {
                 "state": state,
                 "host": socket.gethostname(),

@@ -77,14 +77,15 @@ class World:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch remembers as many collectives, for `hang`
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # NCCL's watchdog would abort a process that has lost its peer before that has saved anything; torchrun's
+            # SIGTERM and the watch for hangs see to its end
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         store, _, _ = next(rendezvous("env://", timeout=timeout))
         store = fresh_store(store, self.rank, self.world_size, timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
-        try:
-            yield store
-        finally:
-            dist.destroy_process_group()
+        yield store
+        dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, which wait for this rank
 
     def broadcast(self, value: T | None, source: int = 0) -> T:
         """One rank's value to all, by pickle: for small things."""
