@@ -89,7 +89,7 @@ def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(tmp_path: Path) -> N
     first = records(run_dir, "start")[0]
     began = first["time"] - sum(first["spent"].values())
     assert sum(seconds.values()) == pytest.approx(records(run_dir, "finish")[0]["time"] - began, abs=0.5)
-    assert wall - 6 < sum(seconds.values()) < wall, "torchrun itself starts before its ranks and ends after them"
+    assert wall - 30 < sum(seconds.values()) < wall, "torchrun itself starts before its ranks and ends after them"
     assert seconds["redone"] > 0.1, "two micro-batches of 0.05 s a step, at least"
     assert seconds["start_up"] > 2, "two starts"
     assert 0 < summary["goodput"] < 1

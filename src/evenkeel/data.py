@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -228,6 +229,10 @@ class _Loader(DataLoader[Any]):
     """A `DataLoader` whose workers end when this process exits, although they ignore SIGTERM."""
 
     def __iter__(self) -> Any:
+        if self.num_workers and self._iterator is None:
+            # gloo's threads enter Python once more after a reduction, to let go of its callback; a fork at that very
+            # moment leaves the child waiting for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
+            time.sleep(0.1)
         others = multiprocessing.active_children()
         stream = super().__iter__()
         if workers := [child for child in multiprocessing.active_children() if child not in others]:
