@@ -119,10 +119,22 @@ def torchrun(
     *,
     cores: int,
     environ: Mapping[str, str],
+    telling: bool = False,
+    log_dir: Path | None = None,
 ) -> Command:
     """Turn a topology into the command that starts this node's share of the job.
 
     What the user has set in ``environ`` stays, all but the store variable: no restart survives without it.
+
+    Args:
+        topology: which ranks, and where they meet.
+        link: how the others reach this node.
+        script: what each rank runs.
+        train_args: its options.
+        cores: of this node, for this job.
+        environ: of the command.
+        telling: through :mod:`evenkeel.agent`, whose exit code says how the job ended here.
+        log_dir: where ranks leave their tracebacks; None: in a folder that nobody looks into.
     """
     # Port 0: the agent that hosts the store lets the kernel choose while it binds, so two jobs on one machine
     # cannot collide. Several nodes have to know the port beforehand.
@@ -135,7 +147,7 @@ def torchrun(
     if link.interface:
         # Gloo binds to whatever the host name resolves to, often 127.0.1.1. NCCL looks at the interfaces.
         env["GLOO_SOCKET_IFNAME"] = link.interface
-    agent = [sys.executable, "-m", "torch.distributed.run"]
+    agent = [sys.executable, "-m", "evenkeel.agent" if telling else "torch.distributed.run"]
     options = {
         "--nnodes": topology.nodes,
         "--nproc-per-node": str(topology.gpus),
@@ -149,6 +161,8 @@ def torchrun(
         # Becomes MASTER_ADDR when this node has rank 0; the default is its host name, unknown to the others.
         "--local-addr": link.address,
     }
+    if log_dir:
+        options["--log-dir"] = str(log_dir)
     if _torchrun_has("--signals-to-handle"):
         options["--signals-to-handle"] = SIGNALS
     # "--", or argparse takes a train option for an abbreviation of torchrun's own; "$$", because torchrun

@@ -39,8 +39,11 @@ LOCK_PATIENCE = 10.0
 def launch_token() -> str:
     """What identifies the torchrun agent that started this process; it outlives the processes it restarts.
 
-    Host, pid and start time of the parent. Empty without torchrun, where there are no restarts.
+    Host, pid and start time of the parent. Empty without torchrun, where there are no restarts. A scheduler that starts
+    the same job again says so in EVENKEEL_LAUNCH.
     """
+    if known_as := os.environ.get("EVENKEEL_LAUNCH"):
+        return known_as
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     parent = os.getppid()

@@ -1,0 +1,81 @@
+"""torchrun with an exit code that says how the job ended on this node.
+
+    python -m evenkeel.agent <options of torchrun> train.py ...
+
+torchrun ends with 1 whatever its workers ended with, and a scheduler or a container engine must know whether to start
+the job again: 0 it is finished, :data:`~evenkeel.interruption.STOPPED` it can be continued, 2 its input is refused, 137
+a rank was killed too often, anything else is a bug.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from .errors import REFUSED
+from .interruption import STOPPED
+
+KILLED = 128 + signal.SIGKILL
+"""Exit code for a process that was killed: by the kernel for its memory, or with its node."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run torchrun in this process, so that signals need not be passed on."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        # torch 2.8 would die of them and leave its workers; torchrun's own handlers replace these where it has some
+        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        run.main(arguments)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr, flush=True)
+        return verdict([failure.exitcode for failure in error.failures.values()])
+    except SignalException:
+        return STOPPED  # the workers were sent SIGTERM, and had their grace
+    return 0
+
+
+def verdict(codes: Collection[int]) -> int:
+    """One exit code for a node from those of its ranks that failed.
+
+    A rank that lost its peer ends with 1, so any other code says more.
+
+    Args:
+        codes: exit codes as `subprocess` has them, negative for a signal.
+    """
+    for telling in (REFUSED, STOPPED):
+        if telling in codes:
+            return telling
+    if -signal.SIGKILL in codes:
+        return KILLED
+    return next((128 - code if code < 0 else code for code in codes if code != 1), 1)
+
+
+def first_error(folders: Iterable[Path]) -> str:
+    """The traceback of the rank that failed first, from the error files that torchrun's --log-dir collects.
+
+    By the time of the file, because the one in it is in whole seconds, within which all peers fail as well.
+
+    Args:
+        folders: those of all nodes.
+    """
+    files = [path for folder in folders for path in folder.rglob("error.json")]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
+        try:
+            message: Any = json.loads(path.read_text())["message"]
+            return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # half-written, by a rank that was killed
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
