@@ -55,7 +55,7 @@ def load(run_dir: Path) -> JobRecord | None:
     if not known:
         return None
     values = {field.name: known.get(field.name) for field in fields(JobRecord)}
-    return JobRecord(**values | {"train_args": tuple(known.get("train_args", ()))})  # type: ignore[arg-type]
+    return JobRecord(**values | {"train_args": tuple(known.get("train_args", ()))})
 
 
 def _path(run_dir: Path) -> Path:
