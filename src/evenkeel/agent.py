@@ -10,7 +10,6 @@ a rank was killed too often, anything else is a bug.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Collection, Iterable
@@ -19,6 +18,7 @@ from typing import Any
 
 from .errors import REFUSED
 from .interruption import STOPPED
+from .processes import STOP_SIGNALS
 
 KILLED = 128 + signal.SIGKILL
 """Exit code for a process that was killed: by the kernel for its memory, or with its node."""
@@ -26,13 +26,11 @@ KILLED = 128 + signal.SIGKILL
 
 def main(arguments: list[str]) -> int:
     """Run torchrun in this process, so that signals need not be passed on."""
+    heed_signals()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        # torch 2.8 would die of them and leave its workers; torchrun's own handlers replace these where it has some
-        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -41,6 +39,20 @@ def main(arguments: list[str]) -> int:
     except SignalException:
         return STOPPED  # the workers were sent SIGTERM, and had their grace
     return 0
+
+
+def heed_signals() -> None:
+    """From here on a stop signal ends this process with :data:`~evenkeel.interruption.STOPPED`.
+
+    torchrun has handlers of its own, but not before it has workers, and in torch 2.8 none for USR1 and USR2. What is
+    raised here on its way out has it stop the workers as its own handlers would.
+    """
+
+    def stop(_number: int, _frame: object) -> None:
+        raise SystemExit(STOPPED)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
 
 
 def verdict(codes: Collection[int]) -> int:

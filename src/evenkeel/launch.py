@@ -60,14 +60,11 @@ class Topology:
 
     @property
     def nodes(self) -> str:
-        """The number of nodes as it is typed: ``N`` or ``MIN:MAX``."""
-        return f"{self.min_nodes}" + (f":{self.max_nodes}" if self.max_nodes != self.min_nodes else "")
+        """The number of nodes as it is typed."""
+        return _as_typed(self.min_nodes, self.max_nodes)
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise Refusal(f"-g {self.gpus}: a node needs at least one process")
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise Refusal(f"-n {self.nodes}: give a number of nodes, or MIN:MAX with 1 <= MIN <= MAX")
+        check_size(self.gpus, self.min_nodes, self.max_nodes)
         if not 0 <= self.node_rank < self.max_nodes:
             raise Refusal(f"-nr {self.node_rank}: with -n {self.nodes} a node rank is in 0..{self.max_nodes - 1}")
         if self.max_nodes > 1 and not self.master_host:
@@ -76,6 +73,20 @@ class Topology:
             raise Refusal(f"--master: port {self.master_port} is not in 1..65535")
         if self.max_restarts < 0:
             raise Refusal(f"--max-restarts {self.max_restarts}: must be 0 or more")
+
+
+def check_size(gpus: int, min_nodes: int, max_nodes: int) -> None:
+    """Refuse numbers of processes and nodes that cannot be."""
+    if gpus < 1:
+        raise Refusal(f"-g {gpus}: a node needs at least one process")
+    if not 1 <= min_nodes <= max_nodes:
+        typed = _as_typed(min_nodes, max_nodes)
+        raise Refusal(f"-n {typed}: give a number of nodes, or MIN:MAX with 1 <= MIN <= MAX")
+
+
+def _as_typed(min_nodes: int, max_nodes: int) -> str:
+    """``N`` or ``MIN:MAX``."""
+    return f"{min_nodes}" + (f":{max_nodes}" if max_nodes != min_nodes else "")
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from . import run_directory
 from .errors import REFUSED, Refusal, one_line_errors
 from .launch import (
     DEFAULT_PORT,
     JOIN_SECONDS,
+    Command,
     Topology,
     count_cores,
     count_processes,
@@ -24,6 +26,9 @@ from .launch import (
     torchrun,
 )
 from .network import Link, find_link, meet
+
+if TYPE_CHECKING:
+    from .config import Config
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,49 @@ def check_train_options(train_args: Sequence[str]) -> None:
     parse(train_args)
 
 
+def check_job(train_args: Sequence[str]) -> Config:
+    """As above, and that the run directory may hold this run; returns the options."""
+    from .cli import parse
+    from .config import saved_options
+
+    config, task = parse(train_args)
+    assert config.run_dir is not None  # resolved
+    run_directory.check(config.run_dir, saved_options(config, task.options()), config.fresh)
+    return config
+
+
+def command_for(
+    topology: Topology,
+    script: Path,
+    train_args: Sequence[str],
+    *,
+    cores: int = 0,
+    telling: bool = False,
+    log_dir: Path | None = None,
+) -> Command:
+    """The command that starts the share of the node that this is.
+
+    Args:
+        topology: with the master's address, if there are several nodes.
+        script: what the ranks run.
+        train_args: its options.
+        cores: of this node, for this job; 0: those that this process may use.
+        telling: see :func:`~evenkeel.launch.torchrun`.
+        log_dir: the same.
+    """
+    host, port = topology.master_host, topology.master_port
+    link = find_link(host, port, is_master=topology.node_rank == 0) if host else Link("127.0.0.1")
+    cores = cores or count_cores()
+    environ = os.environ
+    return torchrun(topology, link, script, train_args, cores=cores, environ=environ, telling=telling, log_dir=log_dir)
+
+
+def wait_for_master(topology: Topology) -> None:
+    """Return when node 0 can be met."""
+    if topology.master_host:
+        meet(topology.master_host, topology.master_port, is_master=topology.node_rank == 0, patience=JOIN_SECONDS)
+
+
 def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
     """Check everything, then become torchrun; return only if there is nothing to run."""
     try:
@@ -119,14 +167,11 @@ def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
         if typed.script is None:
             check_train_options(train_args)
         topology = replace(topology, gpus=count_processes(typed.gpus))
-        host, port, first = topology.master_host, topology.master_port, topology.node_rank == 0
-        link = find_link(host, port, is_master=first) if host else Link("127.0.0.1")
-        command = torchrun(topology, link, script, train_args, cores=count_cores(), environ=os.environ)
+        command = command_for(topology, script, train_args)
         if typed.dry_run:
             print(command)
             return 0
-        if host:
-            meet(host, port, is_master=first, patience=JOIN_SECONDS)
+        wait_for_master(topology)
     except Refusal as refusal:
         print(f"evenkeel: {refusal}", file=sys.stderr)
         return REFUSED

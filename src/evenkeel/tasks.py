@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -168,6 +169,7 @@ def load_task(name: str) -> type[Task]:
 
 def _import_file(name: str, path: Path) -> Any:
     """Import a file under its own stem, so that loader processes can find its classes by name."""
+    path = _as_submitted(path)
     if not path.is_file():
         raise Refusal(f"--task {name}: no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
@@ -181,8 +183,18 @@ def _import_file(name: str, path: Path) -> Any:
     return module
 
 
+def _as_submitted(path: Path) -> Path:
+    """The same in the copy of the code that a job in a queue has, whatever has become of the original since."""
+    code, origin = os.environ.get("EVENKEEL_CODE"), os.environ.get("EVENKEEL_ORIGIN")
+    if not (code and origin):
+        return path
+    path = path.resolve()
+    copy = Path(code) / path.relative_to(origin) if path.is_relative_to(origin) else Path(code, "outside", path.name)
+    return copy if copy.exists() else path
+
+
 def _import_module(name: str, module: str) -> Any:
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.insert(0, str(_as_submitted(Path.cwd())))
     with _import_errors(name):
         return importlib.import_module(module)
 

@@ -52,6 +52,7 @@ class World:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name) for name in names]
         if all(value is None for value in values):
+            _refuse_bare_srun()
             return World(0, 0, 1, 1, _device(0, 1), launched=False)
         try:
             rank, local_rank, world_size, local_world_size = (int(value or "") for value in values)
@@ -151,6 +152,16 @@ def _fill(outline: Any, tensors: Iterator[torch.Tensor], source: int) -> Any:
     if isinstance(outline, (list, tuple)):
         return type(outline)(_fill(value, tensors, source) for value in outline)
     return outline
+
+
+def _refuse_bare_srun() -> None:
+    """`srun -n 4 python train.py` starts tasks that know nothing of each other: four trainings in one folder."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1":
+        raise Refusal(
+            f"srun started {tasks} tasks of train.py without torchrun; start one task for each node: "
+            "srun --ntasks-per-node=1 slurm/node.py -- OPTIONS"
+        )
 
 
 def _device(local_rank: int, local_world_size: int) -> torch.device:
