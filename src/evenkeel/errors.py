@@ -68,7 +68,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
             print(f"evenkeel: {' '.join(str(ended).split())}", file=sys.stderr, flush=True)
         return FAILED
     except Refusal as refusal:
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             line = " ".join(str(refusal).split())
             print(f"evenkeel: {line}", file=sys.stderr, flush=True)
         else:

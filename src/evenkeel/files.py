@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +41,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return value
+
+
+def unused(path: Path) -> Path:
+    """The path itself, or with -2, -3 ... at its end: the first that does not exist."""
+    names = (path.name if n == 1 else f"{path.name}-{n}" for n in count(1))
+    return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
 def sync_folder(folder: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
@@ -29,6 +29,8 @@ from .network import Link, find_link, meet
 
 if TYPE_CHECKING:
     from .config import Config
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class MultiNode(SingleNode):
         return topology
 
 
-def parse_arguments(options: type[SingleNode], argv: Sequence[str]) -> tuple[SingleNode, list[str]]:
+def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
     """Split at the first ``--`` into the launcher's options and train.py's; refuse in one line."""
     cut = argv.index("--") if "--" in argv else len(argv)
     text = inspect.getdoc(options)  # given by hand, or tyro joins the lines of the examples
@@ -106,11 +108,12 @@ def parse_arguments(options: type[SingleNode], argv: Sequence[str]) -> tuple[Sin
     return parsed, list(argv[cut + 1 :])
 
 
-def check_train_options(train_args: Sequence[str]) -> None:
+def check_train_options(train_args: Sequence[str]) -> Config:
     """Refuse bad options of train.py here, once, and not in every process of every node."""
     from .cli import parse  # brings torch: not before the cheap refusals
 
-    parse(train_args)
+    config, _ = parse(train_args)
+    return config
 
 
 def check_job(train_args: Sequence[str]) -> Config:

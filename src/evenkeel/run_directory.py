@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -22,7 +22,7 @@ import tomli_w
 
 from .config import differences, flag
 from .errors import Refusal
-from .files import read_json, write_atomically, write_json
+from .files import read_json, unused, write_atomically, write_json
 from .processes import stat
 
 if sys.version_info >= (3, 11):
@@ -51,6 +51,9 @@ def launch_token() -> str:
     return f"{socket.gethostname()}:{parent}:{known.started if known else '?'}"
 
 
+ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
+"""Names of folders with runs that were moved aside."""
+
 MAX_FRUITLESS = 3
 """Attempts in a row that may die before their first step. More would be burning restarts."""
 
@@ -74,7 +77,6 @@ class RunDirectory:
         """
         if (self.path / "config.toml").exists() and not self._restarted(tokens):
             _move_aside(self.path)
-            self._lock = _lock(self.path)
             self.status = {}
 
     def begin(self, options: dict[str, Any], tokens: list[str]) -> None:
@@ -194,19 +196,31 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _move_aside(path: Path) -> None:
-    stem = f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
-    path.rename(next(aside for name in names if not (aside := path.with_name(name)).exists()))
-    path.mkdir()
+    """Move a run out of its folder, into one beside it, or within it where the folder is a mount.
+
+    What belongs to the job that starts over stays: its lock, and what Slurm needs of it.
+    """
+    name = f"old-{time.strftime('%Y%m%d-%H%M%S')}"
+    parent, prefix = (path, "") if os.path.ismount(path) else (path.parent, f"{path.name}.")
+    aside = unused(parent / f"{prefix}{name}")
+    aside.mkdir()
+    # the configuration last: without it, after a crash, what is left would not be known for a run
+    for entry in sorted(_contents(path, all_logs=True), key=lambda entry: entry.name == "config.toml"):
+        entry.rename(aside / entry.name)
 
 
 def _write_config(path: Path, options: dict[str, Any]) -> None:
     write_atomically(path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()))
 
 
-def _contents(path: Path) -> list[Path]:
-    """What is in a folder, but for what a start that came to nothing, or another rank, leaves there."""
-    return [entry for entry in path.iterdir() if entry.name not in (".lock", "logs") and entry.suffix != ".tmp"]
+def _contents(path: Path, all_logs: bool = False) -> list[Path]:
+    """What is in a folder, but for what a job, a start that came to nothing, or another rank, leaves there."""
+    not_the_runs = (".lock", "slurm") if all_logs else (".lock", "slurm", "logs")
+    return [
+        entry
+        for entry in path.iterdir()
+        if entry.name not in not_the_runs and entry.suffix != ".tmp" and not re.fullmatch(ASIDE, entry.name)
+    ]
 
 
 def _refuse_another_run(path: Path, options: dict[str, Any]) -> None:
@@ -245,9 +259,6 @@ def _lock(path: Path) -> IO[bytes]:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not name.exists() or not os.path.samestat(os.fstat(file.fileno()), name.stat()):
-                file = name.open("ab")  # the holder started over, and moved what we waited for aside
-                continue
         except BlockingIOError:
             if time.monotonic() < patience:
                 time.sleep(0.1)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from .errors import Refusal
+from .errors import REFUSED, Refusal
 from .rendezvous import fresh_store
 
 T = TypeVar("T")
@@ -158,6 +158,8 @@ def _refuse_bare_srun() -> None:
     """`srun -n 4 python train.py` starts tasks that know nothing of each other: four trainings in one folder."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1":
+        if os.environ.get("SLURM_PROCID") != "0":
+            raise SystemExit(REFUSED)  # one of them says it
         raise Refusal(
             f"srun started {tasks} tasks of train.py without torchrun; start one task for each node: "
             "srun --ntasks-per-node=1 slurm/node.py -- OPTIONS"
