@@ -71,7 +71,7 @@ class Step:
             nodes=nodes,
             node=int(env["SLURM_NODEID"]),
             gpus=int(env["SLURM_GPUS_ON_NODE"]) if env.get("SLURM_GPUS_ON_NODE") else None,
-            cores=int(env.get("SLURM_CPUS_PER_TASK", "0")),
+            cores=int(env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_ON_NODE") or "0"),
             master="" if nodes == 1 else env.get("EVENKEEL_MASTER") or _meeting(env["SLURM_STEP_NODELIST"]),
         )
 

@@ -1,0 +1,183 @@
+"""A job's life on a real cluster: it lives with everything that Slurm does to jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ..processes import read, records
+from .cluster import Cluster
+from .jobs import (
+    ended,
+    kill,
+    logs,
+    ranks,
+    recorded,
+    sbatch,
+    steps_lost,
+    submitted,
+    undisturbed,
+    wait_for_step,
+)
+
+Weights = Callable[[int], str]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """The weights after so many epochs of one process that nobody has disturbed."""
+
+    @cache
+    def weights(epochs: int) -> str:
+        folder = tmp_path_factory.mktemp("alone")
+        return str(undisturbed(folder / "run", epochs)["weights_sha256"])
+
+    return weights
+
+
+def test_the_digits_reach_their_accuracy(cluster: Cluster, tmp_path: Path) -> None:
+    """2 x 2 and 4 x 1 ranks, by submit.py and by sbatch, two jobs at a time; the last two share all nodes."""
+    options = ["--epochs", "12", "--wandb", "disabled", "--run-dir"]
+    runs = {name: tmp_path / name for name in ("submit-2x2", "sbatch-2x2", "submit-4x1", "sbatch-4x1")}
+    jobs = {
+        "submit-2x2": submitted(cluster, "-n", 2, "-g", 2, "--", *options, runs["submit-2x2"]),
+        "sbatch-2x2": sbatch(
+            cluster, ["-N2", "--gpus-per-node=2", "-c2"], [*options, str(runs["sbatch-2x2"])], tmp_path
+        ),
+        "submit-4x1": submitted(cluster, "-n", 4, "-g", 1, "--", *options, runs["submit-4x1"]),
+        "sbatch-4x1": sbatch(cluster, ["-N4", "--gpus-per-node=1"], [*options, str(runs["sbatch-4x1"])], tmp_path),
+    }
+    for name, job in jobs.items():
+        ended(cluster, job, runs[name])
+        summary = read(runs[name])
+        print(f"{name}: {summary['metrics']}, {summary['seconds']} s")
+        assert summary["metrics"]["accuracy"] > 0.97
+        assert summary["world_sizes"] == [4]
+
+
+def test_at_its_time_limit_a_job_is_saved_and_goes_on_by_itself(
+    cluster: Cluster, tmp_path: Path, alone: Weights
+) -> None:
+    """By the file that people read, on two nodes, then on the one that is left."""
+    run_dir = tmp_path / "run"
+    options = ["--wandb", "disabled", "--checkpoint-every", 0, "--pause", 0.4]
+    # of 2 minutes, Slurm warns half a minute after the start
+    job = sbatch(cluster, ["-N1-2", "--gpus-per-node=1", "-t2"], recorded(run_dir, *options, epochs=4), tmp_path)
+    wait_for_step(cluster, job, run_dir, 3)
+    assert records(run_dir, "start")[0]["world_size"] == 2
+    cluster.drain(1, 3, 4)
+    cluster.wait_for(job, "RUNNING", restarts=1)
+    cluster.slurm("scontrol", "update", f"jobid={job}", "TimeLimit=10")
+    shown = ended(cluster, job, run_dir)
+    assert int(shown["Restarts"]) >= 1
+    summary = read(run_dir)
+    print(f"world sizes {summary['world_sizes']}, stops {[r['step'] for r in records(run_dir, 'stop')]}")
+    assert {stop["reason"] for stop in records(run_dir, "stop")} <= {"SIGUSR2", "SIGTERM"}
+    assert steps_lost(run_dir) == [0]
+    assert summary["world_sizes"] == [2, 1]
+    assert summary["weights_sha256"] == alone(4)
+
+
+def test_one_job_through_all_that_can_happen_to_it(cluster: Cluster, tmp_path: Path, alone: Weights) -> None:
+    run_dir = tmp_path / "run"
+    options = ["--wandb", "offline", "--checkpoint-every", 5, "--pause", 0.25]
+    job = submitted(cluster, "-n", "1:2", "-g", 1, "--max-restarts", 5, "--", *recorded(run_dir, *options, epochs=8))
+
+    def progress(attempts: int) -> None:
+        """Two more steps, in the next attempt."""
+        wait_for_step(cluster, job, run_dir, records(run_dir, "start")[-1]["step"] + 2 if attempts > 1 else 2, attempts)
+
+    progress(1)
+    wandb_id = read(run_dir, "status.json")["wandb_id"]
+
+    cluster.slurm("scontrol", "requeue", job)
+    progress(2)
+    assert steps_lost(run_dir)[-1] == 0
+
+    cluster.slurm("scancel", "--signal=USR2", job)
+    progress(3)
+    assert steps_lost(run_dir)[-1] == 0
+
+    urgent = tmp_path / "urgent.sh"
+    urgent.write_text("#!/bin/sh\nsleep 2\n")
+    high = cluster.submit(urgent, "-phigh", "-N4", "-c2")
+    cluster.wait_for(high, "COMPLETED")
+    progress(4)
+    assert steps_lost(run_dir)[-1] == 0
+
+    requeues = cluster.show(job)["Restarts"]
+    kill(ranks(cluster)[-1:])
+    progress(5)
+    assert cluster.show(job)["Restarts"] == requeues, "a rank is started again within the job"
+    assert steps_lost(run_dir)[-1] == 0
+
+    kill([process for process in cluster.processes_left() if process.command.startswith("python")])
+    progress(6)
+    assert 0 <= steps_lost(run_dir)[-1] <= 6, "without warning, back to the last checkpoint"
+
+    cluster.kill_node(ranks(cluster)[-1].node)
+    ended(cluster, job, run_dir)
+    assert 0 <= steps_lost(run_dir)[-1] <= 6
+    print(f"steps lost {steps_lost(run_dir)}, ranks {read(run_dir)['world_sizes']}")
+    assert read(run_dir)["weights_sha256"] == alone(8)
+    assert read(run_dir, "status.json")["wandb_id"] == wandb_id
+    assert {path.name.rpartition("-")[2] for path in run_dir.glob("wandb/offline-run-*")} == {wandb_id}
+
+
+def test_preempted_without_grace_it_comes_back_from_its_last_checkpoint(
+    cluster: Cluster, tmp_path: Path, alone: Weights
+) -> None:
+    run_dir = tmp_path / "run"
+    options = ["--wandb", "disabled", "--checkpoint-every", 4, "--pause", 0.3]
+    job = submitted(cluster, "-n", 2, "-g", 1, "--partition", "lowhard", "--", *recorded(run_dir, *options, epochs=4))
+    wait_for_step(cluster, job, run_dir, 6)
+    urgent = tmp_path / "urgent.sh"
+    urgent.write_text("#!/bin/sh\nsleep 2\n")
+    cluster.wait_for(cluster.submit(urgent, "-phigh", "-N4", "-c2"), "COMPLETED")
+    ended(cluster, job, run_dir)
+    (lost,) = steps_lost(run_dir)
+    print(f"{lost} steps are done again")
+    assert 0 <= lost <= 5
+    assert read(run_dir)["weights_sha256"] == alone(4)
+
+
+def test_what_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
+    """A cancelled job is saved; one with a bug says where; one that gets nowhere gives up. None is requeued again."""
+    cancelled, bug, stuck = (tmp_path / name for name in ("cancelled", "bug", "stuck"))
+    quiet = ["--wandb", "disabled", "--checkpoint-every", 0]
+    jobs = {
+        cancelled: submitted(cluster, "-n", 1, "-g", 1, "--", *recorded(cancelled, *quiet, "--pause", 0.3)),
+        bug: submitted(cluster, "-n", 2, "-g", 1, "--max-restarts", 0, "--", *recorded(bug, *quiet, "--fail-at", 6)),
+        stuck: submitted(
+            cluster, "-g", 1, "--max-restarts", 0, "--max-requeues", 1, "--", *recorded(stuck, *quiet, "--die-at", 1)
+        ),
+    }
+    wait_for_step(cluster, jobs[cancelled], cancelled, 2)
+    cluster.slurm("scancel", jobs[cancelled])
+    assert ended(cluster, jobs[cancelled], cancelled, "CANCELLED")["Restarts"] == "0"
+    assert read(cancelled, "status.json")["state"] == "stopped"
+    assert read(cancelled, "status.json")["step"] == max(line["step"] for line in records(cancelled, "train"))
+
+    assert ended(cluster, jobs[bug], bug, "FAILED")["Restarts"] == "0"
+    assert read(bug, "status.json")["state"] == "failed"
+    assert "ZeroDivisionError: a bug in the user's loss" in read(bug, "status.json")["reason"] + logs(bug)
+
+    assert ended(cluster, jobs[stuck], stuck, "FAILED")["Restarts"] == "2"
+    reason = read(stuck, "status.json")["reason"]
+    assert reason == "requeued 1 times without finishing a step after step 0 (--max-requeues 1)"
+
+
+def test_an_array_trains_one_run_for_each_seed(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "seeds"
+    array = submitted(
+        cluster, "-g", 1, "--array-seeds", "3:6", "--", *recorded(run_dir, "--wandb", "disabled")
+    ).partition("_")[0]
+    weights = set()
+    for number, seed in enumerate((3, 4, 5)):
+        ended(cluster, f"{array}_{number}", run_dir / f"seed-{seed}")
+        weights.add(read(run_dir / f"seed-{seed}")["weights_sha256"])
+        assert read(run_dir / f"seed-{seed}" / "slurm", "job.json")["job_id"] == f"{array}_{number}"
+    assert len(weights) == 3
