@@ -45,7 +45,7 @@ ENDED = (
     "BOOT_FAIL",
     "DEADLINE",
 )
-UP_LIMIT = 280.0
+UP_LIMIT = 600.0
 """Seconds for the lab to come up, another one's end included; more than its LAB_WAIT."""
 
 _PROBE = """
@@ -136,9 +136,16 @@ class Cluster:
         self._lab("down")
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def kill_node(self, node: int) -> None:
-        """Crash a node: SIGKILL to everything on it."""
+    def kill_node(self, node: int, noticed: bool = False) -> None:
+        """Crash a node: SIGKILL to everything on it.
+
+        Args:
+            node: its number.
+            noticed: Slurm takes it for down at once, instead of by itself after about 30 s.
+        """
         self._lab("node-kill", str(node))
+        if noticed:
+            self.slurm("scontrol", "update", f"nodename=node{node}", "state=down", "reason=crashed")
 
     def start_node(self, node: int) -> None:
         """Bring a dead node back, and wait until Slurm gives it work again."""

@@ -13,13 +13,13 @@ REASON = why_not()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder; and give it time, because the first one may wait for another run's cluster."""
+    """Mark every test of this folder. Its time begins after the fixtures, which may wait for another run's cluster."""
     for item in items:
         if item.path.is_relative_to(__file__.rpartition("/")[0]):
             item.add_marker(pytest.mark.slurm)
             item.add_marker(pytest.mark.skipif(REASON is not None, reason=str(REASON)))
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(600))
+                item.add_marker(pytest.mark.timeout(300, func_only=True))
 
 
 @pytest.fixture(scope="session")

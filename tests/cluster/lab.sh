@@ -9,7 +9,7 @@
 #   lab.sh down              end everything and remove it
 #
 # Needs root. LAB_DIR holds the state. Slurm's commands need  export SLURM_CONF=$LAB_DIR/slurm.conf
-# There is one lab on a machine: `up` waits LAB_WAIT seconds (240) for another to go, and removes a dead one.
+# There is one lab on a machine: `up` waits LAB_WAIT seconds (480) for another to go, and removes a dead one.
 # LAB_OWNER is the pid of a process without which the lab shall not live (none: it stays until `down`).
 #
 # All processes of the lab live in one PID namespace, whose first process is `tend`: they end with it, however it ends.
@@ -251,6 +251,9 @@ node_start() {
   local now
   node_init "$1" && return
   now=$(date +%s)
+  # Slurm does this to a node that has rebooted unexpectedly; it asks for the uptime, which here is the machine's.
+  # Otherwise a job whose batch script runs on another node would wait for ever for the processes that were here.
+  timeout 60 scontrol update "nodename=node$1" state=down reason=rebooted || return 1
   boot "$1" && wait_until "answer of node$1" registered "$1" "$now"
 }
 
@@ -292,7 +295,7 @@ found() {  # start the lab's first process, which writes the record, and its gua
 }
 
 up() {  # N CPUS
-  local i end=$((SECONDS + ${LAB_WAIT:-240})) told=
+  local i end=$((SECONDS + ${LAB_WAIT:-480})) told=
   while true; do
     lock $LIMIT || die "another lab.sh has been busy for $LIMIT s"
     tended && wanted || break
