@@ -58,6 +58,8 @@ class Recorded(Task):
 
     fail_at: int = -1
     """Every rank raises in this call of loss."""
+    failing_rank: int = -1
+    """Only this one does."""
 
     stick_at: int = -1
     """The last rank gets stuck while it loads its sample of this number, in the first attempt."""
@@ -80,7 +82,7 @@ class Recorded(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.calls += 1
         time.sleep(self.pause)
-        if self.calls == self.fail_at:
+        if self.calls == self.fail_at and self.failing_rank in (-1, int(os.environ.get("RANK", "0"))):
             raise ZeroDivisionError("a bug in the user's loss")
         if self.calls == self.die_at and first_attempt_of_the_last_rank():
             os.kill(os.getpid(), signal.SIGKILL)

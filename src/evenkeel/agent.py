@@ -56,19 +56,21 @@ def heed_signals() -> None:
 
 
 def verdict(codes: Collection[int]) -> int:
-    """One exit code for a node from those of its ranks that failed.
+    """One exit code for a node from those of its ranks, where none was asked to stop.
 
-    A rank that lost its peer ends with 1, so any other code says more.
+    A rank that is stopped by torchrun because another one has failed ends with :data:`STOPPED` too, and one that has
+    lost its peer with 1. So what says most comes first.
 
     Args:
         codes: exit codes as `subprocess` has them, negative for a signal.
     """
-    for telling in (REFUSED, STOPPED):
-        if telling in codes:
-            return telling
+    if REFUSED in codes:
+        return REFUSED
     if -signal.SIGKILL in codes:
         return KILLED
-    return next((128 - code if code < 0 else code for code in codes if code != 1), 1)
+    crashes = [code for code in codes if code not in (STOPPED, -signal.SIGTERM)]
+    code = min(crashes, default=STOPPED)  # a signal, if there was one
+    return 128 - code if code < 0 else code
 
 
 def first_error(folders: Iterable[Path]) -> str:

@@ -22,6 +22,7 @@ from ..checkpoint import Checkpoints
 from ..config import Config
 from ..errors import REFUSED, Ended, Refusal, exit_code
 from ..files import read_json, write_json
+from ..interruption import STOPPED
 from ..launch import Topology, count_processes, parse_master
 from ..launchers import check_job, command_for, parse_arguments, wait_for_master
 from .commands import SlurmError, slurm
@@ -125,7 +126,10 @@ class Node:
         command = command_for(topology, self.script, self.train_args, cores=step.cores, telling=True, log_dir=errors)
         wait_for_master(topology)
         os.environ.update(command.env)
-        return agent.main(list(command.argv[3:]))
+        code = agent.main(list(command.argv[3:]))
+        if code not in (0, STOPPED, REFUSED, agent.KILLED):
+            _explain(record, step)
+        return code
 
     def _record(self, step: Step, run_dir: Path) -> JobRecord:
         known = load(run_dir)
@@ -186,6 +190,14 @@ def _count_start(record: JobRecord, step: Step, config: Config, most: int) -> No
         reason = f"requeued {most} times without finishing a step after step {done} (--max-requeues {most})"
         write_json(run_dir / "status.json", status | {"state": "failed", "reason": reason})
         raise Ended(f"{reason}; logs are in {record.log} and {run_dir / 'logs'}; submit it again to go on")
+
+
+def _explain(record: JobRecord, step: Step) -> None:
+    """Put into status.json what failed first: its writer, rank 0, may have known only that it lost a peer."""
+    path = Path(record.run_dir) / "status.json"
+    lines = agent.first_error([record.errors(step.requeues)]).strip().splitlines()
+    if lines and path.exists():
+        write_json(path, read_json(path) | {"state": "failed", "reason": lines[-1]})
 
 
 def _meeting(nodes: str) -> str:
