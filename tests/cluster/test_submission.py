@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -32,7 +31,7 @@ REFUSED = {
     "--array-seeds 3": "--array-seeds 3: give FIRST:END with FIRST < END; 0:4 are seeds 0, 1, 2 and 3",
     "--nodelist node9": "Slurm does not take the job: .*[Ii]nvalid node name",
     "--constraint none": "Slurm does not take the job: .*feature",
-    "--mem 900G": "Slurm does not take the job: .*[Mm]emory|Slurm does not take the job: .*not available",
+    "--mem 900G": "Slurm does not take the job: .*([Mm]emory|not available)",
     "-- --batch-size 0": "--batch-size 0: must be at least 1",
     "-- --epoch 3": "[Uu]nrecognized",
 }
@@ -42,9 +41,9 @@ REFUSED = {
 def test_what_cannot_run_is_refused_in_one_line(
     words: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "environ", cluster.environment())
+    monkeypatch.setenv("SLURM_CONF", cluster.environment()["SLURM_CONF"])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Refusal, match=REFUSED[words].replace("(", r"\(") if "|" not in words else "") as refused:
+    with pytest.raises(Refusal, match=REFUSED[words]) as refused:
         submission.main(words.split(), ROOT)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.glob("runs/*/slurm")), "nothing is written"
@@ -130,6 +129,7 @@ def test_sbatch_and_submit_start_the_same_thing(
     of_submitit = {"SLURM_WCKEY", "SLURM_JOB_WCKEY", "SBATCH_WCKEY"}
     by_the_way = {"SLURM_TASK_PID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_GTIDS", "SLURM_STEP_LAUNCHER_PORT"}
     by_the_way |= {"SLURM_SRUN_COMM_PORT", "SLURM_LAUNCH_NODE_IPADDR", "SRUN_DEBUG", "SLURM_UNBUFFEREDIO", "SHLVL"}
+    by_the_way |= {"EVENKEEL_PYTHON", "PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
     assert differ - of_this_job - of_the_copy - of_submitit - by_the_way == set()
     for name in ("limits", "Requeue", "limit"):
         assert by_submit[name] == by_sbatch[name], name

@@ -20,16 +20,13 @@ def slurm(*command: str, timeout: float = TIMEOUT, env: Mapping[str, str] | None
         command: the name and its arguments; no shell is involved.
         timeout: seconds that it may take.
         env: its whole environment; None: this process's.
-        stdin: what it reads.
 
     Raises:
         SlurmError: see there.
     """
     name = command[0]
     try:
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False, env=env
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env)
     except FileNotFoundError:
         raise SlurmError(f"{name}: not found: is this a login node of the cluster?") from None
     except subprocess.TimeoutExpired:

@@ -6,10 +6,11 @@ import io
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,6 @@ from ..launch import parse_nodes
 from ..launchers import check_job, check_train_options, parse_arguments
 from .cluster import Request, parse_time, partitions, show_time
 from .code import copy_code
-from .commands import SlurmError, slurm
 from .node import MAX_REQUEUES, Node
 from .record import JobRecord
 
@@ -114,10 +114,9 @@ def main(argv: Sequence[str], repository: Path) -> int:
     if typed.dry_run:
         print(executor._make_submission_file_text(executor._submitit_command_str, ""))
         return 0
-    _ask_sbatch(executor)
     revision = copy_code(repository, folder / "code", configs[0].task)
+    jobs = _submit(executor, nodes)
     _announce_plan(typed, request, revision)
-    jobs = executor.map_array(Node.__call__, nodes) if len(nodes) > 1 else [executor.submit(Node.__call__, nodes[0])]
     records = [
         JobRecord(
             job_id=job.job_id,
@@ -251,17 +250,25 @@ def _preamble(folder: Path, repository: Path) -> list[str]:
     ]
 
 
-def _ask_sbatch(executor: submitit.SlurmExecutor) -> None:
-    """Have the controller judge what sinfo does not show: account, QOS, constraint, memory, names of nodes.
+def _submit(executor: submitit.SlurmExecutor, nodes: list[Node]) -> list[submitit.Job[int]]:
+    """Submit one job, or an array.
 
     Raises:
-        Refusal: with sbatch's own words.
+        Refusal: in sbatch's words, on account, QOS, constraint, memory, names of nodes. Nothing is left.
     """
-    text = executor._make_submission_file_text(executor._submitit_command_str, "")
+    told = io.StringIO()  # by submitit, beside the error that it raises
     try:
-        slurm("sbatch", "--test-only", stdin=text)
-    except SlurmError as error:
-        raise Refusal(f"Slurm does not take the job: {error}") from None
+        with redirect_stderr(told), redirect_stdout(told):
+            if len(nodes) > 1:
+                return executor.map_array(Node.__call__, nodes)
+            return [executor.submit(Node.__call__, nodes[0])]
+    except submitit.core.utils.FailedJobError as error:
+        shutil.rmtree(executor.folder, ignore_errors=True)
+        with suppress(OSError):  # there are other submissions
+            executor.folder.parent.rmdir()
+        words = re.findall(r"^sbatch: error: (.*)$", f"{told.getvalue()}\n{error}", re.MULTILINE)
+        reason = ": ".join(dict.fromkeys(words)) or str(error)
+        raise Refusal(f"Slurm does not take the job: {reason}") from None
 
 
 def _announce_plan(typed: Submit, request: Request, revision: str) -> None:
