@@ -243,9 +243,9 @@ class Cluster:
         self.up()
         self._wait("an empty queue", limit, lambda: not self.slurm("squeue", "--noheader", "--states=all", "-t", _LIVE))
         for node in self.nodes:
-            if "DRAIN" in self._node_state(node) or "DOWN" in self._node_state(node):
+            if "DRAIN" in self.node_state(node) or "DOWN" in self.node_state(node):
                 self.resume(node)
-        self._wait("idle nodes", limit, lambda: all(self._node_state(node) == "IDLE" for node in self.nodes))
+        self._wait("idle nodes", limit, lambda: all(self.node_state(node) == "IDLE" for node in self.nodes))
         left = self.processes_left()
         if left:  # one that was killed just now may still have to be buried
             time.sleep(1)
@@ -255,7 +255,8 @@ class Cluster:
                 os.kill(process.pid, signal.SIGKILL)
         return left
 
-    def _node_state(self, node: int) -> str:
+    def node_state(self, node: int) -> str:
+        """Such as IDLE or DOWN+NOT_RESPONDING."""
         shown = self.slurm("scontrol", "-o", "show", "node", f"node{node}")
         found = re.search(r"State=(\S+)", shown)
         return found[1] if found else ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -54,10 +56,10 @@ def test_a_node_dies_its_job_is_requeued_and_it_comes_back(cluster: Cluster, tmp
         assert time.monotonic() < deadline, "no processes on the nodes"
         time.sleep(0.2)
 
-    cluster.kill_node(3)
+    cluster.kill_node(3, noticed=True)  # test_signals.py waits until Slurm misses it by itself
     assert cluster.processes(3) == []
-    shown = cluster.wait_for(job, "PENDING", restarts=1)
-    assert "node3" in cluster.slurm("sinfo", "-h", "-N", "-t", "down", "-o", "%N"), shown
+    cluster.wait_for(job, "PENDING", restarts=1)
+    assert cluster.processes(2) == []
     cluster.start_node(3)
     assert cluster.wait_for(job, "RUNNING", restarts=1)["NodeList"] == "node[2-3]"
 
@@ -87,3 +89,22 @@ def test_up_again_keeps_the_cluster_and_another_one_must_wait(cluster: Cluster, 
 def test_a_node_that_is_not_there_is_refused(cluster: Cluster, node: str) -> None:
     with pytest.raises(RuntimeError, match="nodes are 1 to 4"):
         cluster._lab("node-kill", node)
+
+
+def test_a_lab_goes_with_its_owner_and_a_dead_one_is_in_nobodys_way(cluster: Cluster) -> None:
+    record = Path("/run/eklab/record")
+    os.kill(int(record.read_text().split()[0]), signal.SIGKILL)  # all its processes are gone, all else is still there
+    with tempfile.TemporaryDirectory(prefix="eklab-") as folder, subprocess.Popen(["sleep", "600"]) as owner:
+        env = os.environ | {"LAB_DIR": folder, "LAB_OWNER": str(owner.pid)}
+        subprocess.run([str(LAB), "up", "1", "1"], env=env, check=True, timeout=300)
+        assert record.read_text().split()[-1] == folder
+        assert not cluster.disk(1).exists()
+        owner.kill()
+        deadline = time.monotonic() + 120
+        while record.exists():
+            assert time.monotonic() < deadline, "the lab outlives its owner"
+            time.sleep(0.1)
+        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        assert "eklab-node" not in names
+        assert list(Path(folder).iterdir()) == []
+    cluster.up()

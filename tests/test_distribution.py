@@ -1,0 +1,49 @@
+"""Which process runs which tests, with `pytest -n 2 --dist loadfile`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from .processes import run
+
+HERE = Path(__file__).parent
+TEST = """
+import os, pathlib, time
+
+def test_it():
+    time.sleep(0.2)
+    name = "-".join(pathlib.Path(__file__).parts[-2:])
+    pathlib.Path(os.environ["FOUND"], name).write_text(os.environ.get("PYTEST_XDIST_WORKER", "alone"))
+"""
+
+
+def workers(folder: Path, *options: str, conftest: bool = True) -> dict[str, set[str]]:
+    """Which processes ran the tests of each folder of a small project."""
+    for name in ("cluster", "docker"):
+        (folder / "tests" / name).mkdir(parents=True)
+        for test in ("a", "b", "c"):
+            (folder / "tests" / name / f"test_{name}_{test}.py").write_text(TEST)
+    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\ntestpaths = ['tests']\n")
+    if conftest:
+        shutil.copy(HERE / "conftest.py", folder / "tests")
+    found = folder / "found"
+    found.mkdir()
+    run([sys.executable, "-m", "pytest", "-q", *options], cwd=folder, env={"FOUND": str(found), "PYTEST_ADDOPTS": ""})
+    names = {"cluster", "docker"}
+    return {name: {path.read_text() for path in found.glob(f"{name}-*")} for name in names}
+
+
+@pytest.mark.parametrize("conftest", [True, False])
+def test_a_folder_that_shares_something_stays_in_one_process(tmp_path: Path, conftest: bool) -> None:
+    pytest.importorskip("xdist")
+    found = workers(tmp_path, "-n", "2", "--dist", "loadfile", conftest=conftest)
+    assert all(len(names) == (1 if conftest else 2) for names in found.values()), found
+    assert set().union(*found.values()) == {"gw0", "gw1"}
+
+
+def test_it_works_without_xdist(tmp_path: Path) -> None:
+    assert set().union(*workers(tmp_path, "-p", "no:xdist").values()) == {"alone"}
