@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from evenkeel.processes import STOP_SIGNALS
+
+TOGETHER = ("tests/cluster/", "tests/docker/")
+"""Folders whose tests share something of which a machine has one only: a cluster, images that are being built."""
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`: one process runs all tests of a file, and all files of a folder in TOGETHER."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            inside = [folder for folder in TOGETHER if nodeid.startswith(folder)]
+            return inside[0] if inside else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

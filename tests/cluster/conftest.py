@@ -1,0 +1,42 @@
+"""For all tests on a Slurm cluster. They run one after the other, in one process: see ByFile in tests/conftest.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .cluster import Cluster, why_not
+
+REASON = why_not()
+"""Why there is no cluster here, or None."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder; and give it time, because the first one may wait for another run's cluster."""
+    for item in items:
+        if item.path.is_relative_to(__file__.rpartition("/")[0]):
+            item.add_marker(pytest.mark.slurm)
+            item.add_marker(pytest.mark.skipif(REASON is not None, reason=str(REASON)))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Four nodes of two CPUs and two pretend GPUs."""
+    cluster = Cluster(nodes=4, cpus=2)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test that uses the cluster: no job, idle nodes, no process that outlived its job."""
+    yield
+    if "cluster" in request.fixturenames:
+        left = request.getfixturevalue("cluster").settle()
+        assert not left, f"processes without a job: {left}"
