@@ -24,7 +24,7 @@ class Terminal:
     def __init__(self, command: Sequence[str], columns: int = 100, env: Mapping[str, str] | None = None) -> None:
         self._ours, its = os.openpty()
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        plain = {name: value for name, value in environment({"TERM": "xterm"} | dict(env or {})).items()}
+        plain = environment({"TERM": "xterm", **(env or {})})
         plain.pop("COLUMNS", None)
         self.process = subprocess.Popen(
             command,

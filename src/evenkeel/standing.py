@@ -173,7 +173,7 @@ def job_id(run: Path) -> str | None:
     """The Slurm job that last worked on a run, if there was one."""
     try:
         record = load(run)
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError):
         return None
     return record.job_id if record else None
 
