@@ -205,8 +205,9 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
 
 
 def _contents(path: Path) -> list[Path]:
-    """What is in a folder, but for what a start that came to nothing, or another rank, leaves there."""
-    return [entry for entry in path.iterdir() if entry.name not in (".lock", "logs") and entry.suffix != ".tmp"]
+    """What is in a folder, but for what a start that came to nothing, another rank, or a submission leaves there."""
+    ours = (".lock", "logs", "slurm")
+    return [entry for entry in path.iterdir() if entry.name not in ours and entry.suffix != ".tmp"]
 
 
 def _refuse_another_run(path: Path, options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any
 import tyro
 
 from ..agent import first_error
-from ..errors import FAILED, Refusal
+from ..errors import FAILED, REFUSED, Refusal
 from ..files import read_json
 from ..interruption import KEYBOARD, STOPPED
 from ..keyboard import CtrlC
@@ -37,6 +37,9 @@ ASK_AGAIN = 1.0
 BACKLOG = 1 << 14
 """Bytes of an old log that are shown at first."""
 
+_REFUSAL = f"{Refusal.__module__}.{Refusal.__qualname__}: "
+"""So begins the last line of its traceback."""
+
 
 @dataclass(frozen=True)
 class FollowCommand:
@@ -44,7 +47,8 @@ class FollowCommand:
 
       python -m evenkeel follow runs/digits
 
-    Exit code: 0 finished, 1 failed, 75 cancelled or stopped before its end. Ctrl-C (130) ends this command only.
+    Exit code: 0 finished, 1 failed, 2 its input was refused, 75 cancelled or stopped before its end. Ctrl-C (130)
+    ends this command only.
     """
 
     run_dir: tyro.conf.Positional[Path]
@@ -67,7 +71,8 @@ def follow(record: JobRecord) -> int:
     """Print a job's log and its changes of state until it is over.
 
     Returns:
-        0: the run is finished; 1: it has failed; 75: it was cancelled or stopped; 130: Ctrl-C, and the job goes on.
+        0: the run is finished; 1: it has failed; 2: its input was refused; 75: it was cancelled or stopped;
+        130: Ctrl-C, and the job goes on.
     """
     with CtrlC() as ctrl_c:
         try:
@@ -178,8 +183,12 @@ class _Follower:
         if said == "stopped":
             self.say(f"stopped{at} by {reason} and was not requeued; submit it again to continue the run")
             return STOPPED
-        if traceback := self._traceback():
-            self.say(f"the rank that failed first says:\n{traceback.rstrip()}")
+        *traceback, last = self._traceback().rstrip().splitlines() or [""]
+        if last.startswith(_REFUSAL):
+            self.say(f"refused: {last.removeprefix(_REFUSAL)}")
+            return REFUSED
+        if last:
+            self.say("\n".join(["the rank that failed first says:", *traceback, last]))
         if said != "failed":
             reason = f"Slurm says {job}, and the run nothing" if job.is_known else "Slurm does not know it any more"
         self.say(f"failed{at}: {reason}; its log is {self.record.log}")
