@@ -209,7 +209,7 @@ def _judge(
     if job and job.is_over:
         return ("lost" if said else "stopped" if job.state == "CANCELLED" else "failed"), f"job {job_id}: {job}"
     if not said:
-        return "unknown", f"its job {job_id} has left nothing, and Slurm does not say how it is"
+        return "unknown", f"job {job_id} has left nothing, and Slurm {'does not know it' if job else 'cannot be asked'}"
     return _without_a_job(status, held, heard)
 
 

@@ -87,7 +87,7 @@ def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, tmp_pat
         assert it.job
         assert it.job.requeues == 1
         assert it.step >= 3
-        terminal.read_until(rf"job {job_id}: requeued, start 2: pending \(\w+\)\n")
+        terminal.read_until(rf"job {job_id}: requeued, start 2: (completing|pending) \([\w ]+\)\n")
         cluster.slurm("scontrol", "release", job_id)
         assert terminal.end() == 0
         out = terminal.text
@@ -125,7 +125,7 @@ def test_a_bug_is_shown_and_a_kill_is_told_from_a_run_at_work(cluster: Cluster, 
     with follow(cluster, killed) as terminal:
         assert terminal.end() == 1
         (last,) = terminal.text.splitlines()[-1:]
-    assert f"job {kill}: failed at step 2: Slurm says failed (NonZeroExitCode), and the run nothing; its log" in last
+    assert f"job {kill}: failed: Slurm says failed (NonZeroExitCode), and the run nothing; its log" in last
     assert read(killed, "status.json")["state"] == "running", "the control"
     it = look(killed)
     assert (it.state, it.why) == ("lost", f"job {kill}: failed (NonZeroExitCode)")
@@ -140,38 +140,40 @@ def test_a_bug_is_shown_and_a_kill_is_told_from_a_run_at_work(cluster: Cluster, 
 
 
 def test_jobs_that_wait_and_are_cancelled_and_forgotten(cluster: Cluster, tmp_path: Path) -> None:
-    run_dir, other = tmp_path / "runs" / "seed-0", tmp_path / "runs" / "seed-1"
     script, before = tmp_path / "job.sh", time.time()
     script.write_text("#!/bin/bash\nsleep 1\n")
-    array = cluster.submit(script, "--hold", "--array=0-1")
-    first, second = f"{array}_0", f"{array}_1"
-    record(run_dir, first, before)
-    record(other, second, before)
-    found = ask([second, "99999", first])
-    assert list(found) == [second, "99999", first]
-    assert [str(found[name]) for name in (first, second)] == ["pending (JobHeldUser)"] * 2
-    assert found["99999"].state == UNKNOWN
+    array, alone = (cluster.submit(script, "--hold", *more) for more in (["--array=0-1"], []))
+    ids = {"alone": alone, "seed-0": f"{array}_0", "seed-1": f"{array}_1"}
+    for name, job_id in ids.items():
+        record(tmp_path / name, job_id, before)
+    found = ask([*ids.values(), "99999"])
+    assert list(found) == [*ids.values(), "99999"]
+    assert [str(it) for it in found.values()] == ["pending (JobHeldUser)"] * 3 + ["unknown"]
     assert ask(["99999"])["99999"].state == UNKNOWN, "squeue has nothing to say but an error"
-    assert [it.state for it in Runs([tmp_path]).look()] == ["queued", "queued"]
+    assert [it.state for it in Runs([tmp_path]).look()] == ["queued"] * 3
 
-    with follow(cluster, run_dir) as terminal:
-        terminal.read_until(rf"job {first}: pending \(JobHeldUser\)")
+    with follow(cluster, tmp_path / "alone") as terminal:
+        terminal.read_until(rf"job {alone}: pending \(JobHeldUser\)")
         terminal.press_ctrl_c()
         assert terminal.end() == 130
-        assert f"job {first}: goes on; " in terminal.text
-    assert ask([first])[first].is_waiting
-    with follow(cluster, run_dir) as terminal:
-        terminal.read_until("JobHeldUser")
-        cluster.slurm("scancel", first)
-        assert terminal.end() == 75
-        assert terminal.text.endswith(f"job {first}: was cancelled; submit it again to continue the run\n")
+        assert f"job {alone}: goes on; " in terminal.text
+    assert ask([alone])[alone].is_waiting
+    lasts = ("was cancelled", "has left the queue without a start, so it was cancelled")
+    for name, last in zip(("alone", "seed-0"), lasts, strict=True):
+        with follow(cluster, tmp_path / name) as terminal:
+            terminal.read_until("JobHeldUser")
+            cluster.slurm("scancel", ids[name])
+            assert terminal.end() == 75, terminal.text
+            assert terminal.text.endswith(f"job {ids[name]}: {last}; submit it again to continue the run\n")
     assert [(it.state, it.why) for it in Runs([tmp_path]).look()] == [
-        ("stopped", f"job {first}: cancelled"), ("queued", ""),
-    ]  # fmt: skip
+        ("stopped", f"job {alone}: cancelled"),
+        ("unknown", f"job {array}_0 has left nothing, and Slurm does not know it"),
+        ("queued", ""),
+    ]
 
     # what sacct says is the same, when squeue has forgotten it
     deadline = time.monotonic() + LIMIT
-    while (known := dict(jobs._accounted([first])).get(first)) is None or not known.is_over:
+    while (known := dict(jobs._accounted([alone])).get(alone)) is None or not known.is_over:
         assert time.monotonic() < deadline, known
         time.sleep(0.3)
     assert str(known) == "cancelled (by user 0)"

@@ -114,6 +114,8 @@ class _Follower:
         self.job = JobStatus("")
         self.over = 0
         """Answers in a row by which the job was over, or unknown."""
+        self.waited = False
+        """Whether it had not been started, when Slurm last knew it."""
         self.trouble = ""
         self.ask_at = 0.0
 
@@ -153,6 +155,8 @@ class _Follower:
             self.log.copy(sys.stdout.buffer)  # what was printed before the change
             self.say(f"{again}{job}")
         self.job, self.trouble = job, ""
+        if job.is_known:
+            self.waited = job.is_waiting
         self.over = self.over + 1 if job.is_over or not job.is_known else 0
         self.ask_at = time.monotonic() + (ASK_AGAIN if self.over else ASK)
 
@@ -173,12 +177,13 @@ class _Follower:
         """Say how it has ended; the exit code."""
         status, job = self.status, self.job
         said, reason = status.get("state"), status.get("reason")
-        at = f" at step {status['step']}" if "step" in status else ""
+        at = f" at step {status['step']}" if "step" in status and said != "running" else ""
         if said == "finished" or (job.state == "COMPLETED" and said not in ("stopped", "failed")):
             self.say(f"finished{at} -> {self.record.run_dir}")
             return 0
-        if job.state == "CANCELLED":
-            self.say(f"was cancelled{at}; submit it again to continue the run")
+        if job.state == "CANCELLED" or (self.waited and not job.is_known):
+            how = "was cancelled" if job.is_known else "has left the queue without a start, so it was cancelled"
+            self.say(f"{how}{at}; submit it again to continue the run")
             return STOPPED
         if said == "stopped":
             self.say(f"stopped{at} by {reason} and was not requeued; submit it again to continue the run")

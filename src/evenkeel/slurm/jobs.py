@@ -30,7 +30,10 @@ WAITING = frozenset(
 """States in which a job has no process, and may have one later."""
 
 UNKNOWN = "UNKNOWN"
-"""Our own word for a job that Slurm has forgotten, and of which there is no accounting."""
+"""Our own word for a job that Slurm has forgotten, and of which there is no accounting.
+
+A task of an array that is cancelled while it waits is at once such a job.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ def _queued(job_ids: list[str]) -> Iterator[tuple[str, JobStatus]]:
     for line in lines:
         number, array, task, state, reason, requeues, nodes = (cell.strip() for cell in line.split("|")[:7])
         job_id = f"{array}_{task}" if task.isdecimal() else number
-        yield job_id, JobStatus(state, "" if reason == "None" else reason, nodes, int(requeues))
+        if reason == "None" or state in ("CANCELLED", "COMPLETED"):
+            reason = ""  # a job that was cancelled keeps the reason for which it had waited
+        yield job_id, JobStatus(state, reason, nodes, int(requeues))
 
 
 def _accounted(job_ids: list[str]) -> Iterator[tuple[str, JobStatus]]:
