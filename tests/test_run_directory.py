@@ -106,6 +106,8 @@ def test_an_empty_folder_and_what_a_start_that_came_to_nothing_left(path: Path) 
     (path / "logs" / "attempt-0001").mkdir(parents=True)
     (path / ".lock").touch()
     (path / ".config.toml.123.tmp").touch()
+    (path / "slurm").mkdir()
+    (path / "slurm" / "job.json").touch()
     claim(path, OPTIONS, fresh=False)
 
 

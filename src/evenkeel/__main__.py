@@ -13,12 +13,16 @@ from .comparison import CompareCommand
 from .errors import exit_code, one_line_errors
 from .inspection import CheckpointCommand
 from .planning import PlanCommand
+from .slurm.follow import FollowCommand
+from .status import StatusCommand
 
 SUBCOMMANDS: dict[str, Callable[..., Any]] = {
     "plan": PlanCommand,
     "checkpoint": CheckpointCommand,
     "chaos": ChaosCommand,
     "compare": CompareCommand,
+    "status": StatusCommand,
+    "follow": FollowCommand,
 }
 
 
@@ -26,7 +30,7 @@ def main() -> int:
     """Run a subcommand; what stands after `--` belongs to train.py, or is a whole command."""
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    command: PlanCommand | CheckpointCommand | ChaosCommand | CompareCommand = one_line_errors(
+    command: Callable[[list[str]], int] = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(
             SUBCOMMANDS, args=arguments[:cut], prog="python -m evenkeel", description=__doc__
         )

@@ -92,7 +92,7 @@ class Run:
             status = self.directory.status
             finished = self._finished(status)
             if not finished:
-                self.directory.begin(self.options, tokens)
+                self.directory.begin(self.options, tokens, total_steps=self.plan.total_steps)
             news = finished, self.directory.status
         finished, status = self.world.broadcast(news)
         if finished:

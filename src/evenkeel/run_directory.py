@@ -79,8 +79,8 @@ class RunDirectory:
             _move_aside(self.path)
             self.status = {}
 
-    def begin(self, options: dict[str, Any], tokens: list[str]) -> None:
-        """Record an attempt: the options as they are now, and who is at work."""
+    def begin(self, options: dict[str, Any], tokens: list[str], **facts: Any) -> None:
+        """Record an attempt: the options as they are now, who is at work, and facts about the run."""
         self._over = False
         _write_config(self.path, options)
         launch = {token for token in tokens if token}
@@ -92,7 +92,7 @@ class RunDirectory:
             last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
         elif not self._restarted(tokens):
             fruitless = 0  # somebody has read why it stopped, and typed the command again
-        facts = {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1}
+        facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1}
         self.update("running", launch=sorted(launch), world_sizes=world_sizes, **facts)
 
     @property

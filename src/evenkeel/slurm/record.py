@@ -49,11 +49,20 @@ class JobRecord:
         return iter(sorted(found, key=lambda path: int(path.name.rpartition("-")[2])))
 
 
+_NEEDED = ("job_id", "run_dir", "folder", "log")
+
+
 def load(run_dir: Path) -> JobRecord | None:
-    """The record in a run's folder, if it was ever in Slurm."""
+    """The record in a run's folder, if it was ever in Slurm.
+
+    Raises:
+        OSError, ValueError: there is one, but it cannot be read.
+    """
     known = read_json(_path(run_dir))
     if not known:
         return None
+    if not isinstance(known, dict) or not all(isinstance(known.get(name), str) for name in _NEEDED):
+        raise ValueError(f"{', '.join(_NEEDED)} must be texts in an object")
     values = {field.name: known.get(field.name) for field in fields(JobRecord)}
     return JobRecord(**values | {"train_args": tuple(known.get("train_args", ()))})
 
