@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from typing import Any, Literal
 from .files import read_json
 from .ledger import goodput, ledger
 from .processes import stat
+from .run_directory import ASIDE
 from .slurm.jobs import JobStatus
 from .slurm.record import load
 
@@ -128,12 +130,12 @@ class Metrics:
 
 
 def find(folder: Path) -> Iterator[Path]:
-    """All runs at or below a folder, in order of their names."""
+    """All runs at or below a folder, in order of their names, but for those that were moved aside."""
     for path, below, files in os.walk(folder):
         if {"config.toml", "status.json"} <= set(files) or Path(path, "slurm", "job.json").is_file():
             below.clear()
             yield Path(path)
-        below[:] = sorted(name for name in below if not name.startswith("."))
+        below[:] = sorted(name for name in below if not name.startswith(".") and not re.fullmatch(ASIDE, name))
 
 
 def standing(run: Path, metrics: Metrics, job_id: str | None, job: JobStatus | None) -> Standing:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evenkeel.processes import stat
+from evenkeel.slurm.jobs import ENDED
 
 from ..processes import ROOT, environment
 
@@ -34,17 +35,6 @@ TOOLS = (
     "flock",
 )
 SLURMS_OWN = ("slurmd", "slurmstepd")
-ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-)
 UP_LIMIT = 600.0
 """Seconds for the lab to come up, another one's end included; more than its LAB_WAIT."""
 

@@ -16,6 +16,7 @@ from evenkeel.slurm import submission
 
 from .. import processes
 from ..processes import ROOT, read
+from ..test_readme import blocks
 from .cluster import Cluster
 from .jobs import ended, recorded, sbatch, submit, submitted
 
@@ -137,12 +138,7 @@ def test_sbatch_and_submit_start_the_same_thing(
 
 def test_a_queued_job_runs_the_code_as_it_was_submitted(cluster: Cluster, tmp_path: Path) -> None:
     """Every file that matters is spoilt while the job waits: the launcher's, the package's, train.py, the task's."""
-    checkout = tmp_path / "checkout"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in listed.splitlines():
-        if (ROOT / name).is_file() and not name.startswith("tests/cluster"):
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, checkout / name)
+    checkout = copy_of_the_checkout(tmp_path / "checkout")
     for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"]):
         subprocess.run(["git", *words], cwd=checkout, check=True)
     (checkout / "README.md").write_text("changed\n")
@@ -208,3 +204,29 @@ def test_an_interactive_allocation(cluster: Cluster, tmp_path: Path) -> None:
     assert "bare: 2" in said
     assert "no step: 2" in said
     assert not (tmp_path / "bare").exists()
+
+
+def test_the_lines_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
+    """In a checkout of a stranger's own."""
+    (block,) = blocks("bash slurm")
+    lines = block.splitlines()
+    assert len(lines) == 3
+    checkout = copy_of_the_checkout(tmp_path / "checkout")
+    (checkout / ".venv").symlink_to(Path(sys.prefix))
+    env = cluster.environment({"PYTHONPATH": str(checkout / "src")})
+    by_submit, status, by_file = (processes.run(["bash", "-c", line], checkout, env, limit=300) for line in lines)
+    assert "accuracy" in by_submit.stdout, "--follow shows the log"
+    assert "finished" in status.stdout
+    assert read(checkout / "runs" / "cluster")["world_sizes"] == [4]
+    ended(cluster, by_file.stdout.split()[-1], checkout / "runs" / "by-file")
+    assert read(checkout / "runs" / "by-file")["world_sizes"] == [4]
+
+
+def copy_of_the_checkout(copy: Path) -> Path:
+    """What git tracks."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    return copy

@@ -115,6 +115,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
         print(executor._make_submission_file_text(executor._submitit_command_str, ""))
         return 0
     revision = copy_code(repository, folder / "code", configs[0].task)
+    submitted = time.time()  # what a run says later is this job's
     jobs = _submit(executor, nodes)
     _announce_plan(typed, request, revision)
     records = [
@@ -127,7 +128,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
             gpus=request.gpus,
             revision=revision,
             train_args=node.train_args,
-            submitted=time.time(),
+            submitted=submitted,
         )
         for job, node, config in zip(jobs, nodes, configs, strict=True)
     ]
