@@ -23,8 +23,9 @@ def torchrun(ranks: int, *arguments: object, restarts: int = 0) -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's, without anybody's W&B account and the options of `make test`, and with one thread a rank."""
-    private = ("WANDB_", "MAKE", "MFLAGS", "ARGS")
+    """This process's, without anybody's W&B account, the options of `make test` and a terminal's size, and with one
+    thread a rank."""
+    private = ("WANDB_", "MAKE", "MFLAGS", "ARGS", "COLUMNS", "LINES")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(private)}
     return kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull} | dict(extra or {})
 
