@@ -1,8 +1,8 @@
 """Python programs without two seconds of imports: forked from a process that has imported torch.
 
-For tests in which a job has many ranks or many starts and neither torchrun nor the start is what is tested. A program
-is a process of its own, in a process group of its own, and runs as `python SCRIPT ARGUMENTS` would; only what torch reads
-from the environment when it is imported is not read again. `python forked.py DESCRIPTOR` is the process it comes from.
+For tests in which a job has many ranks or many starts, and neither torchrun nor the start is what is tested. A program
+is a process and a process group of its own, and runs as `python SCRIPT ARGUMENTS` would; only what torch reads from the
+environment when it is imported is not read again. `python forked.py DESCRIPTOR` is the process it comes from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Forked:
     def __init__(self, script: Path, arguments: list[str], env: Mapping[str, str], cwd: Path) -> None:
         self.args = [sys.executable, str(script), *arguments]
         self.returncode: int | None = None
-        self._outputs = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]
+        self._outputs = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]  # noqa: SIM115
         self._told, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = json.dumps({"argv": self.args[1:], "env": dict(env), "cwd": str(cwd)}).encode()
         with its:
@@ -94,7 +94,7 @@ def serve(orders: socket.socket) -> None:
     """Start a program for each order, until nobody is left to give one."""
     for name in PRELOADED:
         __import__(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the programs"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in the programs"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         order, files, _, _ = socket.recv_fds(orders, 1 << 20, 3)

@@ -53,7 +53,7 @@ def start(command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | Non
 def fork(
     script: Path, *arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start a Python program as `start([sys.executable, script, ...])` does, but from a process that has imported torch."""
+    """As `start([sys.executable, script, ...])`, but forked from a process that has imported torch."""
     started: Any = Forked(script, [str(argument) for argument in arguments], environment(env), cwd)
     return started  # as much of a Popen as is needed here
 
