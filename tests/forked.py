@@ -1,7 +1,7 @@
 """Python programs without two seconds of imports: forked from a process that has imported torch.
 
 For tests in which a job has many ranks or many starts, and neither torchrun nor the start is what is tested. A program
-is a process and a process group of its own, and runs as `python SCRIPT ARGUMENTS` would; only what torch reads from the
+is a process and a process group of its own, and runs as `python ARGUMENTS` would; only what torch reads from the
 environment when it is imported is not read again. `python forked.py DESCRIPTOR` is the process it comes from.
 """
 
@@ -30,18 +30,17 @@ class Forked:
     """A program at work; as much of `subprocess.Popen` as the tests need.
 
     Args:
-        script: a Python file.
-        arguments: of its command line.
+        arguments: of the command line: a Python file, or "-m" and a module, and what belongs to it.
         env: all its environment variables.
         cwd: its working directory.
     """
 
-    def __init__(self, script: Path, arguments: list[str], env: Mapping[str, str], cwd: Path) -> None:
-        self.args = [sys.executable, str(script), *arguments]
+    def __init__(self, arguments: list[str], env: Mapping[str, str], cwd: Path) -> None:
+        self.args = [sys.executable, *arguments]
         self.returncode: int | None = None
         self._outputs = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]  # noqa: SIM115
         self._told, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = json.dumps({"argv": self.args[1:], "env": dict(env), "cwd": str(cwd)}).encode()
+        order = json.dumps({"argv": arguments, "env": dict(env), "cwd": str(cwd)}).encode()
         with its:
             files = [its.fileno(), *(file.fileno() for file in self._outputs)]
             socket.send_fds(_parent(), [order], files)
@@ -122,7 +121,7 @@ def _stand_by(order: Any, teller: int, out: int, err: int) -> NoReturn:
 
 
 def _become(order: Any, out: int, err: int) -> NoReturn:
-    """Run a script to its end."""
+    """Run a program to its end."""
     code: Any = 1
     try:
         os.setpgid(0, 0)
@@ -132,9 +131,14 @@ def _become(order: Any, out: int, err: int) -> NoReturn:
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["env"])
-        sys.argv = order["argv"]
-        sys.path[0] = str(Path(sys.argv[0]).parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        del sys.modules["__mp_main__"]  # multiprocessing's second name for this file
+        first, *rest = order["argv"]
+        if first == "-m":
+            sys.argv, sys.path[0] = rest, order["cwd"]
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = [first, *rest], str(Path(first).parent)
+            runpy.run_path(first, run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code or 0

@@ -50,11 +50,9 @@ def start(command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | Non
     )
 
 
-def fork(
-    script: Path, *arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """As `start([sys.executable, script, ...])`, but forked from a process that has imported torch."""
-    started: Any = Forked(script, [str(argument) for argument in arguments], environment(env), cwd)
+def fork(*arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """As `start([sys.executable, ...])`, but forked from a process that has imported torch."""
+    started: Any = Forked([str(argument) for argument in arguments], environment(env), ROOT)
     return started  # as much of a Popen as is needed here
 
 
@@ -71,8 +69,7 @@ def fork_ranks(ranks: int, script: Path, *arguments: object) -> list[subprocess.
 def finish_all(started: Sequence[subprocess.Popen[str]]) -> None:
     """Wait for the ranks of a job, all of which must end well."""
     for process in started:
-        done = finish(process)
-        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        checked(finish(process), 0)
 
 
 def finish(process: subprocess.Popen[str], limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
@@ -96,7 +93,16 @@ def run(
     expect: int | None = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and check its exit code (None: any)."""
-    done = finish(start(command, cwd, env), limit)
+    return checked(finish(start(command, cwd, env), limit), expect)
+
+
+def run_forked(*arguments: object, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """As `run([sys.executable, ...])`, but forked from a process that has imported torch."""
+    return checked(finish(fork(*arguments)), expect)
+
+
+def checked(done: subprocess.CompletedProcess[str], expect: int | None) -> subprocess.CompletedProcess[str]:
+    """A process with the exit code that was expected (None: any)."""
     if expect is not None:
         assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
