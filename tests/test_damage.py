@@ -17,7 +17,7 @@ import torch
 
 from evenkeel.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
 
-from .processes import TRAIN, finish, fork, read, records, run, wait_until
+from .processes import TRAIN, finish, fork, read, records, run, run_forked, wait_until
 from .test_train import job, wait_for_step
 
 pytestmark = pytest.mark.multiprocess
@@ -31,9 +31,7 @@ def command(run_dir: Path) -> list[str]:
 
 def train(run_dir: Path) -> subprocess.CompletedProcess[str]:
     """The same to its end, without waiting for imports."""
-    done = finish(fork(TRAIN, *job(run_dir, *OPTIONS)))
-    assert done.returncode == 0, done.stderr
-    return done
+    return run_forked(TRAIN, *job(run_dir, *OPTIONS))
 
 
 @pytest.fixture(scope="module")
