@@ -66,10 +66,13 @@ def fork_ranks(ranks: int, script: Path, *arguments: object) -> list[subprocess.
     return [fork(script, *arguments, env=common | variables) for variables in own]
 
 
-def finish_all(started: Sequence[subprocess.Popen[str]]) -> None:
+def finish_all(started: Sequence[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
     """Wait for the ranks of a job, all of which must end well."""
-    for process in started:
-        checked(finish(process), 0)
+    try:
+        return [checked(finish(process), 0) for process in started]
+    finally:
+        for process in started:
+            kill_group(process)
 
 
 def finish(process: subprocess.Popen[str], limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
