@@ -246,6 +246,7 @@ def test_meeting_the_master() -> None:
 def elsewhere(tmp_path: Path) -> Path:
     """A copy of the launcher outside of the checkout."""
     (tmp_path / "launch").mkdir()
+    shutil.copy(Path(SINGLE).with_name("interpreter.py"), tmp_path / "launch")
     return Path(shutil.copy(SINGLE, tmp_path / "launch"))
 
 
@@ -254,12 +255,12 @@ def test_without_evenkeel_the_checkouts_python_takes_over(elsewhere: Path) -> No
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
-    argv = [sys.executable, "-I", "-S", str(elsewhere), "-g", "4"]  # -S: without installed packages
+    argv = [sys.executable, "-E", "-s", "-S", str(elsewhere), "-g", "4"]  # -S: without installed packages
     assert subprocess.check_output(argv, text=True, timeout=LIMIT) == f"{elsewhere} -g 4\n"
 
 
 def test_without_any_environment_there_is_one_line(elsewhere: Path) -> None:
-    argv = [sys.executable, "-I", "-S", str(elsewhere)]
+    argv = [sys.executable, "-E", "-s", "-S", str(elsewhere)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode != 0
     assert done.stderr.splitlines() == ["evenkeel: is not installed here; run: make setup"]
