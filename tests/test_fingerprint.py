@@ -18,7 +18,7 @@ import evenkeel
 from evenkeel.fingerprint import NOT_COMPUTING, describe, differences, differences_among_ranks, fingerprint
 from evenkeel.tasks import Digits, load_task
 
-from .processes import TRAIN, read, records, run, run_forked, torchrun
+from .processes import TRAIN, finish_all, fork_ranks, read, records, run, run_forked, torchrun
 from .test_checkpoint import flip_a_bit
 from .test_inspection import contents_of
 from .test_train import job
@@ -161,7 +161,7 @@ def elsewhere(run_dir: Path, steps: int, *more: object, expect: int = 0) -> Comp
 @another_machine
 def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run(torchrun(2, *small(run_dir, 2)))
+    finish_all(fork_ranks(2, *small(run_dir, 2)))
     same = here(run_dir, 4)
     assert "void" not in same.stderr, "the number of ranks is no part of it"
     assert read(run_dir)["bits_void_from"] is None
@@ -200,7 +200,7 @@ def test_steps_that_are_done_again_in_the_old_place_are_good(tmp_path: Path) -> 
 @another_machine
 def test_strict_bits_refuses_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run(torchrun(2, *small(run_dir, 2, "--strict-bits")))
+    finish_all(fork_ranks(2, *small(run_dir, 2, "--strict-bits")))
     before = contents_of(run_dir)
     done = run(torchrun(2, *small(run_dir, 4, "--strict-bits")), env=OTHER, expect=1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]
