@@ -497,7 +497,7 @@ def kill_when(moment: Callable[[int], bool], target: Callable[..., None], folder
     process = FORK.Process(target=target, args=(folder, size, done))
     process.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not moment(done.value):
             assert time.monotonic() < deadline
             assert process.is_alive()
@@ -520,7 +520,10 @@ def test_a_kill_in_the_middle_damages_a_naive_checkpoint(tmp_path: Path) -> None
     file = tmp_path / "checkpoint.pt"
     torch.save(state(1, BIG), file)
     whole = size_of(file)
-    kill_when(lambda _: 0 < size_of(file) < whole, save_naively_for_ever, tmp_path, BIG)
+    for _ in range(20):  # on a busy machine the kill may come after the write
+        kill_when(lambda _: 0 < size_of(file) < whole, save_naively_for_ever, tmp_path, BIG)
+        if size_of(file) < whole:
+            break
     with pytest.raises((RuntimeError, EOFError, pickle.UnpicklingError)):
         torch.load(file, weights_only=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from evenkeel.checkpoint import Checkpoints
 from evenkeel.comparison import compare_digests, last_digests
 
-from .processes import TRAIN, records, run, torchrun
+from .processes import TRAIN, records, run, run_forked, torchrun
 from .test_fingerprint import OTHER, another_machine
 from .test_inspection import contents_of
 from .test_train import job
@@ -25,7 +24,7 @@ STEPS = 6
 
 
 def compare(*arguments: object, expect: int) -> list[str]:
-    done = run([sys.executable, "-m", "evenkeel", "compare", *map(str, arguments)], expect=expect)
+    done = run_forked("-m", "evenkeel", "compare", *arguments, expect=expect)
     return done.stdout.splitlines() if expect != 2 else done.stderr.splitlines()
 
 
@@ -34,8 +33,8 @@ def small(run_dir: Path, *more: object) -> list[str]:
     return [str(TRAIN), *job(run_dir, *options)]
 
 
-def train(run_dir: Path, *more: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, *small(run_dir, *more)], **options)
+def train(run_dir: Path, *more: object) -> None:
+    run_forked(*small(run_dir, *more))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_equal_runs_one_of_them_killed_and_resumed(undisturbed: Path, tmp_path: 
 @pytest.mark.multiprocess
 def test_another_seed_and_another_thread_count(undisturbed: Path, tmp_path: Path) -> None:
     other = tmp_path / "run"
-    train(other, "--seed", 1, env={"OMP_NUM_THREADS": "2"})
+    run([sys.executable, *small(other, "--seed", 1)], env={"OMP_NUM_THREADS": "2"})
     lines = compare(undisturbed, other, expect=1)
     assert lines[0].startswith("different from step 1 on (no step before it was compared; 1 of 6 common steps")
     assert lines[1] == "12 of 16 tensors differ:", "not the step counters of the optimizer"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import struct
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -15,23 +17,28 @@ import torch
 
 from evenkeel.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
 
-from .processes import TRAIN, finish, read, records, run, start
+from .processes import TRAIN, finish, fork, read, records, run, run_forked, wait_until
 from .test_train import job, wait_for_step
 
 pytestmark = pytest.mark.multiprocess
 
-OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.01]
+OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]
 
 
 def command(run_dir: Path) -> list[str]:
     return [sys.executable, str(TRAIN), *job(run_dir, *OPTIONS)]
 
 
+def train(run_dir: Path) -> subprocess.CompletedProcess[str]:
+    """The same to its end, without waiting for imports."""
+    return run_forked(TRAIN, *job(run_dir, *OPTIONS))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Fingerprint of the weights of a run that nothing has happened to."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    run(command(run_dir))
+    train(run_dir)
     return str(read(run_dir)["weights_sha256"])
 
 
@@ -39,11 +46,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed in mid-epoch and has left three checkpoints."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
-    process = start(command(run_dir))
+    process = fork(TRAIN, *job(run_dir, *OPTIONS))
     wait_for_step(run_dir, 13, process)
+
+    def between_two() -> bool:
+        """Stop it; let it go on if it is writing a checkpoint or clearing an old one away."""
+        process.send_signal(signal.SIGSTOP)
+        complete = len(step_folders(run_dir / "checkpoints")) == len(list((run_dir / "checkpoints").iterdir())) == 3
+        if not complete:
+            process.send_signal(signal.SIGCONT)
+        return complete
+
+    wait_until(between_two, "three checkpoints and no part of another")
     process.kill()
-    finish(process)
-    assert len(step_folders(run_dir / "checkpoints")) == 3
+    assert finish(process).returncode == -signal.SIGKILL
     return run_dir
 
 
@@ -95,7 +111,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(
     before, newest = step_folders(folder)[-2:]
     named = damage(newest)
     contents = {file.name: file.read_bytes() for file in newest.iterdir()}
-    done = run(command(run_dir))
+    done = train(run_dir)
     aside = the_one_set_aside(folder, named, done.stderr)
     assert {file.name: file.read_bytes() for file in aside.iterdir()} == contents
     assert list(folder.glob(".*")) == [], "what was half-written under a hidden name is cleared away"
@@ -118,7 +134,7 @@ def test_a_run_whose_newest_checkpoint_is_whole_uses_it(killed: Path, undisturbe
     run_dir = tmp_path / "run"
     shutil.copytree(killed, run_dir)
     newest = step_folders(run_dir / "checkpoints")[-1]
-    done = run(command(run_dir))
+    done = train(run_dir)
     assert "ERROR" not in done.stderr
     assert list((run_dir / "checkpoints").glob("damaged-*")) == []
     assert records(run_dir, "start")[-1]["step"] == step_of(newest)

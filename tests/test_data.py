@@ -30,6 +30,8 @@ from evenkeel.data import ElasticSampler, Indices, InMemory, by_step, loader, to
 from evenkeel.order import shuffled
 from evenkeel.plan import MicroBatch
 
+from .processes import LIMIT, wait_until_gone
+
 CPU = torch.device("cpu")
 patient = settings(deadline=None)  # a busy machine is no failure
 
@@ -623,14 +625,13 @@ def test_workers_ignore_signals_from_outside_and_end_with_a_failing_parent(
         worker = int(process.stdout.readline())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(worker, number)
-        out, err = process.communicate("go on\n", timeout=30)  # forever, if the parent waited for the worker
+        out, err = process.communicate("go on\n", timeout=LIMIT)  # forever, if the parent waited for the worker
     finally:
         process.kill()
     assert out == "9\n"
     assert err.endswith("ValueError: the traceback keeps the loader alive\n"), err  # and nothing about workers
     assert process.returncode == 1
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
+    wait_until_gone([worker])
 
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -9,6 +9,7 @@ import sysconfig
 import types
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import evenkeel
 from evenkeel.fingerprint import NOT_COMPUTING, describe, differences, differences_among_ranks, fingerprint
 from evenkeel.tasks import Digits, load_task
 
-from .processes import TRAIN, read, records, run, torchrun
+from .processes import TRAIN, finish_all, fork_ranks, read, records, run, run_forked, torchrun
 from .test_checkpoint import flip_a_bit
 from .test_inspection import contents_of
 from .test_train import job
@@ -147,18 +148,24 @@ def small(run_dir: Path, steps: int, *more: object) -> list[str]:
     return [str(TRAIN), *job(run_dir, *options)]
 
 
-def alone(run_dir: Path, steps: int, *more: object) -> list[str]:
-    return [sys.executable, *small(run_dir, steps, *more)]
+def here(run_dir: Path, steps: int, *more: object) -> CompletedProcess[str]:
+    """A run of one process on this machine."""
+    return run_forked(*small(run_dir, steps, *more))
+
+
+def elsewhere(run_dir: Path, steps: int, *more: object, expect: int = 0) -> CompletedProcess[str]:
+    """A run of one process on another machine."""
+    return run([sys.executable, *small(run_dir, steps, *more)], env=OTHER, expect=expect)
 
 
 @another_machine
 def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run(torchrun(2, *small(run_dir, 2)))
-    same = run(alone(run_dir, 4))
+    finish_all(fork_ranks(2, *small(run_dir, 2)))
+    same = here(run_dir, 4)
     assert "void" not in same.stderr, "the number of ranks is no part of it"
     assert read(run_dir)["bits_void_from"] is None
-    there = run(alone(run_dir, 6), env=OTHER)
+    there = elsewhere(run_dir, 6)
     warnings = [line for line in there.stderr.splitlines() if "void" in line]
     told = r"evenkeel: WARNING: from step 4 on bit-for-bit equality is void: cpu_capability "
     assert len(warnings) == 1
@@ -169,10 +176,10 @@ def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_no
     assert record["differences"]["cpu_capability"][1] == "DEFAULT"
     assert list(record["differences"]) == ["cpu_capability"]
     assert read(run_dir)["bits_void_from"] == 4
-    again = run(alone(run_dir, 8), env=OTHER)
+    again = elsewhere(run_dir, 8)
     assert "void" not in again.stderr, "nothing has changed since"
     assert read(run_dir)["bits_void_from"] == 4
-    back = run(alone(run_dir, 10))
+    back = here(run_dir, 10)
     assert "from step 8 on" in back.stderr
     assert [record["step"] for record in records(run_dir, "bits")] == [4, 8]
     assert read(run_dir)["bits_void_from"] == 4, "the first step counts"
@@ -182,10 +189,10 @@ def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_no
 def test_steps_that_are_done_again_in_the_old_place_are_good(tmp_path: Path) -> None:
     """The other machine dies by kill -9 before its first checkpoint: nothing that it did is left."""
     run_dir = tmp_path / "run"
-    run(alone(run_dir, 2, "--die-at", 9))
+    here(run_dir, 2, "--die-at", 9)
     run(torchrun(1, *small(run_dir, 6, "--die-at", 9)), env=OTHER, expect=1)
     assert [record["step"] for record in records(run_dir, "bits")] == [2]
-    run(alone(run_dir, 6, "--die-at", 9))
+    here(run_dir, 6, "--die-at", 9)
     assert [record["step"] for record in records(run_dir, "start")] == [0, 2, 2]
     assert read(run_dir)["bits_void_from"] is None
 
@@ -193,7 +200,7 @@ def test_steps_that_are_done_again_in_the_old_place_are_good(tmp_path: Path) -> 
 @another_machine
 def test_strict_bits_refuses_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run(torchrun(2, *small(run_dir, 2, "--strict-bits")))
+    finish_all(fork_ranks(2, *small(run_dir, 2, "--strict-bits")))
     before = contents_of(run_dir)
     done = run(torchrun(2, *small(run_dir, 4, "--strict-bits")), env=OTHER, expect=1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]
@@ -201,23 +208,23 @@ def test_strict_bits_refuses_on_all_ranks_and_changes_nothing(tmp_path: Path) ->
     assert line.endswith(" -> DEFAULT; continue with what it was before, or without --strict-bits")
     assert "exitcode  : 2" in done.stderr
     assert contents_of(run_dir) == before
-    refused = run(alone(run_dir, 4, "--strict-bits"), env=OTHER, expect=2)
+    refused = elsewhere(run_dir, 4, "--strict-bits", expect=2)
     assert refused.stderr.splitlines() == [line]
     assert contents_of(run_dir) == before
-    run(alone(run_dir, 2, "--strict-bits"), env=OTHER)  # finished: nothing is computed
-    run(alone(run_dir, 4, "--strict-bits"))
+    elsewhere(run_dir, 2, "--strict-bits")  # finished: nothing is computed
+    here(run_dir, 4, "--strict-bits")
     assert records(run_dir, "start")[-1]["step"] == 2
 
 
 @another_machine
 def test_strict_bits_judges_by_the_checkpoint_that_is_whole(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run(alone(run_dir, 2))
-    run(alone(run_dir, 4), env=OTHER)
+    here(run_dir, 2)
+    elsewhere(run_dir, 4)
     flip_a_bit(run_dir / "checkpoints" / "step-00000004" / "state.pt")
-    refused = run(alone(run_dir, 6, "--strict-bits"), env=OTHER, expect=2)
+    refused = elsewhere(run_dir, 6, "--strict-bits", expect=2)
     assert "--strict-bits: from step 2 on" in refused.stderr
-    run(alone(run_dir, 6, "--strict-bits"))
+    here(run_dir, 6, "--strict-bits")
     assert read(run_dir)["bits_void_from"] is None
 
 
@@ -242,20 +249,20 @@ def test_ranks_that_differ_among_themselves_are_named(tmp_path: Path) -> None:
 @another_machine
 def test_the_checkpoint_of_another_node_is_judged_and_nothing_written_on_this_one(tmp_path: Path) -> None:
     """Two nodes with a disk each, as far as their ranks can tell; only the second one has the run."""
-    node, here, there = tmp_path / "node.py", tmp_path / "disk-0", tmp_path / "disk-1"
+    node, first, second = tmp_path / "node.py", tmp_path / "disk-0", tmp_path / "disk-1"
     node.write_text(
         "import os, sys\n"
         "os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}\n"
         "arguments = [argument.replace('RANK', os.environ['RANK']) for argument in sys.argv[1:]]\n"
         "os.execv(sys.executable, [sys.executable, *arguments])\n"
     )
-    run(alone(there, 2))
-    before = contents_of(there)
+    here(second, 2)
+    before = contents_of(second)
     both = torchrun(2, node, *small(tmp_path / "disk-RANK", 4))
     refused = run([*both, "--strict-bits"], env=OTHER, expect=1)
     assert "--strict-bits: from step 2 on" in refused.stderr
-    assert contents_of(there) == before
-    assert [path.name for path in here.iterdir()] == [".lock"]
+    assert contents_of(second) == before
+    assert [path.name for path in first.iterdir()] == [".lock"]
     done = run(both, env=OTHER)
     assert "from step 2 on bit-for-bit equality is void" in done.stderr
-    assert read(here)["bits_void_from"] == 2
+    assert read(first)["bits_void_from"] == 2

@@ -129,7 +129,7 @@ def test_any_world_size_agrees_with_one_process_and_a_naive_loop_does_not(tmp_pa
     results = {}
     for ranks in (1, 2, 3, 4, 6):
         path = tmp_path / f"{ranks}.json"
-        processes.run(processes.torchrun(ranks, WORKER, path))
+        processes.finish_all(processes.fork_ranks(ranks, WORKER, path))
         results[ranks] = json.loads(path.read_text())
     for ranks, result in results.items():
         assert result["ranks_agree"], f"weights differ between the {ranks} ranks"
@@ -148,5 +148,5 @@ def distance(got: list[float], expected: list[float]) -> float:
 @pytest.mark.multiprocess
 def test_a_resume_on_as_many_ranks_is_exact_in_every_bit_and_with_stock_ddp_it_is_not(tmp_path: Path) -> None:
     """Four ranks, because with two the order of an addition does not matter."""
-    processes.run(processes.torchrun(4, WORKER.with_name("resume_worker.py"), tmp_path / "out.json"))
+    processes.finish_all(processes.fork_ranks(4, WORKER.with_name("resume_worker.py"), tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text()) == {"ours": True, "stock": False}

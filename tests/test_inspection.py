@@ -15,7 +15,7 @@ import torch
 from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, load, step_folders
 from evenkeel.state import sha256
 
-from .processes import TRAIN, environment, finish, read, run, start
+from .processes import LIMIT, TRAIN, environment, finish, fork, read, run, run_forked
 from .test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state
 from .test_train import job, wait_for_step
 
@@ -23,7 +23,7 @@ BEST = ("accuracy", "max")
 
 
 def checkpoint(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-m", "evenkeel", "checkpoint", *map(str, arguments)], expect=expect)
+    return run_forked("-m", "evenkeel", "checkpoint", *arguments, expect=expect)
 
 
 def refusal(*arguments: object) -> str:
@@ -127,7 +127,7 @@ def test_verify_shows_its_progress_on_a_terminal_and_a_line_for_each_elsewhere(r
         stdout=subprocess.PIPE,
         stderr=its,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=True,
         env=environment({"TERM": "xterm"}),
     )
@@ -203,14 +203,14 @@ def test_refusals(run_dir: Path, tmp_path: Path) -> None:
 def test_a_real_run_that_was_stopped_and_has_finished(tmp_path: Path) -> None:
     """Its stop is a snapshot, its end a checkpoint, and what is exported is what it says it has trained."""
     run_dir, model = tmp_path / "run", tmp_path / "model.pt"
-    command = [sys.executable, str(TRAIN), *job(run_dir, "--checkpoint-every", 0, "--pause", 0.02, "--keep", 5)]
-    process = start(command)
+    command = [TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.05, "--keep", 5)]
+    process = fork(*command)
     wait_for_step(run_dir, 3, process)
     process.send_signal(signal.SIGTERM)
     finish(process)
     (line,) = checkpoint("list", run_dir).stdout.splitlines()[1:]
     assert line.split()[1] == "snapshot"
-    run(command)
+    run_forked(*command)
     assert checkpoint("list", run_dir).stdout.splitlines()[-1].split()[1] == "checkpoint"
     checkpoint("verify", run_dir)
     assert "optimizer 0: 12 tensors, " in checkpoint("inspect", run_dir).stdout

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from evenkeel import launch, launchers, network
 from evenkeel.errors import REFUSED, Refusal
 from evenkeel.launch import Command, Topology, parse_master, parse_nodes, torchrun
 from evenkeel.network import Link, find_link, meet
+
+from .processes import LIMIT, free_port, running, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SINGLE = str(REPOSITORY / "launch" / "single_node.py")
@@ -228,8 +229,8 @@ def test_a_master_whose_name_is_loopback_on_itself(monkeypatch: pytest.MonkeyPat
 
 
 def test_meeting_the_master() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         meet("127.0.0.1", port, is_master=False, patience=5)
         with pytest.raises(Refusal, match=f"port {port} of this node.*in use"):
             meet("127.0.0.1", port, is_master=True, patience=5)
@@ -255,12 +256,12 @@ def test_without_evenkeel_the_checkouts_python_takes_over(elsewhere: Path) -> No
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
     argv = [sys.executable, "-E", "-s", "-S", str(elsewhere), "-g", "4"]  # -S: without installed packages
-    assert subprocess.check_output(argv, text=True, timeout=60) == f"{elsewhere} -g 4\n"
+    assert subprocess.check_output(argv, text=True, timeout=LIMIT) == f"{elsewhere} -g 4\n"
 
 
 def test_without_any_environment_there_is_one_line(elsewhere: Path) -> None:
     argv = [sys.executable, "-E", "-s", "-S", str(elsewhere)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode != 0
     assert done.stderr.splitlines() == ["evenkeel: is not installed here; run: make setup"]
 
@@ -318,7 +319,7 @@ class Launched:
 
     def run(self, argv: list[str] | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            argv or self.argv, env=self.environ, capture_output=True, text=True, timeout=90, check=False
+            argv or self.argv, env=self.environ, capture_output=True, text=True, timeout=LIMIT, check=False
         )
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -330,19 +331,12 @@ class Launched:
 
     def pids(self, number: int) -> list[int]:
         """Wait for this many workers, and return their process ids."""
-        for _ in range(600):
-            texts = [path.read_text() for path in self.folder.glob("rank*.pid")]
-            if len(texts) == number and all(texts):
-                return [int(text) for text in texts]
-            time.sleep(0.1)
-        raise AssertionError((self.folder / "log").read_text())
 
+        def texts() -> list[str]:
+            return [text for path in self.folder.glob("rank*.pid") if (text := path.read_text())]
 
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
+        wait_until(lambda: len(texts()) == number, f"{number} workers; see {self.folder / 'log'}")
+        return [int(text) for text in texts()]
 
 
 @pytest.fixture
@@ -355,7 +349,7 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
     yield make
     for path in tmp_path.glob("*/rank*.pid"):  # only if a test has failed
-        if alive(int(path.read_text())):
+        if running(int(path.read_text())):
             os.kill(int(path.read_text()), signal.SIGKILL)
 
 
@@ -406,14 +400,14 @@ def test_signals_reach_the_workers_and_leave_none_behind(launched: Callable[...,
     """Three jobs at once, which also shows that their ports do not collide."""
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     jobs = [launched(LISTENER, ["-g", "2"]) for _ in signals]
-    running = [job.start() for job in jobs]
+    launchers = [job.start() for job in jobs]
     pids = [pid for job in jobs for pid in job.pids(2)]
-    for process, number in zip(running, signals, strict=True):
+    for process, number in zip(launchers, signals, strict=True):
         process.send_signal(number)
-    for job, process, number in zip(jobs, running, signals, strict=True):
-        assert process.wait(timeout=30) == 1  # torchrun's own after a signal
+    for job, process, number in zip(jobs, launchers, signals, strict=True):
+        assert process.wait(timeout=LIMIT) == 1  # torchrun's own after a signal
         assert [p.read_text() for p in job.folder.glob("*.signal")] == [number.name] * 2
-    assert not [pid for pid in pids if alive(pid)]
+    assert not [pid for pid in pids if running(pid)]
 
 
 @pytest.mark.multiprocess
@@ -422,14 +416,14 @@ def test_a_worker_that_will_not_end_is_killed(launched: Callable[..., Launched])
     process = job.start()
     (pid,) = job.pids(1)
     process.send_signal(signal.SIGUSR2)
-    assert process.wait(timeout=30) == 1
-    assert not alive(pid)
+    assert process.wait(timeout=30) == 1  # torchrun's own patience, under our launchers 45
+    assert not running(pid)
 
 
 @pytest.mark.multiprocess
 def test_refused_before_any_process(tmp_path: Path) -> None:
     argv = [MULTI, "-n", "2", "-nr", "2", "--master", "127.0.0.1", "--", "--out", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (REFUSED, "")
     assert done.stderr == "evenkeel: -nr 2: with -n 2 a node rank is in 0..1\n"
     assert list(tmp_path.iterdir()) == []

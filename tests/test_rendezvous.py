@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from evenkeel import rendezvous
 from evenkeel.rendezvous import fresh_store
 
-ENOUGH = 20.0
+from .processes import LIMIT, free_port, wait_until
+
+ENOUGH = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,12 @@ def test_one_attempt_after_another(join: Join, sizes: list[int]) -> None:
 
 
 def test_a_fresh_store_costs_little(join: Join) -> None:
-    start = time.monotonic()
-    agree([join(rank, 8) for rank in range(8)])
-    assert time.monotonic() - start < 1  # 0.02 to 0.05 on an idle machine
+    def seconds() -> float:
+        start = time.monotonic()
+        agree([join(rank, 8) for rank in range(8)])
+        return time.monotonic() - start
+
+    assert min(seconds() for _ in range(10)) < 1  # 0.02 to 0.05 on an idle machine
 
 
 @pytest.mark.parametrize("dead_size", [3, 4])
@@ -116,17 +120,27 @@ def test_a_dead_answer_is_found_out_though_all_others_are_there(join: Join) -> N
     agree([first, join(1, 3), last])
 
 
-def test_of_two_rank_0s_the_later_is_followed(join: Join) -> None:
-    stale = join(0, 3)
+def test_of_two_rank_0s_the_later_is_followed(join: Join, store: Store) -> None:
+    room = PrefixStore("evenkeel/rendezvous/3", store)
+
+    def call() -> bytes:
+        return room.get("call") if room.check(["call"]) else b""
+
+    def rank_0_that_has_called() -> Future[Store]:
+        before, rank_0 = call(), join(0, 3)
+        wait_until(lambda: call() != before, "a call")
+        return rank_0
+
+    stale = rank_0_that_has_called()
     worker = join(1, 3)
-    time.sleep(0.1)
-    agree([join(0, 3, delay=0.1), worker, join(2, 3, delay=0.3)])
+    later = rank_0_that_has_called()
+    agree([later, worker, join(2, 3)])
     with pytest.raises(RuntimeError, match="another rank 0 has called"):
         stale.result()
 
 
 def test_of_two_live_workers_of_a_rank_one_is_let_in(join: Join) -> None:
-    first, last, doubles = join(0, 3), join(2, 3), [join(1, 3, lives=1.5) for _ in range(2)]
+    first, last, doubles = join(0, 3), join(2, 3), [join(1, 3, lives=3) for _ in range(2)]
     left_out, let_in = sorted(doubles, key=lambda double: double.exception() is None)
     assert died(left_out)
     agree([first, let_in, last])
@@ -146,10 +160,10 @@ def test_never_two_of_a_rank_whoever_is_alive(join: Join, seed: int) -> None:
 
 
 def test_the_time_limit_names_the_missing(join: Join) -> None:
-    attempt = [join(rank, 6, lives=0.5) for rank in (0, 2, 5)]
-    with pytest.raises(TimeoutError, match=r"rank 0 of 6: .* 0\.5 s from 3 rank\(s\): 1, 3, 4\. "):
+    attempt = [join(rank, 6, lives=1.5) for rank in (0, 2, 5)]
+    with pytest.raises(TimeoutError, match=r"rank 0 of 6: .* 1\.5 s from 3 rank\(s\): 1, 3, 4\. "):
         attempt[0].result()
-    with pytest.raises(TimeoutError, match=r"rank 2 of 6: .* 0\.5 s from rank 0\. "):
+    with pytest.raises(TimeoutError, match=r"rank 2 of 6: .* 1\.5 s from rank 0\. "):
         attempt[1].result()
 
 
@@ -171,11 +185,11 @@ import torch.distributed as dist
 
 from evenkeel.rendezvous import fresh_store
 
-signal.alarm(200)  # nothing is left behind, come what may
+signal.alarm(500)  # nothing is left behind, come what may
 mode, orders = sys.argv[1], Path(sys.argv[2])
 variables = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 rank, world_size, count = (int(os.environ[name]) for name in variables)
-timeout = timedelta(seconds=20)
+timeout = timedelta(seconds=120)
 if (orders / f"early-{rank}-{count}").exists():
     time.sleep(1)  # the others of its node are connecting by now
     os.kill(os.getpid(), signal.SIGKILL)
@@ -232,7 +246,8 @@ class Job:
     def up(self) -> list[dict[str, int]]:
         """One entry for each worker that has ever been connected to all others."""
         path = self.orders / "up"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+        return [json.loads(line) for line in whole.splitlines()]
 
     def wait_for_ranks(self, counts: list[int]) -> None:
         """Wait for a new attempt, in which each rank r is up at restart count counts[r] of its agent."""
@@ -250,10 +265,10 @@ class Job:
         return agent.returncode
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 90
-        while not condition():
-            assert time.monotonic() < deadline, f"no sign of {what}; up: {self.up()}\n{self.logs()}"
-            time.sleep(0.05)
+        try:
+            wait_until(condition, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; up: {self.up()}\n{self.logs()}") from None
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in self.orders.glob("*.log"))
@@ -297,31 +312,24 @@ def job(tmp_path: Path) -> Iterator[Job]:
 @pytest.mark.multiprocess
 def test_a_plain_torchrun_survives_two_restarts(job: Job) -> None:
     job.order("kill-2-0", "kill-2-1", "stop")
-    agent = job.start("--standalone", "--nproc_per_node=4", "--max-restarts=3")
+    agent = job.start("--standalone", "--nproc_per_node=3", "--max-restarts=3")
     assert job.wait(agent) == 0, job.logs()
-    job.wait_for_ranks([2, 2, 2, 2])
+    job.wait_for_ranks([2, 2, 2])
 
 
 @pytest.mark.multiprocess
 def test_the_stock_way_does_not(job: Job) -> None:
     job.order("kill-2-0", "stop")
-    agent = job.start("--standalone", "--nproc_per_node=4", "--max-restarts=1", mode="stock")
-    job.wait_for_ranks([0, 0, 0, 0])
+    agent = job.start("--standalone", "--nproc_per_node=3", "--max-restarts=1", mode="stock")
+    job.wait_for_ranks([0, 0, 0])
     with contextlib.suppress(subprocess.TimeoutExpired):  # it may fail at once, at its time limit or never
         agent.wait(timeout=25)
     assert agent.poll() != 0
-    assert len([worker for worker in job.up() if worker["count"] == 1]) < 4
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    assert len([worker for worker in job.up() if worker["count"] == 1]) < 3
 
 
 def _node(number: int, port: int, ranks: int, last_call: int) -> list[str]:
-    conf = f"is_host={number == 0},last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3"
+    conf = f"is_host={number == 0},last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=6"
     return [
         *("--nnodes=1:2", f"--nproc_per_node={ranks}", "--max-restarts=3"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}"),
@@ -332,9 +340,9 @@ def _node(number: int, port: int, ranks: int, last_call: int) -> list[str]:
 @pytest.mark.multiprocess
 def test_restart_counts_differ_and_then_a_node_is_lost(job: Job) -> None:
     job.order("quiet")
-    port = _free_port()
-    other = job.start(*_node(1, port, ranks=1, last_call=4))
-    first = job.start(*_node(0, port, ranks=2, last_call=4))
+    port = free_port()
+    other = job.start(*_node(1, port, ranks=1, last_call=6))
+    first = job.start(*_node(0, port, ranks=2, last_call=6))
     job.wait_for_ranks([0, 0, 0])
     job.order("kill-2-0")  # quietly: node 1 restarts, node 0 only hears that node 1 wants in again
     job.wait_for_ranks([0, 0, 1])
@@ -347,7 +355,7 @@ def test_restart_counts_differ_and_then_a_node_is_lost(job: Job) -> None:
 
 @pytest.mark.multiprocess
 def test_a_node_restarts_alone_while_the_other_waits_for_it(job: Job) -> None:
-    static = ["--nnodes=2", "--max-restarts=1", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+    static = ["--nnodes=2", "--max-restarts=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     job.order("early-2-0", "stop")
     agents = [job.start(*static, f"--node-rank={node}", f"--nproc_per_node={1 + node}") for node in range(2)]
     assert [job.wait(agent) for agent in agents] == [0, 0], job.logs()
@@ -356,7 +364,7 @@ def test_a_node_restarts_alone_while_the_other_waits_for_it(job: Job) -> None:
 
 @pytest.mark.multiprocess
 def test_a_node_joins(job: Job) -> None:
-    port = _free_port()
+    port = free_port()
     # torchrun cannot scale up while it shares its store with the workers. With this, their store is fresh.
     unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     first = job.start(*_node(0, port, ranks=1, last_call=1), **unshared)
@@ -387,5 +395,5 @@ except RuntimeError as error:
 def test_a_worker_does_not_outlive_its_agent() -> None:
     command = [sys.executable, "-c", ORPHAN]
     environment = _environment() | {"TORCHELASTIC_RUN_ID": "some"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True)
     assert "agent of this worker has died" in done.stdout

@@ -210,7 +210,7 @@ def other_job(path: Path) -> Iterator[BaseProcess]:
     ready = FORK.Event()
     process = FORK.Process(target=hold, args=(path, ready))
     process.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     yield process
     process.kill()
     process.join()
@@ -232,19 +232,19 @@ def test_a_killed_job_leaves_no_lock(path: Path, other_job: BaseProcess) -> None
 def test_a_restarted_job_waits_for_its_dying_predecessor(
     path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 30.0)
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 60.0)
     begun = time.monotonic()
     assassin = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {other_job.pid}"])
     claim(path, OPTIONS, fresh=False)
     assassin.wait()
-    assert 0.4 < time.monotonic() - begun < 15
+    assert 0.4 < time.monotonic() - begun < 30
 
 
 def start_over_and_hold(path: Path, ready: Any, go: Any, done: Any) -> None:
     """Be another job that starts over while somebody waits for the folder."""
     directory = claim(path, OPTIONS, fresh=True)
     ready.set()
-    go.wait(30)
+    go.wait(120)
     time.sleep(0.3)
     directory.start_over([""])
     directory.begin(OPTIONS, [""])
@@ -256,13 +256,13 @@ def test_who_waits_while_another_starts_over_does_not_get_the_folder(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock it waits for is moved aside with the old run, and then free; but the new run has one of its own."""
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 2.0)
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 4.0)
     started(path)
     ready, go, done = (FORK.Event() for _ in range(3))
     process = FORK.Process(target=start_over_and_hold, args=(path, ready, go, done))
     process.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         go.set()
         with pytest.raises(Refusal, match=f"is in use by process {process.pid} "):
             claim(path, OPTIONS, fresh=False)
@@ -281,17 +281,17 @@ def change_and_end(path: Path, ready: Any) -> None:
 
 
 def test_who_waits_looks_again_at_whose_run_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 10.0)
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 60.0)
     started(path)
     ready = FORK.Event()
     process = FORK.Process(target=change_and_end, args=(path, ready))
     process.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         with pytest.raises(Refusal, match="--seed was 5 and is now 0"):
             claim(path, OPTIONS, fresh=False)
     finally:
-        process.join(30)
+        process.join(120)
         process.kill()
 
 
@@ -395,13 +395,13 @@ def test_the_status_is_whole_at_any_moment(path: Path) -> None:
 
     process = FORK.Process(target=look)
     process.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     for number in range(200):
         directory.update("running", reason="x" * (number % 2) * 200_000)
     while looked.value < 20 and time.monotonic() < deadline:
         directory.update("running", reason="x" * (looked.value % 2) * 200_000)
     stop.set()
-    process.join(30)
+    process.join(120)
     assert process.exitcode == 0
     assert looked.value >= 20
     assert sorted(entry.name for entry in path.iterdir()) == [".lock", "config.toml", "status.json"]

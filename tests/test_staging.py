@@ -131,7 +131,7 @@ def test_a_held_state_stays_as_it_is_until_it_is_captured_and_only_the_commit_wa
     time.sleep(0.3)
     assert commit.is_alive()
     assert same(held(), expected)
-    commit.join(timeout=10)
+    commit.join(timeout=120)
     assert state.capture()["step"] == 2
 
 
@@ -175,7 +175,7 @@ def test_the_device_s_numbers_tell_whole_copies_from_torn_ones() -> None:
     thread.start()
     try:
         told = {True: 0, False: 0}
-        mixtures, deadline = 0, time.monotonic() + 60
+        mixtures, deadline = 0, time.monotonic() + 240
         while min(told.values()) < 20 and time.monotonic() < deadline:
             copied = copy(staging, {"done": seqlock.done, "weights": weights, "begun": seqlock.begun})
             seen = {int(bound) for weight in copied["weights"] for bound in torch.aminmax(weight)}
@@ -259,7 +259,7 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
         rescue.start()
         time.sleep(1)
         assert rescue.is_alive()
-    rescue.join(timeout=30)
+    rescue.join(timeout=120)
     assert not rescue.is_alive()
     training.run._writer.result()
     assert training.saved(1)

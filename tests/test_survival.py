@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from evenkeel.checkpoint import Checkpoints
-from evenkeel.interruption import STOPPED
+from evenkeel.interruption import KEYBOARD, STOPPED
 
 from . import processes
-from .processes import TRAIN, environment, read, records, run, start, torchrun
+from .processes import (
+    TRAIN,
+    environment,
+    finish_all,
+    fork,
+    fork_ranks,
+    read,
+    records,
+    run,
+    run_forked,
+    start,
+    torchrun,
+    wait_until,
+    wait_until_gone,
+)
 from .test_checkpoint import small_disk
 from .test_train import PLAN, SAMPLES, job, wait_for_step
 
@@ -29,41 +44,32 @@ def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
     """Rank -> pid of the workers of a torchrun agent."""
     found = {}
     for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has just ended
         ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
         found.update(dict.fromkeys(ranks, int(pid)))
     return found
 
 
-def wait_until_gone(pids: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while alive := [pid for pid in pids if running(pid)]:
-        assert time.monotonic() < deadline, f"still there: {alive}"
-        time.sleep(0.05)
+def saved_step(run_dir: Path) -> int:
+    """The newest step that has a checkpoint or a snapshot."""
+    return max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.timeout(240)
 def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bit_changes(tmp_path: Path) -> None:
     """Ranks 0, 1 and 2 in turn, at random steps, without a single planned checkpoint."""
     rare = ["--checkpoint-every", 0, "--eval-every", 1000]
-    run(torchrun(3, TRAIN, *job(tmp_path / "undisturbed", *rare)))
+    finish_all(fork_ranks(3, TRAIN, *job(tmp_path / "undisturbed", *rare)))
     run_dir, dice = tmp_path / "run", random.Random()
-    process = start(torchrun(3, TRAIN, *job(run_dir, *rare, "--pause", 0.05), restarts=3))
+    process = start(torchrun(3, TRAIN, *job(run_dir, *rare, "--pause", 0.15), restarts=3))
     for victim in (0, 1, 2):
         done = records(run_dir, "train")[-1]["step"] if victim else 0
         wait_for_step(run_dir, done + dice.randrange(2, 6), process)
         os.kill(workers_of(process)[victim], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while len(records(run_dir, "start")) < victim + 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        starts = victim + 2
+        wait_until(lambda starts=starts: len(records(run_dir, "start")) >= starts, "the next start")
     finished = processes.finish(process)
     assert finished.returncode == 0, finished.stderr[-4000:]
     steps = [record["step"] for record in records(run_dir, "train")]
@@ -75,31 +81,33 @@ def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bi
     assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGUSR1, 2), (signal.SIGUSR2, 1)]
+)
 def test_a_signal_to_the_launcher_saves_the_last_step_and_leaves_no_process(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, ranks: int
 ) -> None:
     run_dir = tmp_path / "run"
-    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.05, "--num-workers", 1)
-    process = start([sys.executable, "launch/single_node.py", "-g", "2", "--", *options])
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2, "--num-workers", 1)
+    process = start([sys.executable, "launch/single_node.py", "-g", str(ranks), "--", *options])
     wait_for_step(run_dir, 3, process)
     pids = [*workers_of(process).values()]
+    assert len(pids) == ranks
     process.send_signal(number)
     processes.finish(process)
-    wait_until_gone(pids, 1)
+    wait_until_gone(pids)
     status = read(run_dir, "status.json")
     assert status["state"] == "stopped"
     assert status["reason"] == number.name
     told = records(run_dir, "train")[-1]["step"]
-    newest = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
-    assert newest >= told, "no finished step is lost"
+    assert saved_step(run_dir) >= told, "no finished step is lost"
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_signal_is_heard_whatever_threads_the_libraries_have_started(tmp_path: Path, ranks: int) -> None:
     """OpenBLAS starts threads on import, before anybody could block a signal in them."""
     run_dir, several = tmp_path / "run", {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
-    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.05)
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)
     command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
     process = start(command, env=several)
     wait_for_step(run_dir, 3, process)
@@ -110,9 +118,10 @@ def test_a_signal_is_heard_whatever_threads_the_libraries_have_started(tmp_path:
         process.send_signal(signal.SIGTERM)
     done = processes.finish(process)
     assert ranks or done.returncode == STOPPED
-    assert f"exitcode: {STOPPED}" in done.stderr or not ranks
+    # rank 0 fails when rank 1 is gone, and may be seen first; then this stands among the other failures
+    assert not ranks or re.search(rf"exitcode *: {STOPPED}\b", done.stderr), done.stderr[-4000:]
     told = records(run_dir, "train")[-1]["step"]
-    assert max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")) >= told
+    assert saved_step(run_dir) >= told
 
 
 def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(tmp_path: Path) -> None:
@@ -120,9 +129,9 @@ def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_i
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("needs root to make a pid namespace")
     run_dir = tmp_path / "run"
-    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.05, "--num-workers", 1)
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2, "--num-workers", 1)
     inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    process = start([*inside, *torchrun(2, TRAIN, *options)])
+    process = start([*inside, *torchrun(1, TRAIN, *options)])
     wait_for_step(run_dir, 3, process)
     (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     begun = time.monotonic()
@@ -132,40 +141,51 @@ def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_i
     assert seconds < 10
     assert read(run_dir, "status.json")["state"] == "stopped"
     told = records(run_dir, "train")[-1]["step"]
-    assert max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")) >= told
+    assert saved_step(run_dir) >= told
 
 
 def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tmp_path: Path) -> None:
     with small_disk(tmp_path, "3m") as folder:
         run_dir = folder / "run"
-        process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05, "--checkpoint-every", 4)])
-        wait_for_step(run_dir, 6, process)
-        with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-            while filler.write(bytes(4096)):
-                pass
-        process.send_signal(signal.SIGTERM)
+        process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 4))
+        wait_for_step(run_dir, 5, process)
+        with (folder / "filler").open("wb", buffering=0) as filler:
+            fill(filler)
+            process.send_signal(signal.SIGTERM)
+            while process.poll() is None:
+                fill(filler)  # a checkpoint that did not fit has given back what it had
+                time.sleep(0.001)
         done = processes.finish(process)
         assert done.returncode == STOPPED
         assert "NOT SAVED: [Errno 28] No space left on device; the last checkpoint is at step" in done.stderr
         newest = Checkpoints(run_dir / "checkpoints", 2, ("loss", "min")).newest_step()
         assert newest % 4 == 0
         (folder / "filler").unlink()
-        run([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05, "--checkpoint-every", 4)])
+        run_forked(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 4))
         assert records(run_dir, "start")[-1]["step"] == newest
         assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+
+
+def fill(file: IO[bytes]) -> None:
+    """Write until the disk is full."""
+    try:
+        while file.write(bytes(4096)):
+            pass
+    except OSError:
+        return
 
 
 def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:
     """Rank 1 is frozen, so rank 0 sits in a collective that will not end; SIGTERM still saves and ends it."""
     run_dir = tmp_path / "run"
-    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.05)))
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)))
     wait_for_step(run_dir, 3, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGSTOP)
     time.sleep(1)
     begun = time.monotonic()
     os.kill(workers[0], signal.SIGTERM)
-    wait_until_gone([workers[0]], 10)
+    wait_until_gone([workers[0]], 25)  # after --grace it would end without a snapshot, after 30 s torchrun kills
     print(f"ended {time.monotonic() - begun:.2f} s after the signal")
     os.kill(workers[1], signal.SIGKILL)
     processes.finish(process)
@@ -177,35 +197,40 @@ def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:
 def test_workers_whose_agent_is_killed_save_and_end(tmp_path: Path) -> None:
     """`kill -9` of torchrun itself, which would leave its workers running for ever."""
     run_dir = tmp_path / "run"
-    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.05)))
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)))
     wait_for_step(run_dir, 3, process)
     workers = [*workers_of(process).values()]
     process.kill()
-    wait_until_gone(workers, 10)
+    wait_until_gone(workers)
     process.communicate()
     told = records(run_dir, "train")[-1]["step"]
-    assert max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")) >= told
+    assert saved_step(run_dir) >= told
+
+
+def opened(pid: int, path: str) -> bool:
+    """Whether a process has a file open."""
+    with os.scandir(f"/proc/{pid}/fd") as entries:
+        return any(os.path.realpath(entry.path) == path for entry in entries)
 
 
 def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
     """The first waits for a checkpoint that is being written by somebody who never finishes."""
     run_dir = tmp_path / "run"
-    process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05, "--checkpoint-every", 0)])
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
     wait_for_step(run_dir, 2, process)
     (run_dir / "checkpoints").mkdir(exist_ok=True)
     folder = str(run_dir / "checkpoints")
-    code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(60)"
+    code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(600)"
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment())
     try:
         assert holder.stdout
         holder.stdout.readline()
         process.send_signal(signal.SIGINT)
+        wait_until(lambda: opened(process.pid, folder), "its wait for the checkpoints")
         time.sleep(1)
         assert process.poll() is None, "it waits"
-        begun = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=10) == 130
-        assert time.monotonic() - begun < 2
+        assert process.wait(timeout=processes.LIMIT) == KEYBOARD, "and not for --grace, after which it is another code"
     finally:
         holder.kill()
         holder.wait()
@@ -215,7 +240,7 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
 
 def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = run(torchrun(1, TRAIN, *job(run_dir, "--fail-at", 1), restarts=5), expect=1)
+    done = run(torchrun(1, TRAIN, *job(run_dir, "--fail-at", 1), restarts=4), expect=1)
     status = read(run_dir, "status.json")
     assert status["state"] == "failed"
     assert "3 attempts in a row have died before they finished a step" in status["reason"]
@@ -223,7 +248,7 @@ def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Pa
     assert len(records(run_dir, "start")) == 3, "torchrun goes on restarting, but nothing is started any more"
     assert "3 attempts in a row" in done.stderr
 
-    again = run([sys.executable, str(TRAIN), *job(run_dir, "--fail-at", 1)], expect=1)
+    again = run_forked(TRAIN, *job(run_dir, "--fail-at", 1), expect=1)
     assert "3 attempts in a row" not in again.stderr, "a command that is typed again is a new beginning"
     assert len(records(run_dir, "start")) == 4
 

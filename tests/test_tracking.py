@@ -395,7 +395,7 @@ def test_a_server_that_does_not_answer_costs_seconds_and_no_secret(tmp_path: Pat
         "WANDB_INIT_TIMEOUT": "1",
         "HOME": str(tmp_path / "home"),
     }
-    done = run(job(run_dir, 2, "online"), cwd=tmp_path, env=environment, limit=80)
+    done = run(job(run_dir, 2, "online"), cwd=tmp_path, env=environment)
     assert read(run_dir)["state"] == "finished"
     warnings = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: WARNING: ")]
     assert len(warnings) == 1

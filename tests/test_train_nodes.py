@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import pytest
 
 from evenkeel.chaos.nodes import Lab, why_not
 
-from .processes import ROOT, environment, read, records
+from .processes import LIMIT, ROOT, environment, read, records, wait_until
 from .test_readme import blocks
 from .test_train import PLAN, SAMPLES, job
 
 REASON = why_not()
 pytestmark = [
     pytest.mark.nodes,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
 
@@ -32,6 +30,32 @@ def start(lab: Lab, node: int, command: list[str], log: Path) -> subprocess.Pope
     env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
     with log.open("w") as out:
         return lab.popen(node, command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+
+def wait_for_three_steps(run_dir: Path, world_size: int, log: Path) -> None:
+    """Until so many ranks have done three steps. A slow node joins later, and the ranks start again with it."""
+
+    def done() -> bool:
+        if not (run_dir / "metrics.jsonl").exists():
+            return False
+        starts, steps = records(run_dir, "start"), records(run_dir, "train")
+        together = bool(starts) and starts[-1]["world_size"] == world_size
+        return together and len([step for step in steps if step["time"] > starts[-1]["time"]]) >= 3
+
+    try:
+        wait_until(done, f"three steps on {world_size} nodes")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{log.read_text()}") from None
+
+
+def assert_no_step_was_lost(run_dir: Path) -> None:
+    """Each attempt starts where the one before has ended."""
+    ends = [record["step"] for record in sorted(records(run_dir, "failure") + records(run_dir, "stop"), key=time_of)]
+    assert [record["step"] for record in records(run_dir, "start")] == [0, *ends]
+
+
+def time_of(record: dict[str, Any]) -> float:
+    return float(record["time"])
 
 
 def test_the_two_lines_of_the_readme_train_the_digits(tmp_path: Path) -> None:
@@ -45,7 +69,7 @@ def test_the_two_lines_of_the_readme_train_the_digits(tmp_path: Path) -> None:
             command = [sys.executable, *words]
             jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
         for node, process in enumerate(jobs):
-            assert process.wait(timeout=120) == 0, (tmp_path / f"node{node}.log").read_text()
+            assert process.wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
     assert read(tmp_path / "run")["world_sizes"] == [4]
     assert read(tmp_path / "run")["samples_seen"] == 2 * 1437
 
@@ -60,19 +84,14 @@ def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None
             head = [sys.executable, "launch/multi_node.py", "-n", "1:3", "-g", "1", "-nr", str(node)]
             command = [*head, "--master", lab.address(0), "--", *options]
             jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
-        deadline = time.monotonic() + 60
-        while not (run_dir / "metrics.jsonl").exists() or len(records(run_dir, "train")) < 3:
-            assert time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
-            time.sleep(0.05)
-        three = records(run_dir, "start")[-1]["world_size"] == 3
+        wait_for_three_steps(run_dir, 3, tmp_path / "node0.log")
         lab.kill_node(2)
         for node in (0, 1):
-            assert jobs[node].wait(timeout=120) == 0, (tmp_path / f"node{node}.log").read_text()
+            assert jobs[node].wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
     starts = records(run_dir, "start")
     failure = records(run_dir, "failure")[-1]
-    assert three
     assert starts[-1]["world_size"] == 2
-    assert starts[-1]["step"] == failure["step"], "no finished step is lost, though there was no checkpoint"
+    assert_no_step_was_lost(run_dir)  # though there was no checkpoint
     print(f"continued {starts[-1]['time'] - failure['time']:.1f} s after the loss, at step {failure['step']}")
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
     steps = [record["step"] for record in records(run_dir, "train")]
@@ -81,7 +100,7 @@ def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None
 
 def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    options = job(run_dir, "--pause", 0.2, "--checkpoint-every", 0, "--eval-every", 1000)
+    options = job(run_dir, "--pause", 0.3, "--checkpoint-every", 0, "--eval-every", 1000)
     with Lab(2) as lab:
 
         def type_in(node: int) -> subprocess.Popen[Any]:
@@ -90,13 +109,10 @@ def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
             return start(lab, node, command, tmp_path / f"node{node}.log")
 
         jobs = [type_in(0)]
-        deadline = time.monotonic() + 60
-        while not (run_dir / "metrics.jsonl").exists() or len(records(run_dir, "train")) < 3:
-            assert time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
-            time.sleep(0.05)
+        wait_for_three_steps(run_dir, 1, tmp_path / "node0.log")
         jobs.append(type_in(1))
         for node in lab.nodes:
-            assert jobs[node].wait(timeout=120) == 0, (tmp_path / f"node{node}.log").read_text()
+            assert jobs[node].wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
     assert read(run_dir)["world_sizes"] == [1, 2]
     (stop,), (_, again) = records(run_dir, "stop"), records(run_dir, "start")
     assert again["step"] == stop["step"]
@@ -116,18 +132,14 @@ def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) ->
             head = [sys.executable, "launch/multi_node.py", "-n", "1:2", "-g", "1", "-nr", str(node)]
             command = [*head, "--master", lab.address(0), "--", *options]
             jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
-        deadline = time.monotonic() + 60
-        while not (run_dir / "metrics.jsonl").exists() or len(records(run_dir, "train")) < 3:
-            assert time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
-            time.sleep(0.05)
-        assert records(run_dir, "start")[-1]["world_size"] == 2
+        wait_for_three_steps(run_dir, 2, tmp_path / "node0.log")
         lab.unplug(1)
-        assert jobs[0].wait(timeout=150) == 0, (tmp_path / "node0.log").read_text()
+        assert jobs[0].wait(timeout=LIMIT) == 0, (tmp_path / "node0.log").read_text()
     told = (tmp_path / "node0.log").read_text()
     assert "no progress for 6 s: rank 1 does not answer any more, last seen in" in told
     starts, failure = records(run_dir, "start"), records(run_dir, "failure")[-1]
     assert starts[-1]["world_size"] == 1
-    assert starts[-1]["step"] == failure["step"], "no finished step is lost"
+    assert_no_step_was_lost(run_dir)
     print(f"continued {starts[-1]['time'] - failure['time']:.1f} s after the snapshot, at step {failure['step']}")
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
 
@@ -139,7 +151,7 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    options = job(run_dir, "--pause", 0.1, "--eval-every", 1000)
+    options = job(run_dir, "--pause", 0.15, "--eval-every", 1000)
     with Lab(2) as lab:
 
         def type_in(node: int, log: str, checkpoint_every: int) -> subprocess.Popen[Any]:
@@ -153,12 +165,9 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
         for node in lab.nodes:
             lab.run(node, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
         jobs = [type_in(node, "first", checkpoint_every=0) for node in lab.nodes]
-        deadline = time.monotonic() + 60
-        while on_disk(0, "metrics.jsonl").count('"train"') < 3:
-            assert time.monotonic() < deadline, (tmp_path / "first0").read_text()
-            time.sleep(0.1)
+        wait_until(lambda: on_disk(0, "metrics.jsonl").count('"train"') >= 3, "three steps")
         lab.kill_node(0)
-        assert jobs[1].wait(timeout=90) != 0
+        assert jobs[1].wait(timeout=LIMIT) != 0
         (snapshot,) = lab.run(1, ["ls", f"{run_dir}/checkpoints"]).split()
         assert snapshot.startswith("step-")
 
@@ -166,7 +175,7 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
         lab.run(0, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
         jobs = [type_in(node, "second", checkpoint_every=5) for node in lab.nodes]
         for node, process in enumerate(jobs):
-            assert process.wait(timeout=120) == 0, (tmp_path / f"second{node}").read_text()
+            assert process.wait(timeout=LIMIT) == 0, (tmp_path / f"second{node}").read_text()
         begun = json.loads(next(line for line in on_disk(0, "metrics.jsonl").splitlines() if '"start"' in line))
         assert begun["step"] >= 3
         assert begun["attempt"] == 2, "the survivor also knew the run's history"

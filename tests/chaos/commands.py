@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests import processes
-from tests.processes import ROOT, TRAIN, torchrun
+from tests.processes import ROOT, TRAIN, torchrun, wait_until
 
 LINE = re.compile(r"^chaos \d\d:\d\d:\d\d  (kill|term|stop|truncate|fill|agent|node) +(.*)$", re.MULTILINE)
 
@@ -65,12 +64,9 @@ def still_running(run_dir: Path) -> list[str]:
     return lines
 
 
-def wait_until_nothing_runs(run_dir: Path, seconds: float) -> None:
+def wait_until_nothing_runs(run_dir: Path) -> None:
     """Until no process names a run directory any more."""
-    deadline = time.monotonic() + seconds
-    while left := still_running(run_dir):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_until(lambda: not still_running(run_dir), f"the end of all that names {run_dir}")
 
 
 def free(folder: Path) -> int:
