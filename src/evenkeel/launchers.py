@@ -12,10 +12,12 @@ from typing import Annotated
 
 import tyro
 
+from .config import Config
 from .errors import REFUSED, Refusal, one_line_errors
 from .launch import (
     DEFAULT_PORT,
     JOIN_SECONDS,
+    Command,
     Topology,
     count_cores,
     count_processes,
@@ -101,33 +103,62 @@ def parse_arguments(options: type[SingleNode], argv: Sequence[str]) -> tuple[Sin
     return parsed, list(argv[cut + 1 :])
 
 
-def check_train_options(train_args: Sequence[str]) -> None:
+def check_train_options(train_args: Sequence[str]) -> Config:
     """Refuse bad options of train.py here, once, and not in every process of every node."""
     from .cli import parse  # brings torch: not before the cheap refusals
 
-    parse(train_args)
+    return parse(train_args)[0]
+
+
+@dataclass(frozen=True)
+class Start:
+    """This node's share of a job, checked and ready to be started."""
+
+    typed: SingleNode
+    topology: Topology
+    link: Link
+    command: Command
+    config: Config | None
+    """train.py's options; None for a script of the user's own."""
+
+    def meet(self) -> None:
+        """Wait until node 0 can be reached, if there are several nodes."""
+        host, port = self.topology.master_host, self.topology.master_port
+        if host:
+            meet(host, port, is_master=self.topology.node_rank == 0, patience=JOIN_SECONDS)
+
+
+def prepare(options: type[SingleNode], argv: Sequence[str], train: Path, *, telling: bool = False) -> Start:
+    """From a command line to what it starts, or a :class:`Refusal`.
+
+    Args:
+        options: of the launcher.
+        argv: its command line.
+        train: the script of a job that names no other.
+        telling: as :func:`~evenkeel.launch.torchrun` takes it.
+    """
+    typed, train_args = parse_arguments(options, argv)
+    topology = typed.topology(1 if typed.gpus is None else typed.gpus)
+    script = typed.script or train
+    if not script.is_file():
+        raise Refusal(f"--script {script}: no such file")
+    config = check_train_options(train_args) if typed.script is None else None
+    topology = replace(topology, gpus=count_processes(typed.gpus))
+    host, port, first = topology.master_host, topology.master_port, topology.node_rank == 0
+    link = find_link(host, port, is_master=first) if host else Link("127.0.0.1")
+    command = torchrun(topology, link, script, train_args, cores=count_cores(), environ=os.environ, telling=telling)
+    return Start(typed, topology, link, command, config)
 
 
 def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
     """Check everything, then become torchrun; return only if there is nothing to run."""
     try:
-        typed, train_args = parse_arguments(options, argv)
-        topology = typed.topology(1 if typed.gpus is None else typed.gpus)
-        script = typed.script or train
-        if not script.is_file():
-            raise Refusal(f"--script {script}: no such file")
-        if typed.script is None:
-            check_train_options(train_args)
-        topology = replace(topology, gpus=count_processes(typed.gpus))
-        host, port, first = topology.master_host, topology.master_port, topology.node_rank == 0
-        link = find_link(host, port, is_master=first) if host else Link("127.0.0.1")
-        command = torchrun(topology, link, script, train_args, cores=count_cores(), environ=os.environ)
-        if typed.dry_run:
-            print(command)
+        start = prepare(options, argv, train)
+        if start.typed.dry_run:
+            print(start.command)
             return 0
-        if host:
-            meet(host, port, is_master=first, patience=JOIN_SECONDS)
+        start.meet()
     except Refusal as refusal:
         print(f"evenkeel: {refusal}", file=sys.stderr)
         return REFUSED
-    return command.execute()
+    return start.command.execute()
