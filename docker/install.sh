@@ -8,7 +8,7 @@ if [ -f /run/secrets/pip_conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip_co
 if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi
 
 python3 -m venv --without-pip /opt/venv
-set -- --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
+set -- --no-cache-dir --no-compile --disable-pip-version-check --root-user-action=ignore \
   --constraint requirements.lock --requirement dependencies.txt
 case $variant in
   cuda) ;;
@@ -30,6 +30,9 @@ if ! python3 -m pip --python /opt/venv/bin/python3 install "$@"; then
   fi
   exit 1
 fi
+
+# as pip would, but on all cores; packages may bring files for other versions of Python, which do not compile
+/opt/venv/bin/python3 -m compileall -q -j 0 /opt/venv/lib >/dev/null || true
 
 # The code lies beside the packages, so that a change of it leaves their layer alone.
 echo /app/src >"$(/opt/venv/bin/python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/evenkeel.pth"

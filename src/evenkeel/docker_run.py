@@ -28,18 +28,10 @@ APP = "/app"
 
 RETURNS = 5
 """How often the engine may start a container again. It cannot tell exit codes apart, and only 0 is final to it, so
-that a job refused at the last moment (2) is asked as often again, in a few seconds. With 75, 137 and 1 a job goes on."""
+that a job refused at the last moment (2) is asked as often again, in a few seconds. After 75, 137 and 1 it goes on."""
 
-PASSED_ON = (
-    "WANDB_API_KEY",
-    "WANDB_BASE_URL",
-    "WANDB_ENTITY",
-    "WANDB_MODE",
-    "WANDB_PROJECT",
-    "OMP_NUM_THREADS",
-    "NCCL_",
-)
-"""Beginnings of variables that go into the container, by name alone: their values never stand in a command line."""
+PASSED_ON = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT", "NCCL_", "OMP_NUM_")
+"""How variables begin that go into the container, by name alone: their values never stand in a command line."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,7 @@ class ContainerNode(MultiNode):
     name: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
     """A name for the container."""
     shm_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = ""
-    """Size of the container's /dev/shm, such as 8g; `host` shares the machine's (--ipc=host). Default: the machine's."""
+    """Size of /dev/shm in the container, such as 8g; `host` shares the machine's (--ipc=host). Default: as large."""
     detach: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
     """Leave the container in the background and print its id. The engine then starts it again when it was stopped or
     killed from inside, or with the machine, but not after `docker stop`."""
