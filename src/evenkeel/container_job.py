@@ -229,25 +229,26 @@ def refuse_useless_gpus(device: Path) -> None:
 
 
 def hold_places(rendezvous: str, address: str) -> None:
-    """Hold this process's places in a rendezvous until it ends, or refuse if another container has them.
+    """Hold this node's places in a rendezvous until this process ends, or refuse if another container has them.
 
     torch tells nodes apart by address and process number, and the watch for hangs by host name and process number. Two
-    containers of one machine on the host's network have the same names and the same small numbers, so each would take
-    the other for itself. An abstract socket is seen as far as an address is: by all containers that share a network.
+    containers of one machine on the host's network have the same names, and process numbers so small that they are
+    often the same; then each takes the other for itself. Better always no than sometimes. An abstract socket
+    is seen as far as an address is: by all containers that share a network.
 
     Args:
         rendezvous: which one.
         address: by which torch will know this node.
     """
-    for known_as in {address, socket.gethostname()}:
-        name = hashlib.sha256(f"{rendezvous} {known_as} {os.getpid()}".encode()).hexdigest()
+    for known_as in sorted({address, socket.gethostname()}):
+        name = hashlib.sha256(f"{rendezvous} {known_as}".encode()).hexdigest()
         place = socket.socket(socket.AF_UNIX)
         try:
             place.bind(f"\0evenkeel/{name}")
         except OSError:
             raise Refusal(
-                f"another container of this job is on this network as {known_as}, and torchrun could not tell the two "
-                "apart and would hang; start one container with all the ranks, or put both on a network of their own: "
+                f"another container of this job is on this network as {known_as}; torchrun may take the two for one, "
+                "and hang; start one container with all the ranks, or put both on a network of their own: "
                 "docker network create NAME, then --network NAME"
             ) from None
         place.set_inheritable(True)  # torchrun may be another program in the same process
