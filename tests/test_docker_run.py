@@ -21,7 +21,7 @@ from evenkeel.launchers import parse_arguments
 from .processes import ROOT, environment
 
 RUN = str(ROOT / "docker" / "run.py")
-HOST = Host(uid=1234, gid=1235, gpus=False, infiniband=False, lockable=True, shm=8 << 30)
+HOST = Host(uid=1234, gid=1235, root=False, gpus=False, infiniband=False, lockable=True, shm=8 << 30)
 
 ENGINE = """#!{python}
 import json, os, sys
@@ -114,7 +114,9 @@ def test_podman_without_root_keeps_the_users_number() -> None:
     argv = engine_command("--engine", "podman")
     assert argv[:2] == ["podman", "run"]
     assert "--userns=keep-id" in argv
-    assert "--userns=keep-id" not in engine_command("--engine", "podman", host=replace(HOST, uid=0))
+    assert "--userns=keep-id" not in engine_command("--engine", "podman", host=replace(HOST, root=True)), (
+        "podman refuses that"
+    )
 
 
 def test_in_the_background_it_comes_back() -> None:

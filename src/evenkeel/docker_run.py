@@ -40,6 +40,8 @@ class Host:
 
     uid: int
     gid: int
+    root: bool
+    """Whether the engine is called by root."""
     gpus: bool
     infiniband: bool
     lockable: bool
@@ -62,6 +64,7 @@ class Host:
         return Host(
             uid=uid,
             gid=gid,
+            root=os.geteuid() == 0,
             gpus=(devices / "nvidiactl").exists(),
             infiniband=(devices / "infiniband").is_dir(),
             lockable=_may_lock_memory(),
@@ -174,7 +177,7 @@ def _launch(typed: ContainerNode) -> list[str]:
 def _identity(typed: ContainerNode, host: Host) -> list[str]:
     """Whose files they will be."""
     options = [f"--user={host.uid}:{host.gid}"]
-    if typed.engine == "podman" and host.uid:
+    if typed.engine == "podman" and not host.root:
         options.append("--userns=keep-id")  # without root, the engine's 0 is this user and all others are nobody
     return options + ([f"--name={typed.name}"] if typed.name else [])
 
