@@ -7,7 +7,6 @@ variant=$1 index=$2
 if [ -f /run/secrets/pip_conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip_conf; fi
 if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi
 
-python3 -m venv --without-pip /opt/venv
 set -- --no-cache-dir --no-compile --disable-pip-version-check --root-user-action=ignore \
   --constraint requirements.lock --requirement dependencies.txt
 case $variant in
@@ -23,6 +22,7 @@ case $variant in
     exit 2
     ;;
 esac
+python3 -m venv --without-pip /opt/venv
 if [ -n "$index" ]; then set -- "$@" --extra-index-url "$index"; fi
 if ! python3 -m pip --python /opt/venv/bin/python3 install "$@"; then
   if [ "$variant" = cpu ]; then

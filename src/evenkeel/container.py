@@ -17,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import time
 
+from . import heartbeat
 from .processes import STOP_SIGNALS
 
 HEARD = frozenset({*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD})
@@ -46,7 +48,9 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
         _run(arguments)
-    return tend(child)
+    code = tend(child)
+    shutil.rmtree(heartbeat.scratch(), ignore_errors=True)  # it may be in the machine's own /dev/shm
+    return code
 
 
 def tend(child: int) -> int:

@@ -44,6 +44,8 @@ def stepped(run_dir: Path, step: int) -> bool:
 
 def starts(run_dir: Path) -> list[int]:
     """The step at which each attempt began."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return []
     return [record["step"] for record in records(run_dir, "start")]
 
 
@@ -223,21 +225,18 @@ def test_two_nodes_by_compose_lose_one_and_stop_and_end_with_the_bits_of_two_pro
             sizes = read(run_dir, "status.json")["world_sizes"]
             return bool(sizes[-1] == 2 * count) and stepped(run_dir, starts(run_dir)[-1] + 2)
 
-        def attempts() -> int:
-            return len(starts(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
-
         wait_for(lambda: with_nodes(2, 0), "both nodes", more=more_to_see)
-        before = attempts()
+        before = len(starts(run_dir))
         compose("kill", "node1")
         wait_for(lambda: with_nodes(1, before), "node 0 alone", more=more_to_see)
-        before = attempts()
+        before = len(starts(run_dir))
         compose("start", "node1")
         wait_for(lambda: with_nodes(2, before), "node 1 again", more=more_to_see)
         compose("stop")
         assert [engine.inspect(container(name))["State"]["ExitCode"] for name in ("node0", "node1")] == [STOPPED] * 2
         stopped = read(run_dir, "status.json")
         assert stopped["state"] == "stopped"
-        before = attempts()
+        before = len(starts(run_dir))
         (volume / "hold").unlink()
         compose("start")
         assert [engine.ended(container(name), 200) for name in ("node0", "node1")] == [0, 0], more_to_see()
@@ -270,7 +269,7 @@ def test_what_would_hang_is_refused(built: Built, runs: Path) -> None:
         "the first container's place", more=lambda: engine.logs("first"),
     )  # fmt: skip
     line = refused(engine, *hosts, IMAGE, *job)
-    assert line.startswith("evenkeel: another container of this job is on this network as twin")
+    assert re.match("evenkeel: another container of this job is on this network as (twin|localhost); ", line)
     engine.docker("kill", "--signal", "TERM", "first")
     assert engine.ended("first") == STOPPED, "it has waited for a second node, and ends at once when asked to"
     engine.docker("rm", "first")
