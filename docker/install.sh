@@ -13,9 +13,8 @@ case $variant in
   cuda) ;;
   cpu)
     # a version with "+cpu" satisfies the lock, and only CPU builds have one
-    for name in torch torchvision; do
-      set -- "$@" "$name==$(sed -n "s/^$name==\([^ ;]*\).*/\1/p" requirements.lock)+cpu"
-    done
+    sed -nE 's/^(torch|torchvision)==([^ ;]+)/\1==\2+cpu/p' requirements.lock >cpu.txt
+    set -- "$@" --requirement cpu.txt
     ;;
   *)
     echo "evenkeel: TORCH_VARIANT=$variant: must be cuda or cpu" >&2
