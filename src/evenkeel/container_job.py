@@ -51,6 +51,7 @@ def job(arguments: list[str]) -> int:
 
 def _launch(arguments: list[str], only_check: bool) -> int:
     """In the words of launch/multi_node.py."""
+    from . import agent
     from .launchers import MultiNode, check_train_options, parse_arguments, prepare
 
     typed, train_args = parse_arguments(MultiNode, arguments)
@@ -69,7 +70,8 @@ def _launch(arguments: list[str], only_check: bool) -> int:
     if topology.max_nodes > 1:
         hold_places(f"{topology.master_port} {topology.run_id}", start.link.address)
     start.meet()
-    return start.command.execute()
+    os.environ.update(start.command.env)
+    return agent.main(list(start.command.argv[3:]))  # in this process, which has imported torch
 
 
 def _torchrun(arguments: list[str], only_check: bool) -> int:
@@ -251,5 +253,4 @@ def hold_places(rendezvous: str, address: str) -> None:
                 "and hang; start one container with all the ranks, or put both on a network of their own: "
                 "docker network create NAME, then --network NAME"
             ) from None
-        place.set_inheritable(True)  # torchrun may be another program in the same process
         _held.append(place)

@@ -128,7 +128,7 @@ class Engine:
         done = self.docker("logs", name)
         return done.stdout + done.stderr
 
-    def ended(self, name: str, limit: float = 120) -> int:
+    def ended(self, name: str, limit: float = 240) -> int:
         """Wait until a container has ended and is not started again; its exit code."""
 
         def state() -> dict[str, Any] | None:
@@ -167,7 +167,7 @@ class Engine:
         return time.monotonic() - begun
 
 
-def wait_for(look: Callable[[], Any], what: str, limit: float = 120, more: Callable[[], str] = str) -> Any:
+def wait_for(look: Callable[[], Any], what: str, limit: float = 240, more: Callable[[], str] = str) -> Any:
     """Look again and again until there is something to see, and return it."""
     deadline = time.monotonic() + limit
     while not (seen := look()):

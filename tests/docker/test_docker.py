@@ -84,7 +84,7 @@ def test_no_secret_is_in_any_layer(built: Built) -> None:
 
     def search(*words: str) -> str:
         expressions = [option for word in words for option in ("-e", word)]
-        grep = ["grep", "-rlFaI" if words == ("elastic",) else "-rlF", "--include=*", *expressions, *layers]
+        grep = ["grep", "-rlF", *expressions, *layers]
         return subprocess.run(grep, capture_output=True, text=True, env={"LC_ALL": "C", **os.environ}).stdout
 
     assert search(*SECRETS) == ""
@@ -239,7 +239,7 @@ def test_two_nodes_by_compose_lose_one_and_stop_and_end_with_the_bits_of_two_pro
         before = len(starts(run_dir))
         (volume / "hold").unlink()
         compose("start")
-        assert [engine.ended(container(name), 200) for name in ("node0", "node1")] == [0, 0], more_to_see()
+        assert [engine.ended(container(name)) for name in ("node0", "node1")] == [0, 0], more_to_see()
         assert starts(run_dir)[before] == stopped["step"]
         assert steps_are_done_once(run_dir)
         assert read(run_dir)["weights_sha256"] == read(tmp_path / "here")["weights_sha256"]
