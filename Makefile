@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup train test test-fast lint format lock
+.PHONY: help setup train test test-fast test-docker lint format lock
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -25,7 +25,10 @@ test: $(INSTALLED)  ## all tests
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(INSTALLED)  ## the unit tests, under a minute
-	$(BIN)/pytest -m 'not multiprocess and not nodes' $(ARGS)
+	$(BIN)/pytest -m 'not multiprocess and not nodes and not docker' $(ARGS)
+
+test-docker: $(INSTALLED)  ## build the image and run it, with an engine of the tests' own (needs root)
+	$(BIN)/pytest -m docker $(ARGS)
 
 lint: $(INSTALLED)  ## ruff and a strict type check
 	$(BIN)/ruff check .

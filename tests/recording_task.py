@@ -53,6 +53,8 @@ class Recorded(Task):
     """Folder for the records; empty: none."""
     pause: float = 0.0
     """Seconds that a micro-batch takes."""
+    hold: str = ""
+    """A file; without it there is no pause. Empty: there is one always."""
     die_at: int = -1
     """The last rank kills itself in this call of loss, in the first attempt."""
 
@@ -81,7 +83,8 @@ class Recorded(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.calls += 1
-        time.sleep(self.pause)
+        if not self.hold or Path(self.hold).exists():
+            time.sleep(self.pause)
         if self.calls == self.fail_at and self.failing_rank in (-1, int(os.environ.get("RANK", "0"))):
             raise ZeroDivisionError("a bug in the user's loss")
         if self.calls == self.die_at and first_attempt_of_the_last_rank():

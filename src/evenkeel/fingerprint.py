@@ -58,6 +58,7 @@ NOT_COMPUTING = frozenset(
         "files",
         "fingerprint",
         "hang",
+        "heartbeat",
         "inspection",
         "interruption",
         "launch",

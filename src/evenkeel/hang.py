@@ -29,6 +29,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from . import heartbeat
 from .activity import REDUCTION, Activity, activity
 from .processes import stat
 from .world import World
@@ -97,6 +98,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._first_beats = self.world.gather(_beat_of(activity, 0))
+        heartbeat.start(self.world.rank, self._stopped, self.timeout)
         if self._store:
             threading.Thread(target=self._beat, args=(self._store.clone(),), name="beat", daemon=True).start()
         if self.timeout:

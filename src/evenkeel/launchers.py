@@ -127,6 +127,12 @@ def check_job(train_args: Sequence[str]) -> Config:
     return config
 
 
+def link_of(topology: Topology) -> Link:
+    """How the other nodes reach this one."""
+    host, port = topology.master_host, topology.master_port
+    return find_link(host, port, is_master=topology.node_rank == 0) if host else Link("127.0.0.1")
+
+
 def command_for(
     topology: Topology,
     script: Path,
@@ -146,36 +152,63 @@ def command_for(
         telling: see :func:`~evenkeel.launch.torchrun`.
         log_dir: the same.
     """
-    host, port = topology.master_host, topology.master_port
-    link = find_link(host, port, is_master=topology.node_rank == 0) if host else Link("127.0.0.1")
-    cores = cores or count_cores()
-    environ = os.environ
-    return torchrun(topology, link, script, train_args, cores=cores, environ=environ, telling=telling, log_dir=log_dir)
+    return torchrun(
+        topology,
+        link_of(topology),
+        script,
+        train_args,
+        cores=cores or count_cores(),
+        environ=os.environ,
+        telling=telling,
+        log_dir=log_dir,
+    )
 
 
 def wait_for_master(topology: Topology) -> None:
-    """Return when node 0 can be met."""
+    """Return when node 0 can be met, if there are several nodes."""
     if topology.master_host:
         meet(topology.master_host, topology.master_port, is_master=topology.node_rank == 0, patience=JOIN_SECONDS)
+
+
+@dataclass(frozen=True)
+class Start:
+    """This node's share of a job, checked and ready to be started."""
+
+    typed: SingleNode
+    topology: Topology
+    command: Command
+    config: Config | None
+    """train.py's options; None for a script of the user's own."""
+
+
+def prepare(options: type[SingleNode], argv: Sequence[str], train: Path, *, telling: bool = False) -> Start:
+    """From a command line to what it starts, or a :class:`Refusal`.
+
+    Args:
+        options: of the launcher.
+        argv: its command line.
+        train: the script of a job that names no other.
+        telling: see :func:`~evenkeel.launch.torchrun`.
+    """
+    typed, train_args = parse_arguments(options, argv)
+    topology = typed.topology(1 if typed.gpus is None else typed.gpus)
+    script = typed.script or train
+    if not script.is_file():
+        raise Refusal(f"--script {script}: no such file")
+    config = check_train_options(train_args) if typed.script is None else None
+    topology = replace(topology, gpus=count_processes(typed.gpus))
+    return Start(typed, topology, command_for(topology, script, train_args, telling=telling), config)
 
 
 def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
     """Check everything, then become torchrun; return only if there is nothing to run."""
     try:
-        typed, train_args = parse_arguments(options, argv)
-        topology = typed.topology(1 if typed.gpus is None else typed.gpus)
-        script = typed.script or train
-        if not script.is_file():
-            raise Refusal(f"--script {script}: no such file")
-        if typed.script is None:
-            check_train_options(train_args)
-        topology = replace(topology, gpus=count_processes(typed.gpus))
-        command = command_for(topology, script, train_args)
-        if typed.dry_run:
-            print(command)
+        start = prepare(options, argv, train)
+        if start.typed.dry_run:
+            print(start.command)
             return 0
-        wait_for_master(topology)
+        wait_for_master(start.topology)
     except Refusal as refusal:
         print(f"evenkeel: {refusal}", file=sys.stderr)
         return REFUSED
-    return command.execute()
+    return start.command.execute()

@@ -1,0 +1,223 @@
+"""A container engine of the tests' own: a daemon with its own data, sockets and network, gone without a trace.
+
+The daemon lives in namespaces of its own, so that the machine's network, mounts and containers are left alone. An image
+has to be built in the machine's network, where the package index is; containers run in a network where there is nobody
+else. So the daemon is started twice, on the same data.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from evenkeel.processes import die_with_parent
+
+from ..processes import ROOT, environment
+
+BASE = "python:3.11-slim-bookworm"
+"""What the Dockerfile asks for. There may be no registry here, so it is made from Debian's packages."""
+
+SYSTEM_PATH = f"/usr/bin:/usr/sbin:/sbin:{os.environ['PATH']}"
+"""The client must be the daemon's: another one, without its plugin for builds, refuses BuildKit."""
+
+TOOLS = {
+    "dockerd": "docker.io", "docker": "docker.io", "mmdebstrap": "mmdebstrap", "docker-compose": "docker-compose",
+    "unshare": "util-linux", "ip": "iproute2",
+}  # fmt: skip
+
+PREFIX = "evenkeel-engine-"
+
+
+def why_not() -> str:
+    """The reason why there can be no engine on this machine, or nothing."""
+    if os.geteuid() != 0:
+        return "a container engine of one's own needs root"
+    missing = {package for tool, package in TOOLS.items() if shutil.which(tool, path=SYSTEM_PATH) is None}
+    return f"not installed: {', '.join(sorted(missing))}" if missing else ""
+
+
+class Engine:
+    """One daemon, on a folder of its own."""
+
+    def __init__(self) -> None:
+        _remove_leftovers()
+        self.home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        self.env = {"DOCKER_HOST": f"unix://{self.home}/socket", "PATH": SYSTEM_PATH, "DOCKER_CONFIG": str(self.home)}
+        self._daemon: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, own_network: bool) -> None:
+        """Start the daemon, and wait until it answers.
+
+        Raises:
+            RuntimeError: it does not; with the end of its log.
+        """
+        folders = [f"--data-root={self.home}/data", f"--exec-root={self.home}/exec", f"--pidfile={self.home}/pid"]
+        options = ["--storage-driver=overlay2", "--iptables=false", "--ip6tables=false", "--ip-masq=false"]
+        # nobody answers at this address, so a look-up fails at once; the machine's name servers are out of reach
+        options += ["--dns=127.0.0.1"] if own_network else ["--bridge=none", "--ip-forward=false"]
+        up = "ip link set lo up && " if own_network else ""
+        self._daemon = subprocess.Popen(
+            ["unshare", "--mount", *(["--net"] if own_network else []), "--propagation", "private",
+             "sh", "-c", f'{up}exec dockerd "$@"', "sh", *folders, *options, "-H", self.env["DOCKER_HOST"]],
+            env=environment(self.env),
+            stdout=(self.home / "log").open("ab"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while self.docker("version", expect=None).returncode:
+            if self._daemon.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"dockerd does not start: {(self.home / 'log').read_text()[-1500:]}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Stop the daemon, and its containers with it."""
+        if self._daemon:
+            self._daemon.terminate()
+            self._daemon.wait(timeout=60)
+            self._daemon = None
+
+    def remove(self) -> None:
+        """End everything and leave nothing."""
+        if self._daemon and self._daemon.poll() is None:
+            names = self.docker("ps", "-aq", expect=None).stdout.split()
+            if names:
+                self.docker("rm", "-f", *names, expect=None)
+            self.stop()
+        _remove(self.home)
+
+    def docker(
+        self, *arguments: object, expect: int | None = 0, limit: float = 120, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the client and check its exit code (None: any)."""
+        return self.command("docker", *arguments, expect=expect, limit=limit, env=env)
+
+    def command(
+        self, *words: object, expect: int | None = 0, limit: float = 120, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run something that talks to this daemon, and check its exit code (None: any)."""
+        done = subprocess.run(
+            [str(word) for word in words],
+            cwd=ROOT, env=environment(self.env | (env or {})), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=limit, check=False,
+        )  # fmt: skip
+        if expect is not None:
+            assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        return done
+
+    def inspect(self, name: str) -> dict[str, Any]:
+        """What the daemon knows of a container or an image."""
+        (facts,) = json.loads(self.docker("inspect", name).stdout)
+        return dict(facts)
+
+    def logs(self, name: str) -> str:
+        """Both streams of a container."""
+        done = self.docker("logs", name)
+        return done.stdout + done.stderr
+
+    def ended(self, name: str, limit: float = 240) -> int:
+        """Wait until a container has ended and is not started again; its exit code."""
+
+        def state() -> dict[str, Any] | None:
+            now: dict[str, Any] = self.inspect(name)["State"]
+            return now if now["Status"] == "exited" else None
+
+        return int(wait_for(state, f"the end of {name}", limit, lambda: self.logs(name)[-4000:])["ExitCode"])
+
+    def ranks(self, name: str) -> dict[int, int]:
+        """Rank -> pid, as the machine sees it, of the workers in a running container."""
+        found = {}
+        waiting = [int(self.inspect(name)["State"]["Pid"])]
+        while waiting:
+            pid = waiting.pop()
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    waiting += map(int, (thread / "children").read_text().split())
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
+                found.update({rank: pid for rank in ranks if rank not in found})
+        return found
+
+    def import_base(self) -> None:
+        """Make the base image: Debian's smallest with Python in it."""
+        tar = self.home / "base.tar"
+        packages = "--include=ca-certificates,python3,python3-venv,python3-pip"
+        self.command("mmdebstrap", "--variant=minbase", packages, "bookworm", tar, limit=300)
+        self.docker("import", tar, BASE)
+        tar.unlink()
+
+    def build(self, name: str, context: Path, *options: str) -> float:
+        """Build the image as docs/docker.md says; the seconds that took."""
+        begun = time.monotonic()
+        build = ["build", "--network", "host", "-f", context / "docker" / "Dockerfile", "-t", name, *options, context]
+        self.docker(*build, limit=900, env={"DOCKER_BUILDKIT": "1"})
+        return time.monotonic() - begun
+
+
+def wait_for(look: Callable[[], Any], what: str, limit: float = 240, more: Callable[[], str] = str) -> Any:
+    """Look again and again until there is something to see, and return it."""
+    deadline = time.monotonic() + limit
+    while not (seen := look()):
+        assert time.monotonic() < deadline, f"{what} did not come in {limit} s\n{more()}"
+        time.sleep(0.2)
+    return seen
+
+
+def pip_configuration() -> str:
+    """How this machine's pip reaches its index, environment included, as a pip.conf; without local folders."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    options = {}
+    for line in listed.stdout.splitlines():
+        name, _, value = line.partition("=")
+        words = [word for word in str(ast.literal_eval(value)).split() if not word.startswith(("/", "file:"))]
+        if words:
+            options[name.rpartition(".")[2]] = "\n    ".join(words)
+    return "\n".join(["[global]", *(f"{name} = {value}" for name, value in options.items()), ""])
+
+
+def certificates() -> Path | None:
+    """The CA file that this machine's pip is told to use."""
+    found = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.cert"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    path = os.environ.get("PIP_CERT") or found
+    return Path(path) if path else None
+
+
+def _remove(home: Path) -> None:
+    """A daemon's folder; it may still be letting go of it."""
+    for _ in range(20):
+        shutil.rmtree(home, ignore_errors=True)
+        if not home.exists():
+            return
+        time.sleep(0.5)
+
+
+def _remove_leftovers() -> None:
+    """What a killed test run has left."""
+    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if not Path(f"/proc/{home.name.removeprefix(PREFIX).partition('-')[0]}").exists():
+            _remove(home)
+
+
+@contextlib.contextmanager
+def engine_for_the_tests() -> Iterator[Engine]:
+    """An engine that ends with the block, whatever happens in it."""
+    engine = Engine()
+    try:
+        yield engine
+    finally:
+        engine.remove()
