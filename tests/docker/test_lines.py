@@ -1,0 +1,26 @@
+"""The README's lines for containers, typed in a checkout of a stranger's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from .. import processes
+from ..processes import ROOT, read
+from ..test_readme import blocks
+from .conftest import Built
+
+
+def test_the_lines_of_the_readme(built: Built, tmp_path: Path) -> None:
+    """The image is built again, from the layers that it has in common with the one before."""
+    checkout = tmp_path / "checkout"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(checkout)], check=True)
+    (checkout / ".venv").symlink_to(Path(sys.prefix))
+    (block,) = blocks("bash docker")
+    lines = block.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        done = processes.run(["bash", "-c", line], checkout, built.engine.env, limit=600)
+    assert "finished" in done.stdout
+    assert read(checkout / "runs" / "in-a-container")["world_sizes"] == [2]
