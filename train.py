@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from evenkeel import data
+from evenkeel import data, launchers
 from evenkeel.arithmetic import fix_arithmetic
 from evenkeel.cli import parse
 from evenkeel.config import Config, validate
@@ -35,6 +36,8 @@ from evenkeel.world import World
 @record  # torchrun's closing report then shows the traceback of the rank that failed
 def main() -> int:
     """From the command line to an exit code: 0 finished, 75 stopped and can be continued, 2 refused."""
+    if typed := launchers.topology_in(sys.argv[1:]):  # python train.py -n 1 -g 2 -nr 0
+        return launchers.main(launchers.MultiNode, typed, Path(__file__).resolve())
     config, task = parse(sys.argv[1:])
     interruption = Interruption(config.grace)  # takes the signals from here on
     fix_arithmetic(config.reduce == "tree", config.threads)

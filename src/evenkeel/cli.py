@@ -54,6 +54,10 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
     return config, chosen.task if is_dataclass(task_class) else task_class()
 
 
+TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})
+"""Options by which train.py hands over to a launcher (launchers.py)."""
+
+
 @dataclass(frozen=True)
 class _NoOptions:
     """No options of its own."""
@@ -62,7 +66,7 @@ class _NoOptions:
 def _check_options(task_class: type) -> None:
     """A task's fields share the command line with the job's options and are all optional there."""
     for option in fields(task_class):
-        if option.name in OPTION_NAMES:
+        if option.name in OPTION_NAMES | TOPOLOGY:
             raise Refusal(
                 f"task {task_class.__name__}: its option {flag(option.name)} exists already in train.py; "
                 "rename the field"

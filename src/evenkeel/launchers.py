@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import os
 import sys
@@ -198,6 +199,30 @@ def prepare(options: type[SingleNode], argv: Sequence[str], train: Path, *, tell
     config = check_train_options(train_args) if typed.script is None else None
     topology = replace(topology, gpus=count_processes(typed.gpus))
     return Start(typed, topology, command_for(topology, script, train_args, telling=telling), config)
+
+
+def topology_in(arguments: Sequence[str]) -> list[str]:
+    """The launcher's command line in one of train.py; empty if it says nothing of nodes and processes.
+
+    Jobs by ``torch.multiprocessing.spawn`` were started as ``python train.py -n 2 -g 4 -nr 0``, and people still do.
+    Their node 0 was in MASTER_ADDR and MASTER_PORT, which count here where there is no --master.
+
+    Raises:
+        Refusal: torchrun has started this process, and so the others.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in (("-n", "--nodes"), ("-g", "--gpus"), ("-nr", "--node-rank"), ("--master",)):
+        parser.add_argument(*names)
+    try:
+        typed, job = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise Refusal(str(error)) from None
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(typed).items() if value is not None]
+    if words and "RANK" in os.environ:
+        raise Refusal(f"{words[0]}: torchrun has started the ranks; leave it out, or type python instead of torchrun")
+    if words and typed.master is None and (host := os.environ.get("MASTER_ADDR")) and typed.nodes not in (None, "1"):
+        words.append(f"--master={host}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}")
+    return [*words, "--", *job] if words else []
 
 
 def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
