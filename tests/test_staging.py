@@ -135,6 +135,20 @@ def test_a_held_state_stays_as_it_is_until_it_is_captured_and_only_the_commit_wa
     assert state.capture()["step"] == 2
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_no_step_is_committed_after_the_final_capture(final: bool) -> None:
+    """What a signal has saved is the last step there is. And the control: other captures hold nothing up."""
+    model = nn.Linear(3, 3)
+    state = State(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+    advance(state)
+    assert state.capture(final=final)["step"] == 1
+    commit = threading.Thread(target=advance, args=(state,), daemon=True)
+    commit.start()
+    commit.join(timeout=1 if final else 120)
+    assert commit.is_alive() == final
+    assert state.step == (1 if final else 2)
+
+
 def test_a_state_whose_optimizer_has_failed_half_way_is_torn() -> None:
     model = nn.Linear(3, 3)
     state = State(model, [Diverging(model.parameters(), lr=1.0)])

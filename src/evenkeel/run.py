@@ -313,7 +313,8 @@ class Run:
         kept = self._staging.take(patience=self.config.grace / 2)
         try:
             # new memory if the writer does not come back with the other
-            captured = state.capture(self.config.grace / 4, self._staging if kept else Staging(self.world.device))
+            staging = self._staging if kept else Staging(self.world.device)
+            captured = state.capture(self.config.grace / 4, staging, final=True)
             path = self.checkpoints.rescue(captured)
         except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())

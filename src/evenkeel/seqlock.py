@@ -59,11 +59,12 @@ class Seqlock:
                 self._end.record()
 
     @contextmanager
-    def hold(self, patience: float) -> Iterator[None]:
+    def hold(self, patience: float, final: bool = False) -> Iterator[None]:
         """Keep the host from asking for a change.
 
         Args:
             patience: seconds to wait for a change in progress; negative: as long as it takes.
+            final: afterwards as well, because the process is ending.
 
         Raises:
             Torn: it is still in progress. With a GPU that is no reason: the host may be waiting for room in the queue
@@ -75,7 +76,7 @@ class Seqlock:
         try:
             yield
         finally:
-            if held:
+            if held and not final:
                 self._host.release()
 
     def lags(self, step: int, asked: int) -> bool:

@@ -114,19 +114,22 @@ class State:
         self.skipped += 1
         self.last_skipped = self.step
 
-    def capture(self, patience: float = -1, staging: Staging | None = None) -> dict[str, Any]:
+    def capture(self, patience: float = -1, staging: Staging | None = None, final: bool = False) -> dict[str, Any]:
         """A copy of the committed state on the host, as nested dicts of tensors and plain data. Any thread may ask.
 
         Args:
             patience: seconds to wait for a commit in progress; negative: as long as it takes.
             staging: memory for the tensors, taken by the caller; None: new memory.
+            final: the process is ending. No step is committed any more: it would not be in what is saved, and lost.
 
         Raises:
             Torn: the state is that of half a step, because a commit hangs or has failed.
         """
-        return self.hold(patience, staging)()
+        return self.hold(patience, staging, final)()
 
-    def hold(self, patience: float = -1, staging: Staging | None = None) -> Callable[[], dict[str, Any]]:
+    def hold(
+        self, patience: float = -1, staging: Staging | None = None, final: bool = False
+    ) -> Callable[[], dict[str, Any]]:
         """Keep the state as it is until the function returned has captured it. Any thread may call that, once.
 
         So a copy is made beside the forward and backward passes of the next step, and only its commit waits.
@@ -134,12 +137,13 @@ class State:
         Args:
             patience: as for :meth:`capture`, which is this and the call.
             staging: the same.
+            final: the same.
 
         Raises:
             Torn: a commit hangs. The function raises it as well.
         """
         with ExitStack() as stack:
-            stack.enter_context(self._seqlock.hold(patience))
+            stack.enter_context(self._seqlock.hold(patience, final))
             asked, live = self._seqlock.asked, self._live()
             captured, copy = (staging or Staging(self._device)).place(live)
             held = stack.pop_all()
