@@ -157,21 +157,35 @@ class Cluster:
 
     # ---- Slurm
 
-    def slurm(self, *argv: str, timeout: float = 60, check: bool = True, cwd: Path | None = None) -> str:
-        """What one of Slurm's commands prints.
+    def slurm(
+        self,
+        *argv: str,
+        timeout: float = 60,
+        check: bool = True,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """What one of Slurm's commands prints, with ``env`` added to :meth:`environment`.
 
         Raises:
             RuntimeError: it failed, unless ``check`` is false.
         """
-        done = subprocess.run(argv, env=self.environment(), capture_output=True, text=True, timeout=timeout, cwd=cwd)
+        own = self.environment(env)
+        done = subprocess.run(argv, env=own, capture_output=True, text=True, timeout=timeout, cwd=cwd)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(argv)}: exit {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
-    def submit(self, script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
-        """Submit a batch script and return its job id. Its output goes beside it, to ``NAME.JOB.log``."""
+    def submit(
+        self, script: Path, *options: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> str:
+        """Submit a batch script and return its job id. Its output goes beside it, to ``NAME.JOB.log``.
+
+        ``env`` is added to the job's environment. The option --export=ALL,NAME=VALUE would have Slurm 22.05 start a
+        login shell on the node (as --get-user-env does), which takes its time and changes PATH.
+        """
         log = f"--output={script.with_suffix('')}.%j.log"
-        done = self.slurm("sbatch", "--parsable", log, "--open-mode=append", *options, str(script), *arguments)
+        done = self.slurm("sbatch", "--parsable", log, "--open-mode=append", *options, str(script), *arguments, env=env)
         return done.strip().partition(";")[0]
 
     def show(self, job: str) -> dict[str, str]:

@@ -278,7 +278,7 @@ tend() {  # the first process of the lab
 guard() {  # ROOT START: remove the lab when its owner is gone
   lock; read_record; unlock
   while [ "$root $root_start" = "$*" ] && alive "$root" "$root_start" && alive "$owner" "$owner_start"; do sleep 1; done
-  lock && read_record && [ "$root $root_start" = "$*" ] && remove
+  lock && read_record && [ "$root $root_start" = "$*" ] && remove && rmdir "$L"
 }
 
 found() {  # start the lab's first process, which writes the record, and its guard

@@ -64,9 +64,9 @@ class Jobs:
         self.script.write_text(LISTEN.format(python=sys.executable))
 
     def submit(self, name: str, node: str, *options: str, then: str = "") -> None:
-        variables = f"--export=ALL,FOLDER={self.folder},NAME={name},THEN={then}"
+        env = {"FOLDER": str(self.folder), "NAME": name, "THEN": then}
         nodes = [f"--nodelist={node}", f"--nodes={1 + node.count(',')}", "--ntasks-per-node=1"]
-        self.ids[name] = self.cluster.submit(self.script, variables, *nodes, *options)
+        self.ids[name] = self.cluster.submit(self.script, *nodes, *options, env=env)
 
     def preempt(self, node: str) -> str:
         """Take all of a node for a moment, as soon as whoever has it is out."""
@@ -118,7 +118,7 @@ def test_what_slurm_sends_to_whom(cluster: Cluster, tmp_path: Path) -> None:
     for name in jobs.ids:
         jobs.started(name, nodes=2 if name == "limit" else 1)
     for name in ("limit", "limit-batch"):  # minutes would be too long to wait for
-        cluster.slurm("scontrol", "update", f"jobid={jobs.ids[name]}", "EndTime=now+40")
+        cluster.slurm("scontrol", "update", f"jobid={jobs.ids[name]}", "EndTime=now+32")
     jobs.preempt("node3")
     cluster.wait_for(jobs.preempt("node4"))
 
