@@ -1,26 +1,41 @@
 # Sourced by the script of every Slurm job of ours, on its first node: where the nodes meet, how they are started, and
 # whether the job comes back when it ends. Both slurm/train.sbatch and what slurm/submit.py submits use it.
-#
-#   EVENKEEL_PYTHON   the Python of the job
 
 # One task a node, on all nodes we got: of a range, Slurm would start the least. The CPUs of a task are said again,
 # because newer versions of Slurm do not hand them down. When one node has ended, the others have the time of a snapshot.
 export SLURM_NTASKS=$SLURM_JOB_NUM_NODES SLURM_NNODES=$SLURM_JOB_NUM_NODES SLURM_NTASKS_PER_NODE=1 SLURM_WAIT=50
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+export SLURM_EXPORT_ENV=ALL # whatever of the submitting shell this script was not to see, the ranks are to see this one's
+export PYTHONUNBUFFERED=1   # srun's own --unbuffered makes the log a terminal, unless it has a file for each task
 
-export PYTHONUNBUFFERED=1 # srun's own --unbuffered would make the log a terminal
+# What another job, or the shell that submitted this one, has said about ranks and rendezvous is not about this job; nor
+# are a user's wishes for squeue's output.
+unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT "${!TORCHELASTIC_@}" "${!SQUEUE_@}"
 
-# What another job, or the shell that submitted this one, has said about ranks and rendezvous is not about this job.
-unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT "${!TORCHELASTIC_@}"
+# A task of an array has a number of its own as well, but the last one's is that of the whole array.
+evenkeel_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+evenkeel_job=${evenkeel_job:-$SLURM_JOB_ID}
 
 # Over all its requeues this is one launch of one run.
-export EVENKEEL_LAUNCH=slurm-$SLURM_JOB_ID
+export EVENKEEL_LAUNCH=slurm-$evenkeel_job
+
+# A controller may be slow or away for a while, most of all when many jobs are preempted together.
+evenkeel_ask() { # COMMAND...
+  local try
+  for try in 1 2 3 4 5 6; do
+    timeout 60 "$@" && return
+    sleep $((try * try))
+  done
+  echo "evenkeel: no answer to: $*" >&2
+  return 1
+}
 
 # Nodes meet at this one, by the address that Slurm's own daemons use for it, at a port of this start alone: two jobs on one
 # node differ by their ids, and a requeued job does not meet what is left of its former self.
 evenkeel_meeting() {
   local address port
-  address=$(scontrol show node --oneliner "$SLURMD_NODENAME" | sed -E 's/.* NodeAddr=([^ ]+).*/\1/')
+  address=$(evenkeel_ask scontrol show node --oneliner "$SLURMD_NODENAME" | sed -E 's/.* NodeAddr=([^ ]+).*/\1/')
+  address=${address:-$SLURMD_NODENAME}
   port=$((20000 + (SLURM_JOB_ID * 37 + ${SLURM_RESTART_COUNT:-0} * 7) % 12000))
   while (exec 3<>"/dev/tcp/$address/$port") 2>/dev/null; do port=$((port + 1)); done
   case $address in *:*) address="[$address]" ;; esac
@@ -29,26 +44,31 @@ evenkeel_meeting() {
 EVENKEEL_MASTER=$(evenkeel_meeting)
 export EVENKEEL_MASTER
 
-# 75: stopped by a signal and saved; 137: killed. Only then does another start make sense, and only if nobody has cancelled
-# the job. Slurm itself requeues a job that it preempts or whose node it loses, but not one that ends in its grace time.
+# Another start makes sense after 75, stopped by a signal and saved, and where somebody was killed: 137, or 253 as Slurm has
+# it for want of memory, or a signal before anybody listened. But not if the job has been cancelled. Slurm itself requeues a
+# job that it preempts or whose node it loses, but not one that ends in its grace time.
 evenkeel_come_back() {
   local code=$1 state
-  [ "$code" != 202 ] || exit 2 # refused; on the way here it has to be the highest of all nodes
-  state=$(timeout 60 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
-  if { [ "$code" = 75 ] || [ "$code" = 137 ]; } && [ "$state" = RUNNING ]; then
+  case $code in
+    201 | 202) exit $((code - 200)) ;; # failed or refused before the start; that had to be the highest code of all nodes
+    75 | 137 | 138 | 140 | 143 | 253) ;;
+    *) return ;;
+  esac
+  state=$(evenkeel_ask squeue --noheader --jobs="$evenkeel_job" --format=%T | tail -n 1)
+  if [ "$state" = RUNNING ]; then
     echo "evenkeel: exit code $code: the job is requeued and will go on where it stopped" >&2
-    timeout 60 scontrol requeue "$SLURM_JOB_ID" || echo "evenkeel: it cannot be requeued; submit it again to go on" >&2
+    evenkeel_ask scontrol requeue "$evenkeel_job" || echo "evenkeel: it cannot be requeued; submit it again to go on" >&2
   fi
 }
 trap 'evenkeel_come_back $?' EXIT
 trap : TERM USR1 USR2 # they are for the ranks; this shell must live to see how those end
 
-# Every node must see the run's folder before any of them waits for the others.
-evenkeel_probe() {
-  local folder=$1 blind
+# Every node must see a folder before any of them waits for the others.
+evenkeel_probe() { # FOLDER
+  local blind
   # shellcheck disable=SC2016  # for the shells of the nodes
-  blind=$(srun sh -c '[ -d "$1" ] || echo "$SLURMD_NODENAME"' sh "$folder" 2>/dev/null)
+  blind=$(srun sh -c '[ -d "$1" ] || echo "blind: $SLURMD_NODENAME"' sh "$1" 2>/dev/null | sed -n 's/^blind: //p')
   [ -z "$blind" ] && return
-  echo "evenkeel: $folder: cannot be seen on ${blind//$'\n'/, }; name a --run-dir or --folder that all nodes share" >&2
+  echo "evenkeel: $1: cannot be seen on ${blind//$'\n'/, }; name a --run-dir or --folder that all nodes share" >&2
   exit 2
 }

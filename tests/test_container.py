@@ -21,13 +21,13 @@ from evenkeel.container_job import (
     hold_places,
     refuse_nameless,
     refuse_unwritable,
-    refuse_useless_gpus,
     wait_for_name,
     warn_of_small_shm,
 )
 from evenkeel.errors import REFUSED, Refusal
 from evenkeel.heartbeat import VARIABLE, check
 from evenkeel.interruption import STOPPED
+from evenkeel.launch import refuse_useless_gpus
 
 from . import processes
 from .processes import read, records, start
@@ -203,7 +203,7 @@ def test_a_run_directory_of_somebody_else(tmp_path: Path) -> None:
 def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_useless_gpus(tmp_path / "none")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(Refusal, match="the host's driver is too old, or the image is built without CUDA"):
+    with pytest.raises(Refusal, match="the driver is too old or broken, or torch is built without CUDA"):
         refuse_useless_gpus(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     refuse_useless_gpus(tmp_path)

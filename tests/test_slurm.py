@@ -157,7 +157,12 @@ def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
     subprocess.run(commit, cwd=origin, check=True)
     (origin / "train.py").write_text("4")
     (tmp_path / "task.py").write_text("5")
-    revision = copy_code(origin, copy, f"{tmp_path / 'task.py'}:Task")
+    for name in ("mine/state.py", "other/status.json", "other/wandb/old.py", "sweep/slurm/20300101-000000/code/x.py"):
+        (origin / name).parent.mkdir(parents=True, exist_ok=True)
+        (origin / name).write_text("of a run")
+    (origin / "latin").write_bytes(b"\xe9")
+    subprocess.run(["git", "add", "-N", "latin"], cwd=origin, check=True)
+    revision = copy_code(origin, copy, f"{tmp_path / 'task.py'}:Task", leave_out=[origin / "mine"])
     assert revision.endswith("-dirty")
     assert {path.name: path.read_text() for path in copy.rglob("*.py")} == {
         "train.py": "4",
@@ -166,7 +171,7 @@ def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
     }
     assert not (copy / "data").exists()
     assert not (copy / "large.bin").exists()
-    assert "+4" in (tmp_path / "slurm" / "code.diff").read_text()
+    assert b"+4" in (tmp_path / "slurm" / "code.diff").read_bytes()
 
 
 @pytest.mark.parametrize(

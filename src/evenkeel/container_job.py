@@ -19,16 +19,13 @@ from typing import Any, cast
 from . import heartbeat
 from .config import Config
 from .errors import Refusal
-from .launch import JOIN_SECONDS, SHUTDOWN_SECONDS
+from .launch import JOIN_SECONDS, SHUTDOWN_SECONDS, refuse_useless_gpus
 
 TRAIN = Path("train.py")
 """In the image it lies in the working directory."""
 
 SMALL_SHM = 256 << 20
 """Bytes of /dev/shm below which loader processes are likely to run out of it. Docker gives 64 MB."""
-
-GPU_DEVICES = Path("/dev/nvidiactl")
-"""There if GPUs have been handed to this container."""
 
 _held: list[socket.socket] = []
 """Open as long as this process lives."""
@@ -173,7 +170,7 @@ def check_host(config: Config | None) -> None:
     Args:
         config: of the job, where it is known.
     """
-    refuse_useless_gpus(GPU_DEVICES)
+    refuse_useless_gpus()
     if config:
         assert config.run_dir is not None  # resolved
         refuse_unwritable(config.run_dir)
@@ -209,24 +206,6 @@ def warn_of_small_shm(num_workers: int, size: int) -> None:
             "--shm-size 8g",
             file=sys.stderr,
             flush=True,
-        )
-
-
-def refuse_useless_gpus(device: Path) -> None:
-    """Refuse GPUs that are here and that torch cannot use: it would say nothing and train on the CPU.
-
-    Args:
-        device: is there if GPUs have been handed to this container.
-    """
-    if not device.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise Refusal(
-            f"this container has GPUs, but its torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use them: "
-            "the host's driver is too old, or the image is built without CUDA; see docs/docker.md, or set "
-            "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
 
 

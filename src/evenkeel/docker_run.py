@@ -57,8 +57,9 @@ class Host:
             runs: folder for runs. When root types the command, and not by sudo, its owner counts instead.
             devices: where devices are.
         """
-        uid = int(os.environ.get("SUDO_UID", os.getuid()))
-        gid = int(os.environ.get("SUDO_GID", os.getgid()))
+        uid, gid = os.getuid(), os.getgid()
+        if uid == 0:
+            uid, gid = int(os.environ.get("SUDO_UID", uid)), int(os.environ.get("SUDO_GID", gid))
         if uid == 0 and runs.is_dir():
             uid, gid = runs.stat().st_uid, runs.stat().st_gid
         return Host(

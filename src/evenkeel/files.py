@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -47,6 +48,14 @@ def unused(path: Path) -> Path:
     """The path itself, or with -2, -3 ... at its end: the first that does not exist."""
     names = (path.name if n == 1 else f"{path.name}-{n}" for n in count(1))
     return next(free for name in names if not (free := path.with_name(name)).exists())
+
+
+def make_unused(path: Path) -> Path:
+    """Make a folder of such a name; of two processes that ask at once, each gets its own."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            (free := unused(path)).mkdir(parents=True)
+            return free
 
 
 def sync_folder(folder: Path) -> None:

@@ -42,6 +42,9 @@ SHUTDOWN_SECONDS = 45
 # agree to less than that. The last call (torch: 30 s) is how long an elastic job that has its least number of
 # nodes waits for more. The survivors of a loss look once a second, so 2 s gather them all.
 RENDEZVOUS = f"join_timeout={JOIN_SECONDS},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
+GPU_DEVICES = Path("/dev/nvidiactl")
+"""Is there where NVIDIA's driver is."""
+
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
@@ -199,6 +202,7 @@ def count_processes(asked: int | None) -> int:
 
     from .world import explain_devices
 
+    refuse_useless_gpus()
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked is None and not present:
         print(f"evenkeel: no GPU here: {CPU_PROCESSES} processes on the CPU; -g sets how many", file=sys.stderr)
@@ -206,6 +210,24 @@ def count_processes(asked: int | None) -> int:
     if asked is not None and 0 < present < asked:
         raise Refusal(f"-g {asked}: {explain_devices(asked, present)}")
     return present if asked is None else asked
+
+
+def refuse_useless_gpus(device: Path = GPU_DEVICES) -> None:
+    """Refuse GPUs that are here and that torch cannot use: it would say nothing and train on the CPU.
+
+    Args:
+        device: is there if this machine has GPUs, or if they have been handed to this container.
+    """
+    if not device.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Refusal(
+            f"there are GPUs here, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use them: "
+            "the driver is too old or broken, or torch is built without CUDA; mend that (docs/docker.md), or set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
 
 
 def count_cores() -> int:

@@ -22,7 +22,7 @@ import tomli_w
 
 from .config import differences, flag
 from .errors import Refusal
-from .files import read_json, unused, write_atomically, write_json
+from .files import make_unused, read_json, write_atomically, write_json
 from .processes import stat
 
 if sys.version_info >= (3, 11):
@@ -92,7 +92,10 @@ class RunDirectory:
             last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
         elif not self._restarted(tokens):
             fruitless = 0  # somebody has read why it stopped, and typed the command again
-        facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1}
+        requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
+        if requeues != self.status.get("requeues", "0"):
+            fruitless = 0  # Slurm's deaths are not the job's; how many there may be is said by --max-requeues
+        facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
         self.update("running", launch=sorted(launch), world_sizes=world_sizes, **facts)
 
     @property
@@ -202,8 +205,7 @@ def _move_aside(path: Path) -> None:
     """
     name = f"old-{time.strftime('%Y%m%d-%H%M%S')}"
     parent, prefix = (path, "") if os.path.ismount(path) else (path.parent, f"{path.name}.")
-    aside = unused(parent / f"{prefix}{name}")
-    aside.mkdir()
+    aside = make_unused(parent / f"{prefix}{name}")
     # the configuration last: without it, after a crash, what is left would not be known for a run
     for entry in sorted(_contents(path, all_logs=True), key=lambda entry: entry.name == "config.toml"):
         entry.rename(aside / entry.name)

@@ -160,8 +160,19 @@ def test_what_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
             "--",
             *recorded(bug, *quiet, "--fail-at", 6, "--failing-rank", 1),
         ),
+        # on two nodes, because the one that gives up has another waiting for it
         stuck: submitted(
-            cluster, "-g", 1, "--max-restarts", 0, "--max-requeues", 1, "--", *recorded(stuck, *quiet, "--die-at", 1)
+            cluster,
+            "-n",
+            2,
+            "-g",
+            1,
+            "--max-restarts",
+            0,
+            "--max-requeues",
+            1,
+            "--",
+            *recorded(stuck, *quiet, "--die-at", 1),
         ),
     }
     wait_for_step(cluster, jobs[cancelled], cancelled, 2)
@@ -180,13 +191,17 @@ def test_what_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_an_array_trains_one_run_for_each_seed(cluster: Cluster, tmp_path: Path) -> None:
+    """And its last task, whose job id is the whole array's, comes back alone."""
     run_dir = tmp_path / "seeds"
-    array = submitted(
-        cluster, "-g", 1, "--array-seeds", "3:6", "--", *recorded(run_dir, "--wandb", "disabled")
-    ).partition("_")[0]
+    options = recorded(run_dir, "--wandb", "disabled", "--checkpoint-every", 0, "--pause", 0.2)
+    array = submitted(cluster, "-g", 1, "--array-seeds", "3:6", "--", *options).partition("_")[0]
+    wait_for_step(cluster, f"{array}_2", run_dir / "seed-5", 2)
+    cluster.slurm("scancel", "--signal=USR2", f"{array}_2")
     weights = set()
     for number, seed in enumerate((3, 4, 5)):
-        ended(cluster, f"{array}_{number}", run_dir / f"seed-{seed}")
+        shown = ended(cluster, f"{array}_{number}", run_dir / f"seed-{seed}")
+        assert shown["Restarts"] == ("1" if seed == 5 else "0")
         weights.add(read(run_dir / f"seed-{seed}")["weights_sha256"])
         assert read(run_dir / f"seed-{seed}" / "slurm", "job.json")["job_id"] == f"{array}_{number}"
     assert len(weights) == 3
+    assert steps_lost(run_dir / "seed-5") == [0]

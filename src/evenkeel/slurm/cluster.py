@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -77,11 +78,12 @@ def partitions() -> list[Partition]:
         Refusal: there is no Slurm here.
     """
     try:
-        lines = slurm("sinfo", "--noheader", "--format=%P|%a|%l|%D|%G").splitlines()
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("SINFO_")}
+        lines = slurm("sinfo", "--all", "--noheader", "--format=%P|%a|%l|%D|%G", env=plain).splitlines()
     except SlurmError as error:
         raise Refusal(f"no Slurm on this machine: {error}; launch/ starts a job on machines without it") from None
     found: dict[str, Partition] = {}
-    for line in lines:  # one for each kind of node
+    for line in (line for line in lines if "|" in line):  # one for each kind of node; not "CLUSTER: name"
         name, avail, limit, nodes, gres = line.split("|")
         gpus = [int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", gres)]
         other = Partition(

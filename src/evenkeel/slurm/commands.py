@@ -13,7 +13,7 @@ class SlurmError(Exception):
     """A command is missing, failed, or did not answer; the message is one line."""
 
 
-def slurm(*command: str, timeout: float = TIMEOUT, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
+def slurm(*command: str, timeout: float = TIMEOUT, env: Mapping[str, str] | None = None) -> str:
     """What a command prints.
 
     Args:

@@ -93,8 +93,9 @@ class _Log:
         self._offset = max(0, size - BACKLOG)
         self.skips = self._offset > 0
 
-    def copy(self, out: IO[bytes]) -> None:
-        """Copy what is new. The file is opened anew, because NFS shows what others wrote only then."""
+    def copy(self, out: IO[bytes]) -> bool:
+        """Copy what is new, if there is any. The file is opened anew: NFS shows what others wrote only then."""
+        before = self._offset
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._offset)
             if self.skips:
@@ -105,12 +106,37 @@ class _Log:
                 self.ends_a_line = part.endswith(b"\n")
                 out.write(part)
             out.flush()
+        return self._offset > before
+
+
+class _Logs:
+    """The new parts of the logs of all nodes, which come to be one after another."""
+
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        self._logs: dict[Path, _Log] = {}
+        self._look()
+        self.skips = any(log.skips for log in self._logs.values())
+        self.ends_a_line = True
+        """Whether what was copied last does."""
+
+    def copy(self, out: IO[bytes]) -> None:
+        """Copy what is new."""
+        self._look()
+        for log in self._logs.values():
+            if log.copy(out):
+                self.ends_a_line = log.ends_a_line
+
+    def _look(self) -> None:
+        for path in self.record.logs:
+            if path not in self._logs:
+                self._logs[path] = _Log(path)
 
 
 class _Follower:
     def __init__(self, record: JobRecord, ctrl_c: CtrlC) -> None:
         self.record, self.ctrl_c = record, ctrl_c
-        self.log = _Log(Path(record.log))
+        self.logs = _Logs(record)
         self.job = JobStatus("")
         self.over = 0
         """Answers in a row by which the job was over, or unknown."""
@@ -120,11 +146,11 @@ class _Follower:
         self.ask_at = 0.0
 
     def to_the_end(self) -> int:
-        if self.log.skips:
+        if self.logs.skips:
             self.say(f"the end of {self.record.log}:")
         while not self.ctrl_c.wait(0):
             self.ask()
-            self.log.copy(sys.stdout.buffer)
+            self.logs.copy(sys.stdout.buffer)
             if self.over > 1 or (self.over and self.finished):
                 return self.verdict()
             self.ctrl_c.wait(POLL)
@@ -134,8 +160,8 @@ class _Follower:
         return KEYBOARD
 
     def say(self, text: str) -> None:
-        print("" if self.log.ends_a_line else "\n", f"evenkeel: job {self.record.job_id}: {text}", sep="", flush=True)
-        self.log.ends_a_line = True
+        print("" if self.logs.ends_a_line else "\n", f"evenkeel: job {self.record.job_id}: {text}", sep="", flush=True)
+        self.logs.ends_a_line = True
 
     def ask(self) -> None:
         """Ask Slurm, if it is time to, and tell what has changed."""
@@ -152,7 +178,7 @@ class _Follower:
         requeues = job.requeues or 0
         again = f"requeued, start {requeues + 1}: " if requeues > (self.job.requeues or 0) else ""
         if again or str(job) != str(self.job) or self.trouble:
-            self.log.copy(sys.stdout.buffer)  # what was printed before the change
+            self.logs.copy(sys.stdout.buffer)  # what was printed before the change
             self.say(f"{again}{job}")
         self.job, self.trouble = job, ""
         if job.is_known:

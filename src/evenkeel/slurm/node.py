@@ -6,6 +6,7 @@ decides whether it comes back.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -23,16 +24,17 @@ from ..config import Config
 from ..errors import REFUSED, Ended, Refusal, exit_code
 from ..files import read_json, write_json
 from ..interruption import STOPPED
-from ..launch import Topology, count_processes, parse_master
-from ..launchers import check_job, command_for, parse_arguments, wait_for_master
+from ..launch import Command, Topology, count_processes, parse_master
+from ..launchers import check_job, check_train_options, command_for, parse_arguments, wait_for_master
 from .commands import SlurmError, slurm
 from .record import JobRecord, load
 
 MAX_REQUEUES = 5
 """Starts of a job that may come to nothing, one after another."""
 
-REFUSED_IN_JOB = 200 + REFUSED
-"""srun ends with the highest exit code of its tasks, and other nodes may be killed because this one refuses."""
+BEFORE_THE_START = 200
+"""Added to the exit code of a node that has failed or refused before it had ranks. srun ends with the highest code of
+its tasks, and the other nodes, which wait for this one, will be killed."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +94,50 @@ class Node:
     def __call__(self) -> int:
         """Work until the job is finished or stopped; ends the process by the verdict unless that is 0."""
         agent.heed_signals()  # submitit's own handlers would requeue at once and save nothing
-        code = exit_code(self._work)
-        if code == REFUSED and "EVENKEEL_LAUNCH" in os.environ:
-            code = REFUSED_IN_JOB
+        preparation = _Preparation(self)
+        code = exit_code(preparation)
+        if code and "EVENKEEL_LAUNCH" in os.environ:
+            code = STOPPED if preparation.may_come_back else BEFORE_THE_START + code
+        elif not code:
+            code = self._run(preparation)
         if code:
             sys.exit(code)
         return 0
 
-    def _work(self) -> int:
-        step = Step.from_environment()
-        # Slurm says 0 GPUs where it was asked for none, which is not what anybody types
-        gpus = count_processes((step.gpus or None) if self.gpus is None else self.gpus)
-        config = check_job(self.train_args)
+    def _run(self, ready: _Preparation) -> int:
+        os.environ.update(ready.command.env)
+        code = agent.main(list(ready.command.argv[3:]))
+        if code not in (0, STOPPED, REFUSED, agent.KILLED):
+            _explain(ready.record, ready.step)
+        return BEFORE_THE_START + REFUSED if code == REFUSED and "EVENKEEL_LAUNCH" in os.environ else code
+
+
+class _Preparation:
+    """All that may be refused, or fail, before this node's ranks exist."""
+
+    step: Step
+    record: JobRecord
+    command: Command
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.may_come_back = False
+        """Whether another start may go better: this one is itself a requeue, and is counted among those that come to
+        nothing. What was right before may be wrong now for a while: a GPU that is lost, a lock of a dead node."""
+
+    def __call__(self) -> int:
+        node = self.node
+        self.step = step = Step.from_environment()
+        config = check_train_options(node.train_args)
         assert config.run_dir is not None  # resolved
-        record = self._record(step, config.run_dir.absolute())
+        self.record = self._record(config.run_dir.absolute())
         if step.node == 0:
-            if load(config.run_dir) != record:
-                record.save()
-            _count_start(record, step, config, self.max_requeues)
+            self.record.save()
+            _count_start(self.record, step, config, node.max_requeues)
+        self.may_come_back = step.requeues > 0
+        check_job(node.train_args)
+        # Slurm says 0 GPUs where it was asked for none, which is not what anybody types
+        gpus = count_processes((step.gpus or None) if node.gpus is None else node.gpus)
         host, port = parse_master(step.master) if step.master else ("", 0)
         topology = Topology(
             gpus,
@@ -119,32 +147,31 @@ class Node:
             master_host=host,
             master_port=port or 1,
             run_id=f"slurm-{step.job_id}-{step.requeues}",
-            max_restarts=self.max_restarts,
+            max_restarts=node.max_restarts,
         )
-        errors = record.errors(step.requeues) / f"node-{step.node}"
+        errors = self.record.errors(step.requeues) / f"node-{step.node}"
         errors.mkdir(parents=True, exist_ok=True)
-        command = command_for(topology, self.script, self.train_args, cores=step.cores, telling=True, log_dir=errors)
+        self.command = command_for(
+            topology, node.script, node.train_args, cores=step.cores, telling=True, log_dir=errors
+        )
         wait_for_master(topology)
-        os.environ.update(command.env)
-        code = agent.main(list(command.argv[3:]))
-        if code not in (0, STOPPED, REFUSED, agent.KILLED):
-            _explain(record, step)
-        return code
+        return 0
 
-    def _record(self, step: Step, run_dir: Path) -> JobRecord:
-        known = load(run_dir)
-        if known and known.job_id == step.job_id:
-            return known
-        folder = self.folder or run_dir / "slurm" / f"job-{step.job_id}"
+    def _record(self, run_dir: Path) -> JobRecord:
+        step = self.step
+        with contextlib.suppress(OSError, ValueError):  # half-written, on a disk that was full
+            known = load(run_dir)
+            if known and known.job_id == step.job_id:
+                return known
         return JobRecord(
             job_id=step.job_id,
             run_dir=str(run_dir),
-            folder=str(folder),
-            log=_log(os.environ["SLURM_JOB_ID"]),
+            folder=str(self.node.folder or run_dir / "slurm" / f"job-{step.job_id}"),
+            log=_log(step.job_id),
             nodes=str(step.nodes),
-            gpus=self.gpus,
+            gpus=self.node.gpus,
             revision="",
-            train_args=self.train_args,
+            train_args=self.node.train_args,
             submitted=time.time(),
         )
 
@@ -217,7 +244,7 @@ def _meeting(nodes: str) -> str:
 def _log(job: str) -> str:
     """Where Slurm writes what a job prints."""
     try:
-        found = re.search(r" StdOut=(\S+)", slurm("scontrol", "show", "job", "--oneliner", job))
+        found = re.search(r"^ *StdOut=(.+)$", slurm("scontrol", "show", "job", job), re.MULTILINE)
     except SlurmError:
         return ""
     return found[1] if found else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,7 +21,7 @@ class JobRecord:
     folder: str
     """Where the job's own files are, absolute: logs, the copy of the code, tracebacks."""
     log: str
-    """What its ranks print, of all nodes and over all requeues."""
+    """What its first node prints, over all requeues."""
     nodes: str
     """N or MIN:MAX."""
     gpus: int | None
@@ -37,6 +38,14 @@ class JobRecord:
         path = _path(Path(self.run_dir))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(self))
+
+    @property
+    def logs(self) -> list[Path]:
+        """The logs of all nodes that there are. Which node has rank 0 is torchrun's choice."""
+        first = Path(self.log)
+        if not first.name.endswith("_0_log.out"):
+            return [first]
+        return sorted(first.parent.glob(f"{glob.escape(self.job_id)}_*_log.out"))
 
     def errors(self, requeues: int) -> Path:
         """The folder for tracebacks of one start of the job."""

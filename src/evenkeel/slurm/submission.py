@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -19,7 +18,7 @@ import submitit
 import tyro
 
 from ..errors import Refusal
-from ..files import unused
+from ..files import make_unused, unused
 from ..launch import parse_nodes
 from ..launchers import check_job, check_train_options, parse_arguments
 from .cluster import Request, parse_time, partitions, show_time
@@ -96,25 +95,28 @@ def main(argv: Sequence[str], repository: Path) -> int:
     typed, train_args = parse_arguments(Submit, argv)
     _check(typed)
     min_nodes, max_nodes = parse_nodes(typed.nodes)
-    asked = Request(min_nodes, max_nodes, typed.gpus, typed.partition, parse_time(typed.time) if typed.time else None)
+    partition = typed.partition or os.environ.get("SBATCH_PARTITION")
+    limit = typed.time or os.environ.get("SBATCH_TIMELIMIT")
+    asked = Request(min_nodes, max_nodes, typed.gpus, partition, parse_time(limit) if limit else None)
     available = partitions()
     request = asked.against(available)
     members = _members(typed, train_args)
     configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
     run_dir = _run_dir(check_train_options(train_args))
     parent = (typed.folder or run_dir / "slurm").absolute()
-    folder = unused(parent / time.strftime("%Y%m%d-%H%M%S"))
+    stamp = parent / time.strftime("%Y%m%d-%H%M%S")
+    folder = unused(stamp) if typed.dry_run else make_unused(stamp)
     script = folder / "code" / "train.py"
     nodes = [
         Node(script, tuple(member), request.gpus, typed.max_restarts, typed.max_requeues, folder) for member in members
     ]
-    _forget_other_jobs()
+    _forget_other_jobs(typed)
     has_gpus = any(partition.gpus for partition in available if partition.name == request.partition)
     executor = _executor(typed, request, folder, repository, configs[0], has_gpus)
     if typed.dry_run:
         print(executor._make_submission_file_text(executor._submitit_command_str, ""))
         return 0
-    revision = copy_code(repository, folder / "code", configs[0].task)
+    revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, parent))
     submitted = time.time()  # what a run says later is this job's
     jobs = _submit(executor, nodes)
     _announce_plan(typed, request, revision)
@@ -181,12 +183,20 @@ def _run_dir(config: Config) -> Path:
     return config.run_dir
 
 
-def _forget_other_jobs() -> None:
-    """sbatch hands the environment on: that of a job in which this runs, or of a torchrun, is not the new job's."""
+def _forget_other_jobs(typed: Submit) -> None:
+    """sbatch hands the environment on: that of a job in which this runs, or of a torchrun, is not the new job's.
+
+    And it takes options from variables, before those in a script: only what is not in ours may come from there.
+    """
     ours = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    said = ["PARTITION", "TIMELIMIT", "JOB_NAME", "OPEN_MODE", "OUTPUT", "ERROR", "REQUEUE", "NO_REQUEUE", "SIGNAL"]
+    said += ["ARRAY_INX", "GPUS_PER_NODE", "EXPORT", "WCKEY"]
+    said += [name.upper() for name in ("account", "qos", "constraint", "exclude", "nodelist") if getattr(typed, name)]
+    said += ["MEM_PER_NODE"] if typed.mem else []
     for name in list(os.environ):
-        if name in ranks or (name.startswith(("SLURM_", "TORCHELASTIC_", "SUBMITIT_")) and name not in ours):
+        other = name.startswith(("SLURM_", "TORCHELASTIC_", "SUBMITIT_")) and name not in ours
+        if other or name in ranks or name in [f"SBATCH_{option}" for option in said]:
             del os.environ[name]
 
 
@@ -239,7 +249,6 @@ def _preamble(folder: Path, repository: Path) -> list[str]:
     """The script's lines before srun."""
     code = folder / "code"
     exported = {
-        "EVENKEEL_PYTHON": sys.executable,
         "EVENKEEL_CODE": str(code),
         "EVENKEEL_ORIGIN": str(repository),
     }
@@ -285,6 +294,6 @@ def _announce(record: JobRecord) -> None:
     shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
     print(f"job {record.job_id} is submitted")
     print(f"  run      {shown}")
-    print(f"  log      {record.log}")
+    print(f"  log      {shlex.quote(record.log.replace('_0_log', '_*_log'))}, a file for each node")
     print(f"  watch    python -m evenkeel follow {shlex.quote(str(shown))}")
     print(f"  cancel   scancel {record.job_id}", flush=True)
