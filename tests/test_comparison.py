@@ -75,12 +75,14 @@ def test_the_first_difference_is_named_with_the_step_before() -> None:
 
 @pytest.mark.multiprocess
 def test_equal_runs_one_of_them_killed_and_resumed(undisturbed: Path, tmp_path: Path) -> None:
-    """kill -9 in step 4, after the checkpoint of step 2: steps are done again, and the last ones count."""
+    """kill -9 in step 4, beside the checkpoint of step 2: steps are done again, and the last ones count."""
     other = tmp_path / "run"
     killed = ["--checkpoint-every", 2, "--die-at", 4 * 3 + 1]
     run(torchrun(1, *small(other, *killed)), expect=1)
     train(other, *killed)
-    assert [r["step"] for r in records(other, "digest")] == [1, 2, 3, 3, 4, 5, 6]
+    again = records(other, "start")[-1]["step"]
+    assert again in (0, 2), "a checkpoint is written beside the next steps, and may not have been whole in step 4"
+    assert [r["step"] for r in records(other, "digest")] == [1, 2, 3, *range(again + 1, 7)]
     before = contents_of(undisturbed)
     first, *rest = compare(undisturbed, other, expect=0)
     assert first == "equal: 6 compared (steps 1 to 6), 16 tensors each"
