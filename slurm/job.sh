@@ -8,9 +8,8 @@ export SLURM_NTASKS=$SLURM_JOB_NUM_NODES SLURM_NNODES=$SLURM_JOB_NUM_NODES SLURM
 export SLURM_EXPORT_ENV=ALL # whatever of the submitting shell this script was not to see, the ranks are to see this one's
 export PYTHONUNBUFFERED=1   # srun's own --unbuffered makes the log a terminal, unless it has a file for each task
 
-# What another job, or the shell that submitted this one, has said about ranks and rendezvous is not about this job; nor
-# are a user's wishes for squeue's output.
-unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT "${!TORCHELASTIC_@}" "${!SQUEUE_@}"
+# What another job, or the shell that submitted this one, has said about ranks and rendezvous is not about this job.
+unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT "${!TORCHELASTIC_@}"
 
 # A task of an array has a number of its own as well, but the last one's is that of the whole array.
 evenkeel_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -45,20 +44,25 @@ EVENKEEL_MASTER=$(evenkeel_meeting)
 export EVENKEEL_MASTER
 
 # Another start makes sense after 75, stopped by a signal and saved, and where somebody was killed: 137, or 253 as Slurm has
-# it for want of memory, or a signal before anybody listened. But not if the job has been cancelled. Slurm itself requeues a
-# job that it preempts or whose node it loses, but not one that ends in its grace time.
+# it for want of memory, or a signal before anybody listened. But not if the job has been cancelled, or if a node has said
+# by Requeue=0 that nothing would come of it. Slurm itself requeues a job that it preempts or whose node it loses, but not
+# one that ends in its grace time.
 evenkeel_come_back() {
-  local code=$1 state
+  local code=$1 job
   case $code in
-    201 | 202) exit $((code - 200)) ;; # failed or refused before the start; that had to be the highest code of all nodes
+    201 | 202) exit $((code - 200)) ;; # failed or refused before the start, and no node had to be killed
     75 | 137 | 138 | 140 | 143 | 253) ;;
     *) return ;;
   esac
-  state=$(evenkeel_ask squeue --noheader --jobs="$evenkeel_job" --format=%T | tail -n 1)
-  if [ "$state" = RUNNING ]; then
-    echo "evenkeel: exit code $code: the job is requeued and will go on where it stopped" >&2
-    evenkeel_ask scontrol requeue "$evenkeel_job" || echo "evenkeel: it cannot be requeued; submit it again to go on" >&2
-  fi
+  job=$(evenkeel_ask scontrol show job --oneliner "$evenkeel_job")
+  case $job in
+    *Requeue=0*) exit 1 ;;
+    *JobState=RUNNING*)
+      echo "evenkeel: exit code $code: the job is requeued and will go on where it stopped" >&2
+      trap '' TERM # the requeue ends this shell as well, but not before it is told so
+      evenkeel_ask scontrol requeue "$evenkeel_job" || echo "evenkeel: it cannot be requeued; submit it again" >&2
+      ;;
+  esac
 }
 trap 'evenkeel_come_back $?' EXIT
 trap : TERM USR1 USR2 # they are for the ranks; this shell must live to see how those end

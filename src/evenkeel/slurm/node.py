@@ -34,7 +34,7 @@ MAX_REQUEUES = 5
 
 BEFORE_THE_START = 200
 """Added to the exit code of a node that has failed or refused before it had ranks. srun ends with the highest code of
-its tasks, and the other nodes, which wait for this one, will be killed."""
+its tasks, and others may be stopped because this one does not come."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,8 @@ class Step:
         nodes, tasks = int(env["SLURM_STEP_NUM_NODES"]), int(env["SLURM_STEP_NUM_TASKS"])
         if nodes != tasks:
             raise Refusal(f"{tasks} tasks on {nodes} nodes: start one for each node, with srun --ntasks-per-node=1")
-        array = env.get("SLURM_ARRAY_JOB_ID")
         return Step(
-            job_id=f"{array}_{env['SLURM_ARRAY_TASK_ID']}" if array else env["SLURM_JOB_ID"],
+            job_id=_job_id(),
             requeues=int(env.get("SLURM_RESTART_COUNT", "0")),
             nodes=nodes,
             node=int(env["SLURM_NODEID"]),
@@ -97,7 +96,11 @@ class Node:
         preparation = _Preparation(self)
         code = exit_code(preparation)
         if code and "EVENKEEL_LAUNCH" in os.environ:
-            code = STOPPED if preparation.may_come_back else BEFORE_THE_START + code
+            if preparation.may_come_back:
+                code = STOPPED
+            else:
+                _forbid_requeues()
+                code += BEFORE_THE_START
         elif not code:
             code = self._run(preparation)
         if code:
@@ -109,7 +112,9 @@ class Node:
         code = agent.main(list(ready.command.argv[3:]))
         if code not in (0, STOPPED, REFUSED, agent.KILLED):
             _explain(ready.record, ready.step)
-        return BEFORE_THE_START + REFUSED if code == REFUSED and "EVENKEEL_LAUNCH" in os.environ else code
+        if code == REFUSED and "EVENKEEL_LAUNCH" in os.environ:
+            _forbid_requeues()
+        return code
 
 
 class _Preparation:
@@ -217,6 +222,23 @@ def _count_start(record: JobRecord, step: Step, config: Config, most: int) -> No
         reason = f"requeued {most} times without finishing a step after step {done} (--max-requeues {most})"
         write_json(run_dir / "status.json", status | {"state": "failed", "reason": reason})
         raise Ended(f"{reason}; logs are in {record.log} and {run_dir / 'logs'}; submit it again to go on")
+
+
+def _job_id() -> str:
+    """By which Slurm knows this job. A task of an array has a number as well, but the last one's is the whole array's."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def _forbid_requeues() -> None:
+    """Have the controller remember that this job is not to come back.
+
+    Exit codes cannot say it: other nodes wait for this one, and when srun has killed them it ends with 137.
+    """
+    try:
+        slurm("scontrol", "update", f"JobId={_job_id()}", "Requeue=0")
+    except SlurmError as error:
+        print(f"evenkeel: requeues cannot be switched off: {error}", file=sys.stderr, flush=True)
 
 
 def _explain(record: JobRecord, step: Step) -> None:
