@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shlex
 import sys
 import zipfile
@@ -21,7 +22,7 @@ from torch.nn.utils import parametrizations
 from evenkeel.checkpoint import STATE, step_folders
 from evenkeel.errors import Refusal
 from evenkeel.state import sha256
-from evenkeel.weights import SHOWN, load_weights, write
+from evenkeel.weights import SHOWN, WRAPPERS, load_weights, write
 
 from .processes import ROOT, TRAIN, checked, finish, finish_all, fork_ranks, read, records, run, run_forked
 from .test_checkpoint import flip_a_bit
@@ -181,6 +182,47 @@ def test_what_looks_like_a_wrapper_stays_where_the_model_has_it(file: Path) -> N
     assert torch.equal(model.module.weight, saved.module.weight)
     torch.save(saved.module.state_dict(), file)
     assert "missing: module.weight" in refusal(model, file), "and no tensor is put where it was not"
+    plain, weights = nn.Linear(2, 2), saved.module.state_dict()
+    torch.save({f"module.{name}": torch.zeros_like(value) for name, value in weights.items()} | weights, file)
+    assert "2 unexpected: module.weight (nearest in the model: weight), module.bias" in refusal(plain, file)
+    load_weights(plain, file, partial=True)
+    assert same(plain, saved.module), "the fewest are left out"
+
+
+class Named(nn.Module):
+    """A random tree of modules, many of which are called as wrappers call theirs."""
+
+    def __init__(self, dice: random.Random, depth: int = 3) -> None:
+        super().__init__()
+        for name in dice.sample(["weight", "bias", "w"], dice.randint(0 if depth else 1, 2)):
+            self.register_parameter(name, nn.Parameter(torch.randn(2)))
+        for name in dice.sample(["module", "_orig_mod", "a", "b"], dice.randint(0, 3) if depth else 0):
+            self.add_module(name, Named(dice, depth - 1))
+
+
+def names_if_wrapped_anywhere(model: nn.Module, dice: random.Random, often: float) -> dict[str, str]:
+    """The model's names -> those in a file of it with wrappers around any of its modules."""
+    many = dice.choice([1, 2]) if dice.random() < often else 0
+    before = "".join(f"{dice.choice(WRAPPERS)}." for _ in range(many))
+    names = {name: before + name for name, _ in model.named_parameters(recurse=False)}
+    for part, child in model.named_children():
+        inner = names_if_wrapped_anywhere(child, dice, often)
+        names |= {f"{part}.{name}": f"{before}{part}.{its}" for name, its in inner.items()}
+    return names
+
+
+def test_random_models_with_wrappers_in_random_places(file: Path) -> None:
+    stripped = 0
+    for seed in range(400):
+        saved, model = Named(random.Random(seed)), Named(random.Random(seed))
+        weights = saved.state_dict()
+        names = names_if_wrapped_anywhere(saved, random.Random(-seed), often=(0, 0.3, 1)[seed % 3])
+        if weights:
+            torch.save({names[name]: value for name, value in weights.items()}, file)
+            load_weights(model, file)
+            assert same(saved, model), (seed, names)
+            stripped += any(name != its for name, its in names.items())
+    assert stripped > 100
 
 
 @pytest.mark.parametrize(
