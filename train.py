@@ -28,8 +28,9 @@ from evenkeel.optimization import rate, set_rate
 from evenkeel.plan import Plan
 from evenkeel.randomness import derive, seed_everything
 from evenkeel.run import Run
-from evenkeel.state import State, load_weights
+from evenkeel.state import State
 from evenkeel.tasks import Task
+from evenkeel.weights import load_weights
 from evenkeel.world import World
 
 
@@ -68,10 +69,9 @@ def build(config: Config, task: Task, world: World) -> State:
     """Model and optimizers as they are before the first step, the same on every rank."""
     seed_everything(derive(config.seed, "weights"))
     model = task.model()
-    if config.init_from:
-        load_weights(model, config.init_from)
+    origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
     model.to(world.device)
-    return State(model, task.optimizers(model, config), config.on_nonfinite == "skip")
+    return State(model, task.optimizers(model, config), config.on_nonfinite == "skip", origin)
 
 
 def train(

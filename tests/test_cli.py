@@ -151,7 +151,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     file = folder.parent / "model.pt"
     file.touch()
     hints = get_type_hints(Config)
-    switches = dict.fromkeys(("fresh", "strict_bits"), True)
+    switches = dict.fromkeys(("fresh", "strict_bits", "init_partial"), True)
     options = [option for option in fields(Config) if option.name not in ("task", "config", *switches)]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     arguments = [text for name, value in expected.items() for text in (flag(name), str(value))]
@@ -209,7 +209,9 @@ def test_help_lists_every_option_with_its_default(
         (["--epochs", "0"], ["--epochs 0: must be at least 1"]),
         (["--width", "0"], ["--width 0"]),
         (["--init-from", "none.pt"], ["--init-from none.pt: no such file"]),
-        (["--init-from", "../tasks_of_mine.py"], ["--init-from ../tasks_of_mine.py"]),
+        (["--init-from", "../tasks_of_mine.py"], ["--init-from ../tasks_of_mine.py: is no file of torch.save"]),
+        (["--init-from", ".."], ["--init-from ..: a folder without checkpoints"]),
+        (["--init-partial"], ["--init-partial: there is no --init-from"]),
         (["--config", "none.toml"], ["--config none.toml: No such file"]),
         (["--config", "."], ["--config .: Is a directory"]),
         (["--config", "../tasks_of_mine.py"], ["--config ../tasks_of_mine.py: not TOML"]),

@@ -74,6 +74,7 @@ def test_defaults_that_depend_on_other_options() -> None:
         ({"seed": 2**63}, f"--seed {2**63}", "below 2**63"),
         ({"batch_size": 16, "micro_batch": 17}, "--micro-batch 17: is above --batch-size 16", "part of the batch"),
         ({"init_from": Path("no/such/model.pt")}, "--init-from no/such/model.pt", "no such file"),
+        ({"init_partial": True}, "--init-partial", "name a file or leave it out"),
     ],
 )
 def test_a_value_that_cannot_be_meant(options: dict[str, Any], named: str, remedy: str) -> None:
@@ -132,7 +133,7 @@ def test_which_options_are_harmless() -> None:
     watching = {"digest_every", "strict_bits", "threads"}
     free = tuning | watching | {"on_nonfinite"}  # a run that was stopped by a NaN may go on without that step
     assert free == HARMLESS - UNSAVED
-    assert {"batch_size", "micro_batch", "seed", "task", "lr", "optimizer", "init_from"} <= SHAPING
+    assert {"batch_size", "micro_batch", "seed", "task", "lr", "optimizer", "init_from", "init_partial"} <= SHAPING
 
 
 def test_the_options_of_a_task_shape_the_result() -> None:

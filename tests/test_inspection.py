@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, load, step_folders
 from evenkeel.state import sha256
@@ -150,6 +151,12 @@ def test_export(run_dir: Path, tmp_path: Path) -> None:
     assert model.read_bytes() == content
     checkpoint("export", run_dir, "--output", tmp_path / "newest.pt")
     assert torch.load(tmp_path / "newest.pt", weights_only=True)["w"][0] == 210
+    assert "dp" in refusal("export", run_dir, "--output", tmp_path / "other.pt", "--as", "ddp")
+    again = checkpoint("export", run_dir, "--step", 10, "--output", tmp_path / "dp.pt", "--as", "dp")
+    assert again.stdout.split()[-1] == done.stdout.split()[-1], "the same weights"
+    assert list(torch.load(tmp_path / "dp.pt", weights_only=True)) == ["module.w"]
+    checkpoint("export", run_dir, "--step", 10, "-o", tmp_path / "model.safetensors", "--as", "safetensors")
+    assert sha256(load_file(tmp_path / "model.safetensors")) == sha256(weights)
 
 
 def test_a_damaged_one_is_not_exported_and_not_shown(run_dir: Path, tmp_path: Path) -> None:

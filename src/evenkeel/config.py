@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -83,7 +84,10 @@ class Config:
     fresh: Flag = False
     """Start over, even if the run directory holds a run: that one is moved aside, not deleted."""
     init_from: Path | None = None
-    """Start from the weights in this file (a model.pt, say) instead of random ones."""
+    """Start from these weights instead of random ones: a file of torch.save or safetensors, with or without the
+    prefixes of DataParallel, DDP and torch.compile, or a run directory or step folder. What does not fit is refused."""
+    init_partial: Flag = False
+    """Let --init-from take what fits from a file that does not fit in all. Says what stayed random."""
     config: Path | None = None
     """Read options from this TOML file; the command line overrides it."""
 
@@ -155,8 +159,10 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         )
     if test_samples == 0:
         raise Refusal(f"--task {config.task}: its test data is empty")
-    if config.init_from and not config.init_from.is_file():
-        raise Refusal(f"--init-from {config.init_from}: no such file")
+    if config.init_from and not os.access(config.init_from, os.F_OK):
+        raise Refusal(f"--init-from {config.init_from}: no such file or folder")
+    if config.init_partial and not config.init_from:
+        raise Refusal("--init-partial: there is no --init-from that it could be about; name a file or leave it out")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -73,6 +73,7 @@ NOT_COMPUTING = frozenset(
         "seqlock",
         "staging",
         "tracking",
+        "weights",
         "world",
     ]
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -22,7 +22,6 @@ from .checkpoint import (
     Checkpoints,
     Damaged,
     Manifest,
-    dump,
     is_step_folder,
     load,
     read_manifest,
@@ -116,10 +115,10 @@ class VerifyCheckpoints:
 
 @dataclass(frozen=True)
 class ExportModel:
-    """Write the bare model of the newest checkpoint to a file that loads anywhere, and print its sha256.
+    """Write the model of the newest checkpoint to a file that loads anywhere, and print its sha256.
 
     torch.load("model.pt", weights_only=True) then gives its state dict, on the CPU. The sha256 is that of the
-    weights; at a run's last step it is weights_sha256 in summary.json.
+    bare weights; at a run's last step it is weights_sha256 in summary.json.
     """
 
     path: CheckpointsPath
@@ -128,6 +127,9 @@ class ExportModel:
     """The file to write; it must not exist."""
     step: Step = None
     """Step of another one than the newest."""
+    form: Annotated[Literal["bare", "dp", "safetensors"], tyro.conf.arg(name="as")] = "bare"
+    """bare: names as in the model; dp: with the prefix `module.` of DataParallel and DDP; safetensors: bare names in
+    that format, tied weights once for each name."""
 
     def __call__(self) -> int:
         """Write it."""
@@ -137,10 +139,11 @@ class ExportModel:
         if not self.output.parent.is_dir():
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         from .state import sha256  # imports torch, which the other commands can do without
+        from .weights import write
 
         weights = _load(path)["model"]
         try:
-            write_atomically(self.output, lambda file: dump(weights, file))
+            write_atomically(self.output, lambda file: write(weights, self.form, file))
         except OSError as error:
             raise Ended(f"--output {self.output}: cannot be written: {error.strerror or error}") from None
         print(f"{path} -> {self.output}, sha256 of the weights {sha256(weights)}")

@@ -134,6 +134,9 @@ class Run:
                 state.restore(self.world.broadcast_tensors(saved, holder))
                 break
         if self.tracker:
+            if state.origin and newest == 0:
+                # what has stayed random must not be overlooked
+                log.log(logging.WARNING if self.config.init_partial else logging.INFO, "%s", state.origin)
             activity.redo_until = max((record["step"] for record in read_records(self._metrics, 1 << 20)), default=0)
             self.tracker.start(state.step)
             if other_bits:

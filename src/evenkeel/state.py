@@ -8,10 +8,8 @@ eight ranks is the state of a run on one.
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .activity import CHECKPOINT, COMMIT, activity
-from .errors import Refusal
 from .nonfinite import NonFinite, Verdict, step_unless
 from .seqlock import Seqlock, Torn
 from .staging import Staging, map_tensors
@@ -39,11 +36,14 @@ class State:
         model: the bare model, not its DDP wrapper, so that saved names carry no `module.` prefix. On its device.
         optimizers: all that step together.
         skip_nonfinite: leave a step out whose gradient is not finite, and go on, instead of raising an error.
+        origin: where the first weights are from, in a line, if they are from a file.
     """
 
-    def __init__(self, model: nn.Module, optimizers: list[Optimizer], skip_nonfinite: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: list[Optimizer], skip_nonfinite: bool = False, origin: str = ""
+    ) -> None:
         self.model, self.optimizers = model, optimizers
-        self.skip_nonfinite = skip_nonfinite
+        self.skip_nonfinite, self.origin = skip_nonfinite, origin
         self.step = 0
         """Optimizer steps done."""
         self.skipped = 0
@@ -218,19 +218,6 @@ def _on_host(tree: Any) -> bool:
     devices: list[str] = []
     map_tensors(tree, lambda tensor, _path: devices.append(tensor.device.type))
     return "cpu" in devices
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Give a model the weights of a file that holds a bare state dict.
-
-    Raises:
-        Refusal: the file is not one, or its weights do not fit the model.
-    """
-    try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(weights)
-    except (OSError, RuntimeError, pickle.UnpicklingError, TypeError, AttributeError) as error:
-        raise Refusal(f"--init-from {path}: {error}") from None
 
 
 def cpu_state_dict(model: nn.Module) -> dict[str, Tensor]:
