@@ -225,7 +225,7 @@ def _count_start(record: JobRecord, step: Step, config: Config, most: int) -> No
 
 
 def _job_id() -> str:
-    """By which Slurm knows this job. A task of an array has a number as well, but the last one's is the whole array's."""
+    """By which Slurm knows this job. A task of an array has a number too, but the last one's is the whole array's."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
 
