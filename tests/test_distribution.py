@@ -17,12 +17,12 @@ import os, pathlib, time
 def test_it():
     time.sleep(0.2)
     name = "-".join(pathlib.Path(__file__).parts[-2:])
-    pathlib.Path(os.environ["FOUND"], name).write_text(os.environ.get("PYTEST_XDIST_WORKER", "alone"))
+    pathlib.Path(os.environ["FOUND"], name).write_text(str(os.getpid()))
 """
 
 
-def workers(folder: Path, *options: str, conftest: bool = True) -> dict[str, set[str]]:
-    """Which processes ran the tests of each folder of a small project."""
+def processes(folder: Path, *options: str, conftest: bool = True) -> dict[str, set[str]]:
+    """The pids of those that ran the tests of each folder of a small project."""
     for name in ("cluster", "docker"):
         (folder / "tests" / name).mkdir(parents=True)
         for test in ("a", "b", "c"):
@@ -40,10 +40,10 @@ def workers(folder: Path, *options: str, conftest: bool = True) -> dict[str, set
 @pytest.mark.parametrize("conftest", [True, False])
 def test_a_folder_that_shares_something_stays_in_one_process(tmp_path: Path, conftest: bool) -> None:
     pytest.importorskip("xdist")
-    found = workers(tmp_path, "-n", "2", "--dist", "loadfile", conftest=conftest)
-    assert all(len(names) == (1 if conftest else 2) for names in found.values()), found
-    assert set().union(*found.values()) == {"gw0", "gw1"}
+    found = processes(tmp_path, "-n", "2", "--dist", "loadfile", conftest=conftest)
+    assert all(len(pids) == (1 if conftest else 2) for pids in found.values()), found
+    assert len(set().union(*found.values())) == 2
 
 
 def test_it_works_without_xdist(tmp_path: Path) -> None:
-    assert set().union(*workers(tmp_path, "-p", "no:xdist").values()) == {"alone"}
+    assert len(set().union(*processes(tmp_path, "-p", "no:xdist").values())) == 1

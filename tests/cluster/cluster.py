@@ -37,6 +37,8 @@ TOOLS = (
 SLURMS_OWN = ("slurmd", "slurmstepd")
 UP_LIMIT = 600.0
 """Seconds for the lab to come up, another one's end included; more than its LAB_WAIT."""
+LINGER = 5.0
+"""Seconds in which a process must be gone after the end of its job; it may be dying, or slurmd's login shell."""
 
 _PROBE = """
 set -e
@@ -250,10 +252,9 @@ class Cluster:
             if "DRAIN" in self.node_state(node) or "DOWN" in self.node_state(node):
                 self.resume(node)
         self._wait("idle nodes", limit, lambda: all(self.node_state(node) == "IDLE" for node in self.nodes))
-        left = self.processes_left()
-        if left:  # one that was killed just now may still have to be buried
-            time.sleep(1)
-            left = [process for process in self.processes_left() if process in left]
+        end = time.monotonic() + LINGER
+        while (left := self.processes_left()) and time.monotonic() < end:
+            time.sleep(0.2)
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)

@@ -317,6 +317,12 @@ up() {  # N CPUS
   die "does not come up"
 }
 
+down() {
+  lock || die "another lab.sh has been busy for $LIMIT s"
+  tended && [ "$dir" != "$L" ] || remove  # somebody else's lab stays
+  clear_state "$L"
+}
+
 install() {  # policy-rc.d: nothing that is installed may start a daemon
   local policy=/usr/sbin/policy-rc.d
   if [ ! -e "$policy" ]; then
@@ -332,18 +338,22 @@ need_node() {
   [[ ${1:-} =~ ^[1-9][0-9]*$ ]] && (($1 <= nodes)) || die "nodes are 1 to $nodes"
 }
 
-command=${1:-}; shift
-[ "$command" = install ] && { install; exit; }
+command=${1:-}
+case $command in
+  install) install; exit ;;
+  up | node-kill | node-start | down | tend | guard | node) shift ;;
+  *) sed -n '2,16s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
+esac
 [ "$(id -u)" = 0 ] || die "needs root"
-L=$(realpath -m "${LAB_DIR:?set LAB_DIR to a folder for the state}")
+[ "${LAB_DIR:-}" ] || die "set LAB_DIR to a folder for the state"
+L=$(realpath -m "$LAB_DIR")
 ((${#L} <= 80)) || die "LAB_DIR is too long for a socket in it: $L"
-mkdir -p "$L"
+mkdir -p "$L" || exit 1
 export LAB_DIR=$L SLURM_CONF=$L/slurm.conf
 case $command in
   up) up "${1:-4}" "${2:-2}" ;;
   node-kill) need_node "${1:-}" && node_kill "$1" ;;
   node-start) need_node "${1:-}" && node_start "$1" ;;
-  down) lock && if tended && [ "$dir" != "$L" ]; then clear_state "$L"; else remove; clear_state "$L"; fi ;;
-  tend | guard | node) "$command" "$@" ;;
-  *) sed -n '2,15s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
+  down) down ;;
+  *) "$command" "$@" ;;
 esac

@@ -121,15 +121,17 @@ def test_what_slurm_sends_to_whom(cluster: Cluster, tmp_path: Path) -> None:
         cluster.slurm("scontrol", "update", f"jobid={jobs.ids[name]}", "EndTime=now+32")
     jobs.preempt("node3")
     cluster.wait_for(jobs.preempt("node4"))
-
-    signals_by_hand(jobs)
     jobs.submit("hard", "node4", "--partition=lowhard", warned)
     jobs.started("hard")
     jobs.preempt("node4")
+
     preemption_without_grace(jobs)
     jobs_that_end_in_their_grace(jobs)
+    lives = int(cluster.wait_for(jobs.ids["hard"], "RUNNING")["Restarts"])
+    cluster.kill_node(4)
+    signals_by_hand(jobs)
     preemption_with_grace(jobs)
-    lost_node(jobs)
+    lost_node(jobs, lives)
     time_limit(jobs)
     print(f"\n{jobs}")
 
@@ -174,11 +176,9 @@ def jobs_that_end_in_their_grace(jobs: Jobs) -> None:
     jobs.cluster.wait_for(jobs.ids["requeues-itself"], "PENDING", "RUNNING", restarts=1)
 
 
-def lost_node(jobs: Jobs) -> None:
+def lost_node(jobs: Jobs, lives: int) -> None:
     """Slurm misses a node by itself, after about 30 s, and requeues its jobs."""
-    before = int(jobs.cluster.wait_for(jobs.ids["hard"], "RUNNING")["Restarts"])
-    jobs.cluster.kill_node(4)
-    jobs.cluster.wait_for(jobs.ids["hard"], "PENDING", restarts=before + 1)
+    jobs.cluster.wait_for(jobs.ids["hard"], "PENDING", restarts=lives + 1)
     assert "DOWN" in jobs.cluster.node_state(4)
 
 
