@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slurm)
             item.add_marker(pytest.mark.skipif(REASON is not None, reason=str(REASON)))
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(300, func_only=True))
+                item.add_marker(pytest.mark.timeout(600, func_only=True))
 
 
 @pytest.fixture(scope="session")
