@@ -39,6 +39,9 @@ from .world import World
 
 log = logging.getLogger(__name__)
 
+LAST_LINE_SECONDS = 0.5
+"""How long a stop waits for the line of metrics of the last step. It takes a millisecond, where it comes at all."""
+
 
 class Run:
     """A run's folder and what is written into it.
@@ -63,6 +66,7 @@ class Run:
         self.tracker: tracking.Tracker | None = None
         self._metrics = self.path / "metrics.jsonl"
         self._skipped_told = 0
+        self._logged = 0
         self._writer: Background[float] = Background("checkpoint")
         self._staging = Staging(world.device)
         self._saving = 0
@@ -171,6 +175,7 @@ class Run:
             self.tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
         lr = rate(self.config, state.step - 1, self.plan.total_steps) * self.config.lr
         self.tracker.train(state.step, loss.item(), norm.item(), lr)
+        self._logged = state.step
 
     def checkpoint(self, state: State, metrics: dict[str, float]) -> None:
         """After each step: note an evaluation, and save if it is time or if it was the best so far.
@@ -235,6 +240,7 @@ class Run:
     def stopped(self, state: State, reason: str) -> None:
         """A signal asked for a stop: save the last finished step. Any thread may call it, whatever the others do."""
         saved = self._rescue(state)
+        self._await_last_line(state.step)
         self._end("stopped", state.step, reason, STOPPED, fruitless=0)
         self._print(f"stopped by {reason}; {saved}; the same command continues")
 
@@ -329,6 +335,13 @@ class Run:
         if path:
             log.info("saved %s in %.2f s", path, seconds)
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
+
+    def _await_last_line(self, step: int) -> None:
+        """The signal may have come between the commit of the last step and its line of metrics, which soon follows."""
+        deadline = time.monotonic() + LAST_LINE_SECONDS
+        due = self.tracker is not None and step % self.config.log_every == 0
+        while due and self._logged < step and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def _take_result(self) -> None:
         """What came of the last checkpoint in the background; waits for it if need be."""

@@ -33,7 +33,7 @@ MAX_REQUEUES = 5
 """Starts of a job that may come to nothing, one after another."""
 
 BEFORE_THE_START = 200
-"""Added to the exit code of a node that has failed or refused before it had ranks. srun ends with the highest code of
+"""Added to the exit code of a node that has refused, or failed before it had ranks. srun ends with the highest code of
 its tasks, and others may be stopped because this one does not come."""
 
 
@@ -95,14 +95,16 @@ class Node:
         agent.heed_signals()  # submitit's own handlers would requeue at once and save nothing
         preparation = _Preparation(self)
         code = exit_code(preparation)
-        if code and "EVENKEEL_LAUNCH" in os.environ:
+        started = code == 0
+        if started:
+            code = self._run(preparation)
+        final = code == REFUSED or not started
+        if code and final and "EVENKEEL_LAUNCH" in os.environ:
             if preparation.may_come_back:
                 code = STOPPED
             else:
                 _forbid_requeues()
                 code += BEFORE_THE_START
-        elif not code:
-            code = self._run(preparation)
         if code:
             sys.exit(code)
         return 0
@@ -112,8 +114,6 @@ class Node:
         code = agent.main(list(ready.command.argv[3:]))
         if code not in (0, STOPPED, REFUSED, agent.KILLED):
             _explain(ready.record, ready.step)
-        if code == REFUSED and "EVENKEEL_LAUNCH" in os.environ:
-            _forbid_requeues()
         return code
 
 
