@@ -100,9 +100,9 @@ def main(argv: Sequence[str], repository: Path) -> int:
     asked = Request(min_nodes, max_nodes, typed.gpus, partition, parse_time(limit) if limit else None)
     available = partitions()
     request = asked.against(available)
-    members = _members(typed, train_args)
-    configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
     run_dir = _run_dir(check_train_options(train_args))
+    members = _members(typed, train_args, run_dir)
+    configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
     parent = (typed.folder or run_dir / "slurm").absolute()
     stamp = parent / time.strftime("%Y%m%d-%H%M%S")
     folder = unused(stamp) if typed.dry_run else make_unused(stamp)
@@ -162,7 +162,7 @@ def _check(typed: Submit) -> None:
             raise Refusal(f"--{name} {value!r}: must be one line and not empty")
 
 
-def _members(typed: Submit, train_args: list[str]) -> list[list[str]]:
+def _members(typed: Submit, train_args: list[str], run_dir: Path) -> list[list[str]]:
     """The options of each run: one, or one for each seed."""
     if not typed.array_seeds:
         return [train_args]
@@ -173,7 +173,6 @@ def _members(typed: Submit, train_args: list[str]) -> list[list[str]]:
         )
     if any(word == "--seed" or word.startswith("--seed=") for word in train_args):
         raise Refusal("--seed: not with --array-seeds, which gives each run its own")
-    run_dir = _run_dir(check_train_options(train_args))
     seeds = range(int(bounds[1]), int(bounds[2]))
     return [[*train_args, "--seed", str(seed), "--run-dir", str(run_dir / f"seed-{seed}")] for seed in seeds]
 
