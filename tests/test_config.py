@@ -142,6 +142,13 @@ def test_the_options_of_a_task_shape_the_result() -> None:
     assert differences(old, new) == [("width", 32, 64), ("new", None, 2), ("gone", 1, None)]
 
 
+def test_an_option_that_is_newer_than_the_run_had_its_default() -> None:
+    new = saved_options(config(), {})
+    old = {name: value for name, value in new.items() if name != "init_partial"}
+    assert differences(old, new) == []
+    assert differences(old, new | {"init_partial": True}) == [("init_partial", False, True)]
+
+
 @pytest.mark.parametrize(("schedule", "may"), [("constant", True), ("linear", False), ("cosine", False)])
 def test_only_a_run_with_a_constant_learning_rate_may_be_prolonged(schedule: Any, may: bool) -> None:
     short = config(schedule=schedule, epochs=1, max_steps=10)

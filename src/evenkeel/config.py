@@ -174,11 +174,14 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any
 
     Returns:
         (name, old value, new value) of each. The length of a run (epochs, max_steps) counts only where the
-        learning rate depends on it: a run with a constant one may be prolonged.
+        learning rate depends on it: a run with a constant one may be prolonged. An option that did not exist when the
+        run was made had its default.
     """
     free = HARMLESS | ({"epochs", "max_steps"} if new["schedule"] == "constant" else set())
     names = [name for name in [*new, *(k for k in old if k not in new)] if name not in free]
-    return [(n, old.get(n), new.get(n)) for n in names if old.get(n) != new.get(n)]
+    defaults = {f.name: f.default for f in fields(Config)}
+    before, now = ({n: options.get(n, defaults.get(n)) for n in names} for options in (old, new))
+    return [(n, before[n], now[n]) for n in names if before[n] != now[n]]
 
 
 def saved_options(config: Config, task_options: dict[str, Any]) -> dict[str, Any]:
