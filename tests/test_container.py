@@ -50,11 +50,9 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
-def blocked(process: subprocess.Popen[str], number: signal.Signals) -> bool:
-    """Whether a process keeps a signal for later."""
-    text = Path(f"/proc/{process.pid}/status").read_text()
-    mask = next(line for line in text.splitlines() if line.startswith("SigBlk"))
-    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
+def has_begun(process: subprocess.Popen[str]) -> bool:
+    """Whether it has its child, and so keeps signals until it waits for them."""
+    return bool(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
 
 
 @pytest.mark.multiprocess
@@ -79,7 +77,7 @@ def test_a_stop_is_passed_on_and_the_same_command_continues(tmp_path: Path, form
 @pytest.mark.multiprocess
 def test_a_signal_that_comes_before_anybody_listens_is_not_lost(tmp_path: Path) -> None:
     process = container(tmp_path, *PLAIN)
-    until(lambda: blocked(process, signal.SIGTERM), process)
+    until(lambda: has_begun(process), process)
     process.send_signal(signal.SIGTERM)
     done = processes.finish(process)
     assert done.returncode == STOPPED

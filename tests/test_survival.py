@@ -82,7 +82,8 @@ def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bi
 
 
 @pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGUSR1, 2), (signal.SIGUSR2, 1)]
+    ("number", "ranks"),
+    [(signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGUSR1, 2), (signal.SIGUSR2, 1), (signal.SIGHUP, 1)],
 )
 def test_a_signal_to_the_launcher_saves_the_last_step_and_leaves_no_process(
     tmp_path: Path, number: signal.Signals, ranks: int
@@ -101,6 +102,24 @@ def test_a_signal_to_the_launcher_saves_the_last_step_and_leaves_no_process(
     assert status["reason"] == number.name
     told = records(run_dir, "train")[-1]["step"]
     assert saved_step(run_dir) >= told, "no finished step is lost"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_job_by_nohup_outlives_its_terminal_and_the_reader_of_its_output(tmp_path: Path, ranks: int) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--hold", tmp_path / "hold", "--pause", 0.3)
+    (tmp_path / "hold").touch()
+    program = [sys.executable, "launch/single_node.py", "-g", str(ranks), "--"] if ranks else [sys.executable, TRAIN]
+    process = start(["nohup", *map(str, program), *options])
+    wait_for_step(run_dir, 2, process)
+    assert process.stdout
+    process.stdout.close()
+    for pid in (process.pid, *workers_of(process).values()):
+        os.kill(pid, signal.SIGHUP)  # as a shell does to all processes of its jobs
+    (tmp_path / "hold").unlink()
+    assert process.wait(120) == 0
+    assert read(run_dir)["state"] == "finished"
+    assert read(run_dir)["restarts"] == 0
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

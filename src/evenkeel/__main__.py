@@ -10,7 +10,7 @@ import tyro
 
 from .chaos.command import ChaosCommand
 from .comparison import CompareCommand
-from .errors import exit_code, one_line_errors
+from .errors import exit_code, lose_stdout, one_line_errors
 from .inspection import CheckpointCommand
 from .planning import PlanCommand
 from .slurm.follow import FollowCommand
@@ -35,7 +35,11 @@ def main() -> int:
             SUBCOMMANDS, args=arguments[:cut], prog="python -m evenkeel", description=__doc__
         )
     )
-    return command(arguments[cut + 1 :])
+    try:
+        return command(arguments[cut + 1 :])
+    except BrokenPipeError:
+        lose_stdout()
+        return 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ a rank was killed too often, anything else is a bug.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Collection, Iterable
@@ -18,7 +19,7 @@ from typing import Any
 
 from .errors import REFUSED
 from .interruption import STOPPED
-from .processes import STOP_SIGNALS
+from .processes import STOP_SIGNALS, survives_the_terminal
 
 KILLED = 128 + signal.SIGKILL
 """Exit code for a process that was killed: by the kernel for its memory, or with its node."""
@@ -52,7 +53,8 @@ def heed_signals() -> None:
         raise SystemExit(STOPPED)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, stop)
+        if not (number == signal.SIGHUP and survives_the_terminal(os.getpid())):
+            signal.signal(number, stop)
 
 
 def verdict(codes: Collection[int]) -> int:

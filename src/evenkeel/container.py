@@ -25,7 +25,7 @@ import time
 from . import heartbeat
 from .processes import STOP_SIGNALS
 
-HEARD = frozenset({*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD})
+HEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT, signal.SIGCHLD})
 """Signals for which this process waits. They are blocked in it, so that none can come too early."""
 
 PR_SET_CHILD_SUBREAPER = 36

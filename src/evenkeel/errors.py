@@ -33,12 +33,22 @@ class Ended(Exception):  # noqa: N818
     """The run could not go on, for a reason that a line tells better than a traceback. Exit code 1."""
 
 
+def lose_stdout() -> None:
+    """Let what is still written to stdout go nowhere: its reader has gone, as that of `--help | head` does."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
 def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options") -> T:
     """Run a tyro command line so that its framed error message becomes a :class:`Refusal` of one line."""
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
             return call()
+    except BrokenPipeError:  # of its help
+        lose_stdout()
+        raise SystemExit(0) from None
     except SystemExit as exit_:
         if exit_.code != REFUSED:
             raise

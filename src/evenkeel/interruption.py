@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from .processes import STOP_SIGNALS, die_with_parent
+from .processes import STOP_SIGNALS, die_with_parent, survives_the_terminal
 
 STOPPED = 75
 """Exit code of a run that stopped and can be continued (EX_TEMPFAIL in sysexits.h)."""
@@ -53,6 +53,8 @@ class Interruption:
         signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
         for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and _started_by_nohup():
+                continue
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)
         _hear_of_the_death_of_the_agent()
@@ -119,6 +121,11 @@ class Interruption:
         time.sleep(self.grace)
         _say(f"not saved within --grace {self.grace:g} s of {self.reason}")
         os._exit(code)
+
+
+def _started_by_nohup() -> bool:
+    """Under torchrun its agent counts: if that heeds SIGHUP, as it does by default, it takes its workers with it."""
+    return survives_the_terminal(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
 
 
 def _say(text: str) -> None:

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from .errors import Refusal
 from .network import Link
+from .processes import survives_the_terminal
 
 DEFAULT_PORT = 29500
 CPU_PROCESSES = 2  # on a machine without GPUs: the least at which ranks really talk to each other
@@ -45,7 +46,7 @@ RENDEZVOUS = f"join_timeout={JOIN_SECONDS},last_call_timeout=2,keep_alive_interv
 GPU_DEVICES = Path("/dev/nvidiactl")
 """Is there where NVIDIA's driver is."""
 
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ def torchrun(
     if log_dir:
         options["--log-dir"] = str(log_dir)
     if _torchrun_has("--signals-to-handle"):
-        options["--signals-to-handle"] = SIGNALS
+        nohup = survives_the_terminal(os.getpid())
+        options["--signals-to-handle"] = ",".join(s for s in SIGNALS if not (nohup and s == "SIGHUP"))
     # "--", or argparse takes a train option for an abbreviation of torchrun's own; "$$", because torchrun
     # expands templates like ${local_rank} in the arguments.
     job = ["--", *(argument.replace("$", "$$") for argument in (str(script), *train_args))]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""From torchrun's agent or Docker, the keyboard, and Slurm."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""From torchrun's agent or Docker, the keyboard, Slurm (two), and a terminal that is closed."""
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
@@ -44,3 +45,12 @@ def die_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died just before
         os.kill(os.getpid(), number)
+
+
+def survives_the_terminal(pid: int) -> bool:
+    """Whether a process ignores SIGHUP, as `nohup` has it. Linux only."""
+    try:
+        (ignored,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return False
+    return bool(int(ignored, 16) >> (signal.SIGHUP - 1) & 1)

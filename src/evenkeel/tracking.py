@@ -26,6 +26,7 @@ from rich.table import Column
 
 from .activity import activity
 from .config import Config
+from .errors import lose_stdout
 from .plan import Plan
 from .world import World
 
@@ -59,6 +60,15 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
+class _Console(Console):
+    """An output whose reader may go (`| head`, a closed terminal) without an end to the training."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        lose_stdout()
+        log.info("nobody reads the output any more; metrics.jsonl goes on")
+
+
 class Tracker:
     """What rank 0 tells.
 
@@ -77,7 +87,7 @@ class Tracker:
         self._wandb: Any = None
         self._mark = (time.perf_counter(), 0)
         # no colours for numbers, and no line breaks where a pipe has no width
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         columns = (
             # only the text at the end may shrink in a narrow terminal
             TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),

@@ -6,10 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .. import processes
 from ..processes import ROOT, read
 from ..test_readme import blocks
 from .conftest import Built
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(1200)]
 
 
 def test_the_lines_of_the_readme(built: Built, tmp_path: Path) -> None:
