@@ -148,7 +148,7 @@ class Gradients:
 class Step:
     """What a step has computed and not yet committed, besides the gradients. All ranks must ask for the same."""
 
-    def __init__(self, gradients: Gradients, small: Fold[Tensor], runs: list[range]) -> None:
+    def __init__(self, gradients: Gradients, small: Fold[Tensor], runs: Sequence[range]) -> None:
         self._of, self._small, self._runs = gradients, small, runs
         if gradients._used:
             gradients._used.clear_unused(self._sums[-gradients._used.numel :])

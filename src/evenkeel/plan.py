@@ -15,6 +15,7 @@ how many ranks there are; the world size enters in one place only, `share`, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -85,9 +86,9 @@ class Plan:
             for i in share(self._count(step), rank, world_size)
         ]
 
-    def runs(self, step: int, world_size: int) -> list[range]:
-        """The ids of the micro-batches of a global step, by rank."""
-        return [share(self._count(step), rank, world_size) for rank in range(world_size)]
+    def runs(self, step: int, world_size: int) -> tuple[range, ...]:
+        """The ids of the micro-batches of a global step, by rank; the same object for steps of the same size."""
+        return shares(self._count(step), world_size)
 
     def _count(self, step: int) -> int:
         return -(-self.step_samples(step) // self.micro_batch)
@@ -101,3 +102,9 @@ def share(count: int, rank: int, world_size: int) -> range:
     each, rest = divmod(count, world_size)
     start = rank * each + min(rank, rest)
     return range(start, start + each + (rank < rest))
+
+
+@lru_cache(maxsize=8)
+def shares(count: int, world_size: int) -> tuple[range, ...]:
+    """The shares of all ranks."""
+    return tuple(share(count, rank, world_size) for rank in range(world_size))

@@ -205,7 +205,9 @@ class Exchange:
         self.world, self.group = world, group
         self.like = like
         self._memory: dict[str, Tensor] = {}
+        self._runs: Sequence[range] = ()
         self._nodes: list[Node] = []
+        self._counts: list[int] = []
         ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
         self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         """How many of the n numbers each rank owns."""
@@ -221,12 +223,14 @@ class Exchange:
             A handle to wait for.
         """
         mine = self.chunks[self.world.rank]
-        nodes = [list(subtrees(run)) for run in runs]
-        self._nodes = [node for of_rank in nodes for node in of_rank]
+        if runs is not self._runs:  # there are few different ones, and on a thousand ranks it takes milliseconds
+            nodes = [list(subtrees(run)) for run in runs]
+            self._runs, self._counts = runs, [len(of_rank) for of_rank in nodes]
+            self._nodes = [node for of_rank in nodes for node in of_rank]
         received = self._kept("received", len(self._nodes) * mine)
         sent = rows[0] if len(rows) == 1 else self._interleaved(rows)
         sizes = [len(rows) * chunk for chunk in self.chunks]
-        taken = [len(of_rank) * mine for of_rank in nodes]
+        taken = [count * mine for count in self._counts]
         return dist.all_to_all_single(received, sent, taken, sizes, self.group, async_op=True)
 
     def gather(self, out: Tensor) -> Any:
