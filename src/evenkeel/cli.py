@@ -16,7 +16,7 @@ import tyro
 from .config import OPTION_NAMES, Config, flag, validate
 from .errors import Refusal, one_line_errors
 from .run_directory import read_config
-from .tasks import Task, load_task
+from .tasks import Task, load_task, option_name
 
 
 def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
@@ -66,9 +66,9 @@ class _NoOptions:
 def _check_options(task_class: type) -> None:
     """A task's fields share the command line with the job's options and are all optional there."""
     for option in fields(task_class):
-        if option.name in OPTION_NAMES | TOPOLOGY:
+        if option_name(option.name) in OPTION_NAMES | TOPOLOGY:
             raise Refusal(
-                f"task {task_class.__name__}: its option {flag(option.name)} exists already in train.py; "
+                f"task {task_class.__name__}: its option {flag(option_name(option.name))} exists already in train.py; "
                 "rename the field"
             )
         if option.default is MISSING and option.default_factory is MISSING:
@@ -88,7 +88,7 @@ def _with_file(values: dict[str, Any], path: Path | None, *classes: type) -> lis
     Raises:
         Refusal: the file has a key that none of the classes has, or a value of another type.
     """
-    known = {option.name for cls in classes for option in fields(cls)}
+    known = {option_name(option.name) for cls in classes for option in fields(cls)}
     if unknown := sorted(set(values) - known):
         raise Refusal(f"--config {path}: unknown key '{unknown[0]}'; keys are option names, batch_size for example")
     return [_instance(cls, values, path) for cls in classes]
@@ -96,11 +96,12 @@ def _with_file(values: dict[str, Any], path: Path | None, *classes: type) -> lis
 
 def _instance(cls: type, values: dict[str, Any], path: Path | None) -> Any:
     hints = get_type_hints(cls)
-    mine = {option.name: values[option.name] for option in fields(cls) if option.name in values}
-    for name, value in mine.items():
-        hint = hints[name]
+    names = {option.name: option_name(option.name) for option in fields(cls)}
+    mine = {attribute: values[name] for attribute, name in names.items() if name in values}
+    for attribute, value in mine.items():
+        hint, name = hints[attribute], names[attribute]
         try:
-            mine[name] = _from_toml(value, hint)
+            mine[attribute] = _from_toml(value, hint)
         except (TypeError, ValueError):
             shown = str(hint) if get_origin(hint) else getattr(hint, "__name__", str(hint))
             expected = re.sub(r"\b(typing|pathlib)\.", "", shown)

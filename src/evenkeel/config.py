@@ -22,8 +22,8 @@ class Config:
     number below is about the whole job: nothing has to change when the number of processes does.
     """
 
-    task: str = "digits"
-    """What to train: a built-in task by name (digits), or your own class as FILE.py:CLASS or
+    task: str = "classify"
+    """What to train: a built-in task by name (classify, regress, segment), or your own class as FILE.py:CLASS or
     PACKAGE.MODULE:CLASS. Its own options then appear below."""
     run_dir: Path | None = None
     """Folder for all that the run leaves: checkpoints, metrics, logs, the final model. Default: runs/TASK."""
@@ -104,6 +104,7 @@ class Config:
 HARMLESS = frozenset(
     [
         "run_dir",
+        "data_dir",
         "num_workers",
         "threads",
         "checkpoint_every",
@@ -120,7 +121,8 @@ HARMLESS = frozenset(
         "config",
     ]
 )
-"""Options that may change when a run is continued. All others, a task's own included, shape the result."""
+"""Options that may change when a run is continued. All others, a task's own included, shape the result. A task's
+`data_dir` does not: the same data may lie elsewhere on another node."""
 
 UNSAVED = frozenset({"run_dir", "fresh", "config"})
 """Options about one start of a run rather than the run, so that its config.toml does not hold them."""

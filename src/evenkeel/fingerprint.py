@@ -54,6 +54,7 @@ NOT_COMPUTING = frozenset(
         "comparison",
         "config",
         "digest",
+        "downloads",
         "errors",
         "files",
         "fingerprint",

@@ -1,35 +1,157 @@
-"""Networks."""
+"""Networks by name: a small CNN of our own, and torchvision's for classification.
+
+torchvision is imported where it is asked for, because that takes as long as importing torch.
+"""
 
 from __future__ import annotations
 
+import difflib
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+
+from .errors import Refusal
+
+OWN = "cnn"
+"""The name of :class:`SmallCNN`. All others are torchvision's."""
+
+AUXILIARY = ("googlenet", "inception_v3")
+"""Networks that in training have outputs beside the main one."""
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions and a linear layer for small one-channel images.
+    """Two convolutions and a linear layer, for small images.
 
     Args:
         classes: number of outputs.
         width: channels of the first convolution; the second has twice as many.
         dropout: probability of dropping a feature before the last layer.
+        channels: of an image.
+        size: height and width of an image, in pixels; at least 2.
 
     Shape:
-        [n, 1, 8, 8] -> [n, classes], unnormalised log-probabilities.
+        [n, channels, size, size] -> [n, classes], unnormalised log-probabilities.
     """
 
-    def __init__(self, classes: int, width: int = 32, dropout: float = 0.0) -> None:
+    def __init__(self, classes: int, width: int = 32, dropout: float = 0.0, channels: int = 1, size: int = 8) -> None:
         super().__init__()
+        pool = max(2, size // 16)  # at most 31 x 31 values of a channel are left for the linear layer
         self.features = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1),
+            nn.Conv2d(channels, width, 3, padding=1),
             nn.ReLU(),
             nn.Conv2d(width, 2 * width, 3, padding=1),
             nn.ReLU(),
-            nn.MaxPool2d(2),
+            nn.MaxPool2d(pool),
             nn.Flatten(),
             nn.Dropout(dropout),
         )
-        self.classifier = nn.Linear(2 * width * 4 * 4, classes)
+        self.classifier = nn.Linear(2 * width * (size // pool) ** 2, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of a batch of images."""
         return self.classifier(self.features(images))  # type: ignore[no-any-return]
+
+
+def model_names() -> list[str]:
+    """Every name that --model knows."""
+    import torchvision
+
+    return [OWN, *torchvision.models.list_models(module=torchvision.models)]
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a name that is none, with those that look like it."""
+    if name == OWN or name in (names := model_names()):
+        return
+    near = difflib.get_close_matches(name.lower(), names, n=3)
+    hint = f"perhaps {' or '.join(near)}" if near else f"{OWN}, or one of torchvision's: resnet18, vit_b_16 ..."
+    raise Refusal(f"--model {name}: is neither {OWN} nor a classification model of torchvision; {hint}")
+
+
+def published_weights(name: str) -> Any:
+    """torchvision's best weights of a network, a member of its `WeightsEnum`.
+
+    Raises:
+        Refusal: there are none.
+    """
+    if name != OWN:
+        import torchvision
+
+        weights = getattr(torchvision.models.get_model_weights(name), "DEFAULT", None)
+        if weights is not None:
+            return weights
+    raise Refusal(f"--pretrained: there are no published weights of --model {name}; take a model of torchvision's")
+
+
+def torchvision_model(name: str, classes: int, size: int, weights: Any = None) -> nn.Module:
+    """One of torchvision's networks, for so many classes and for images of three channels and so many pixels a side.
+
+    Args:
+        name: one of :func:`model_names`, but not our own.
+        classes: outputs.
+        size: height and width of the images.
+        weights: of :func:`published_weights`, whose file is in torch's cache; the head for other classes is random.
+
+    Raises:
+        Refusal: the network does not take images of that size; says which size it was made for.
+    """
+    import torchvision
+
+    options: dict[str, Any] = {}
+    if name.startswith("vit_"):
+        options["image_size"] = size  # is part of its shape
+    if name.startswith("maxvit"):
+        options["input_size"] = (size, size)
+    if name in AUXILIARY:
+        options |= {"aux_logits": weights is None, "init_weights": weights is None}
+    try:
+        if weights is None:
+            model = torchvision.models.get_model(name, num_classes=classes, **options)
+        else:
+            model = torchvision.models.get_model(name, weights=weights, **options)
+            replace_head(model, len(weights.meta["categories"]), classes)
+        _try_size(model, size)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise Refusal(
+            f"--model {name}: does not take images of {size} x {size} ({reason}); "
+            f"--image-size {_made_for(name)} enlarges them to what it was made for"
+        ) from None
+    return model  # type: ignore[no-any-return]
+
+
+def replace_head(model: nn.Module, old: int, classes: int) -> None:
+    """Put a new last layer, with random weights, in place of the one with ``old`` outputs."""
+    heads = [name for name, module in model.named_modules() if _outputs(module) == old]
+    assert len(heads) == 1, heads  # true of all of torchvision's, and tests/test_models.py says so
+    parent = model.get_submodule(heads[0].rpartition(".")[0])
+    name = heads[0].rpartition(".")[2]
+    head: Any = getattr(parent, name)
+    if isinstance(head, nn.Linear):
+        new: nn.Module = nn.Linear(head.in_features, classes)
+    else:
+        new = nn.Conv2d(head.in_channels, classes, head.kernel_size, head.stride, head.padding)
+    setattr(parent, name, new)
+
+
+def _outputs(module: nn.Module) -> int:
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    return module.out_channels if isinstance(module, nn.Conv2d) else 0
+
+
+def _try_size(model: nn.Module, size: int) -> None:
+    """Run the network on images without values, which takes no time and no memory; raises what that raises."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    empty = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.func.functional_call(model, empty, (torch.empty(2, 3, size, size, device="meta"),))
+
+
+def _made_for(name: str) -> int:
+    """Height and width of the images on which torchvision has measured a network's weights."""
+    import torchvision
+
+    weights = getattr(torchvision.models.get_model_weights(name), "DEFAULT", None)
+    return int(weights.transforms().crop_size[0]) if weights else 224

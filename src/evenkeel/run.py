@@ -438,7 +438,9 @@ class Run:
 def _reason(error: BaseException) -> str:
     """What went wrong, in a line."""
     name = "" if isinstance(error, Ended) else f"{type(error).__name__}: "
-    return f"{name}{error}".split("\n")[0]
+    first, *more = f"{name}{error}".strip().split("\n")
+    # of an error in a loader process torch tells where it was caught first, and what it was last
+    return more[-1] if more and " in DataLoader worker process " in first else first
 
 
 def _attempts(status: dict[str, Any]) -> int:

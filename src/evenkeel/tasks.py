@@ -7,7 +7,8 @@
         def loss(self, model, batch): ...
         def metrics(self, model, batch): ...
 
-Make it a dataclass and its fields become command-line options, with their docstrings as help.
+Make it a dataclass and its fields become command-line options, with their docstrings as help. The built-in tasks are
+modules of their own.
 """
 
 from __future__ import annotations
@@ -20,21 +21,16 @@ import sys
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .config import Config
-from .data import InMemory, SizedDataset
+from .data import SizedDataset
 from .errors import Refusal
-from .models import SmallCNN
 from .optimization import build_optimizer
 
 
@@ -83,7 +79,8 @@ class Task(ABC):
 
     def options(self) -> dict[str, Any]:
         """The task's own options and their values; none unless it is a dataclass."""
-        return dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        return {option_name(name): value for name, value in fields.items()}
 
 
 class Classification(Task):
@@ -104,44 +101,20 @@ class Classification(Task):
         }
 
 
-@dataclass
-class Digits(Classification):
-    """The UCI optical digits, 1,797 real images of 8 x 8 pixels that come with Evenkeel (assets/digits.md)."""
+BUILT_IN = {
+    "classify": "evenkeel.classify:Classify",
+    "regress": "evenkeel.regress:Regress",
+    "segment": "evenkeel.segment:Segment",
+}
+"""Tasks by name, imported when they are asked for."""
 
-    width: int = 32
-    """Channels of the first convolution; the second has twice as many."""
-    dropout: float = 0.3
-    """Probability of dropping a feature before the last layer."""
-
-    TEST_SAMPLES: ClassVar[int] = 360
-    """A fifth, chosen once and for all."""
-
-    def __post_init__(self) -> None:
-        if self.width < 1 or not 0 <= self.dropout < 1:
-            raise Refusal(f"--width {self.width} --dropout {self.dropout}: need width >= 1 and 0 <= dropout < 1")
-
-    def train_dataset(self) -> InMemory:
-        """1,437 images, float [1, 8, 8] in 0 .. 1."""
-        return self._images(slice(self.TEST_SAMPLES, None))
-
-    def test_dataset(self) -> InMemory:
-        """360 images."""
-        return self._images(slice(0, self.TEST_SAMPLES))
-
-    def model(self) -> nn.Module:
-        """A CNN of two convolutions; about 29,000 parameters at the default width."""
-        return SmallCNN(classes=10, width=self.width, dropout=self.dropout)
-
-    @staticmethod
-    def _images(part: slice) -> InMemory:
-        with as_file(files("evenkeel") / "assets" / "digits.npz") as path, np.load(path) as data:
-            images, labels = torch.from_numpy(data["images"]), torch.from_numpy(data["labels"])
-        # neighbours in the file share a writer, so the split takes every sample from anywhere
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[part]
-        return InMemory(images[order].float().div_(16).unsqueeze(1), labels[order].long())
+GONE = {"digits": "--task classify --dataset digits, both of which are the defaults"}
+"""What is no task any more, and what it is now."""
 
 
-BUILT_IN: dict[str, type[Task]] = {"digits": Digits}
+def option_name(field: str) -> str:
+    """The option of a field. One that would hide a method of the task has an underscore at its end, the option not."""
+    return field.rstrip("_")
 
 
 def load_task(name: str) -> type[Task]:
@@ -150,9 +123,9 @@ def load_task(name: str) -> type[Task]:
     Raises:
         Refusal: no such task, or its file fails to import (says at which line and why).
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    source, colon, attribute = name.rpartition(":")
+    if name in GONE:
+        raise Refusal(f"--task {name}: is now {GONE[name]}")
+    source, colon, attribute = BUILT_IN.get(name, name).rpartition(":")
     if not colon or not source or not attribute:
         raise Refusal(
             f"--task {name}: unknown; built in: {', '.join(BUILT_IN)}; your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"

@@ -1,0 +1,198 @@
+"""The built-in task `classify`: images of a data set by name, by a network by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+from . import augmentation, datasets, models
+from .augmentation import Augment
+from .config import Flag
+from .data import SizedDataset
+from .datasets import ABOUT, OnBadSample
+from .downloads import fetch_weights
+from .errors import Refusal
+from .tasks import Classification
+
+PHOTOGRAPH = 224
+"""Height and width of what is cut out of images that have each their own size."""
+
+AUXILIARY_WEIGHT = 0.4
+"""Of the losses of a network's auxiliary outputs."""
+
+
+@dataclass
+class Classify(Classification):
+    """Image classification. Data sets and networks by name, augmentation, mixing, label smoothing."""
+
+    dataset: datasets.Name = "digits"
+    """digits comes with Evenkeel. mnist, fashion-mnist, cifar10 and cifar100 are downloaded once. imagefolder: JPEG and
+    other files in train/CLASS/ and val/CLASS/. fake: noise, for benchmarks."""
+    data_dir: Path = Path("data")
+    """Folder of the data: where data sets are downloaded to, or the one that holds train/ and val/."""
+    model_: Annotated[str, tyro.conf.arg(name="model")] = models.OWN
+    """cnn, a small one, or any classification network of torchvision: resnet50, vit_b_16 ..."""
+    pretrained: Flag = False
+    """Begin with torchvision's published weights of the network, downloaded once; the last layer is new."""
+    image_size: int = 0
+    """Height and width of what the network sees, in pixels. 0: those of the data set; 224 of an imagefolder."""
+    width: int = 32
+    """Of the cnn: channels of its first convolution. The second has twice as many."""
+    dropout: float = 0.3
+    """Of the cnn: probability of dropping a feature before its last layer."""
+    augment: Augment = "none"
+    """Random changes of each training image. basic: shift or crop, and a flip where a mirror image is of the same
+    class. trivial, rand: the same, then TrivialAugment or RandAugment."""
+    mixup: float = 0.0
+    """Blend images of a micro-batch in pairs, and their labels, with this alpha (0.2, say). 0: not."""
+    cutmix: float = 0.0
+    """Paste a part of one image into another, with this alpha (1.0, say). With --mixup: either, at random. 0: not."""
+    label_smoothing: float = 0.0
+    """Share of the label that is spread over all classes (0.1, say). The test loss is without it."""
+    on_bad_sample: OnBadSample = "raise"
+    """When an image file does not decode. raise: end, naming it. skip: another sample stands in for it; in the test it
+    is left out."""
+    fake_samples: int = 1000
+    """Training samples of --dataset fake. A fifth as many are for the test."""
+    fake_classes: int = 10
+    """Classes of --dataset fake."""
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or not 0 <= self.dropout < 1:
+            raise Refusal(f"--width {self.width} --dropout {self.dropout}: need width >= 1 and 0 <= dropout < 1")
+        if not 0 <= self.label_smoothing < 1:
+            raise Refusal(f"--label-smoothing {self.label_smoothing}: must be at least 0 and below 1")
+        for name in ("mixup", "cutmix"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise Refusal(f"--{name} {getattr(self, name)}: must be at least 0 and finite")
+        if self.image_size < 0 or (self.model_ == models.OWN and self.image_size == 1):
+            raise Refusal(f"--image-size {self.image_size}: must be at least 2, or 0 for the data set's own")
+        if self.fake_samples < 5 or self.fake_classes < 1:
+            raise Refusal(
+                f"--fake-samples {self.fake_samples} --fake-classes {self.fake_classes}: "
+                "need at least 5 samples and 1 class"
+            )
+        models.check_model_name(self.model_)
+        if self.pretrained:
+            models.published_weights(self.model_)
+
+    def train_dataset(self) -> SizedDataset:
+        """Images [C, H, W] in uint8, and labels; whole micro-batches of them where there is nothing to do for each."""
+        if self.dataset == "imagefolder":
+            found = datasets.ImageFolder(self.data_dir, "train", self.on_bad_sample)
+            return datasets.Transformed(found, augmentation.of_photographs(self.augment, self.size))
+        whole = self._whole(train=True)
+        about = ABOUT[self.dataset]
+        change = augmentation.of_small_images(self.augment, self._size_in_the_data, about.flips)
+        return datasets.Transformed(whole, change) if change else whole
+
+    def test_dataset(self) -> SizedDataset:
+        """The same without random changes."""
+        if self.dataset == "imagefolder":
+            found = datasets.ImageFolder(self.data_dir, "val", self.on_bad_sample)
+            return datasets.Transformed(found, augmentation.of_photographs("none", self.size))
+        return self._whole(train=False)
+
+    def model(self) -> nn.Module:
+        """The network of --model, its last layer as wide as the data set has classes."""
+        if self.model_ == models.OWN:
+            channels = ABOUT[self.dataset].channels
+            return models.SmallCNN(self.classes, self.width, self.dropout, channels, self.size)
+        weights = models.published_weights(self.model_) if self.pretrained else None
+        if weights is not None:
+            fetch_weights(weights, self.model_)
+        return models.torchvision_model(self.model_, self.classes, self.size, weights)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean cross-entropy, with whatever mixing and smoothing there is. Draws from torch's generator of the CPU."""
+        images, labels = batch
+        inputs = self.inputs(images)
+        if self._mixing and model.training:
+            inputs, labels = self._mixing(inputs, labels)
+        cross_entropy = partial(F.cross_entropy, target=labels, label_smoothing=self.label_smoothing)
+        outputs = model(inputs)
+        if isinstance(outputs, Tensor):
+            return cross_entropy(outputs)
+        main, *auxiliary = (cross_entropy(output) for output in outputs if output is not None)
+        return main + AUXILIARY_WEIGHT * sum(auxiliary)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Cross-entropy and top-1 accuracy of each image, and which of them did not decode."""
+        images, labels = batch
+        if self.on_bad_sample == "raise":
+            return super().metrics(model, (self.inputs(images), labels))
+        bad = labels < 0
+        values = super().metrics(model, (self.inputs(images), labels.clamp(min=0)))
+        kept = {name: torch.where(bad, 0.0, value.double()) for name, value in values.items()}
+        return {**kept, "left_out": bad}
+
+    def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
+        """The means over the images that decode, and the share of those that do not, if there are any."""
+        left_out = float(means.get("left_out", 0.0))
+        found = {
+            name: float(mean) / (1 - left_out) for name, mean in means.items() if name != "left_out" and left_out < 1
+        }
+        return {**found, "left_out": left_out} if left_out else found
+
+    def inputs(self, images: Tensor) -> Tensor:
+        """What the network sees of uint8 images [n, C, H, W], on their device: enlarged, in float32, normalised.
+
+        Grey images have three equal channels for a network of torchvision's.
+        """
+        found = images.float().div_(255)
+        if found.shape[-1] != self.size:
+            found = F.interpolate(found, (self.size, self.size), mode="bilinear", antialias=True)
+        mean, std = self._mean_and_std(images.device)
+        found = found.sub_(mean).div_(std)
+        return found if self.model_ == models.OWN else found.expand(-1, 3, -1, -1)
+
+    @property
+    def size(self) -> int:
+        """Height and width of what the network sees."""
+        return self.image_size or self._size_in_the_data or PHOTOGRAPH
+
+    @cached_property
+    def classes(self) -> int:
+        """Classes of the data set."""
+        if self.dataset == "imagefolder":
+            return len(datasets.folder_classes(self.data_dir))
+        return ABOUT[self.dataset].classes or self.fake_classes
+
+    @property
+    def _size_in_the_data(self) -> int:
+        made = self.image_size if self.dataset == "fake" else 0
+        return made or ABOUT[self.dataset].size
+
+    def _whole(self, train: bool) -> SizedDataset:
+        """A data set whose images are all of one size, as it is."""
+        if self.dataset == "digits":
+            return datasets.digits(train)
+        if self.dataset == "fake":
+            samples = self.fake_samples if train else self.fake_samples // 5
+            first = 0 if train else self.fake_samples
+            return datasets.Fake(samples, self._size_in_the_data, self.fake_classes, first)
+        return datasets.published(self.dataset, self.data_dir, train)
+
+    @cached_property
+    def _mixing(self) -> Any:
+        return augmentation.mixing(self.mixup, self.cutmix, self.classes)
+
+    def _mean_and_std(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._constants:  # copied once, because a copy makes the host wait for a GPU
+            about: Any = ABOUT[self.dataset]
+            if self.pretrained:  # as the network has learned to see
+                about = models.published_weights(self.model_).transforms()
+            mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (about.mean, about.std))
+            self._constants[device] = mean, std
+        return self._constants[device]
+
+    @cached_property
+    def _constants(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
