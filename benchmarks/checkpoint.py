@@ -33,12 +33,12 @@ import tyro
 from torch import nn
 from torchvision.models import resnet18
 
+from evenkeel.classify import Classify
 from evenkeel.config import Config
 from evenkeel.errors import Refusal, exit_code
 from evenkeel.plan import Plan
 from evenkeel.run import Run
 from evenkeel.state import State
-from evenkeel.tasks import Digits
 from evenkeel.world import World
 
 
@@ -125,7 +125,7 @@ def measure(name: str, saves: int, folder: Path) -> None:
     model, batch = (make() for make in MODELS[name])
     state = trained(model)
     config = Config(run_dir=folder / name, checkpoint_every=1, keep=1, wandb="disabled").resolved()
-    run = Run(config, Digits(), Plan(1437, 64, 8, epochs=10**6), World.from_environment())
+    run = Run(config, Classify(), Plan(1437, 64, 8, epochs=10**6), World.from_environment())
     run.begin()
     run.resume(state)
     run.watched(None, on_hang=lambda: None)  # not entered: nothing here hangs

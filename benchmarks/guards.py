@@ -23,6 +23,7 @@ import torch
 import tyro
 
 from evenkeel import data
+from evenkeel.classify import Classify
 from evenkeel.config import Config
 from evenkeel.data import ElasticSampler
 from evenkeel.gradients import Gradients, clip
@@ -30,7 +31,6 @@ from evenkeel.hang import Watch
 from evenkeel.interruption import Interruption
 from evenkeel.optimization import build_optimizer
 from evenkeel.state import State
-from evenkeel.tasks import Digits
 from evenkeel.world import World
 
 BLOCK = 10
@@ -49,7 +49,7 @@ class Options:
     """Width of the network."""
 
 
-def steps(guarded: bool, task: Digits, world: World, batch_size: int) -> Iterator[None]:
+def steps(guarded: bool, task: Classify, world: World, batch_size: int) -> Iterator[None]:
     """The loop of train.py; one step for each next()."""
     torch.manual_seed(0)
     model = task.model().to(world.device)
@@ -76,7 +76,7 @@ def main(options: Options) -> None:
     """Measure and print."""
     Interruption(grace=25.0)
     world = World.from_environment()
-    task = Digits(width=options.width)
+    task = Classify(width=options.width)
     with world.connected() as store, TemporaryDirectory() as logs:
         sides = {"without": False, "without again": False, "with": True}
         loops = {name: steps(guarded, task, world, options.batch_size) for name, guarded in sides.items()}

@@ -29,9 +29,9 @@ import tyro
 from torch import nn
 from torch.optim import Optimizer
 
+from evenkeel.classify import Classify
 from evenkeel.config import Config
 from evenkeel.data import InMemory
-from evenkeel.tasks import Digits
 
 IMPORTED = time.time()
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +52,7 @@ class Options:
 
 
 @dataclass
-class Stamped(Digits):
+class Stamped(Classify):
     """The digits, and the times at which rank 0 came to them."""
 
     stamps: str = ""

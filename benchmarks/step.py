@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from evenkeel import data
+from evenkeel.classify import Classify
 from evenkeel.data import ElasticSampler
 from evenkeel.gradients import Gradients, clip
 from evenkeel.state import State
-from evenkeel.tasks import Digits
 from evenkeel.world import World
 
 
@@ -42,7 +42,7 @@ class Options:
     """Width of the network."""
 
 
-def bare(task: Digits, world: World, batch_size: int) -> Iterator[None]:
+def bare(task: Classify, world: World, batch_size: int) -> Iterator[None]:
     """The loop of PyTorch's own DDP tutorial; one step for each next()."""
     torch.manual_seed(0)
     model = DistributedDataParallel(task.model().to(world.device))
@@ -54,12 +54,12 @@ def bare(task: Digits, world: World, batch_size: int) -> Iterator[None]:
         sampler.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
-            F.cross_entropy(model(images.to(world.device)), labels.to(world.device)).backward()
+            F.cross_entropy(model(task.inputs(images.to(world.device))), labels.to(world.device)).backward()
             optimizer.step()
             yield
 
 
-def elastic(task: Digits, world: World, batch_size: int) -> Iterator[None]:
+def elastic(task: Classify, world: World, batch_size: int) -> Iterator[None]:
     """The loop of train.py."""
     torch.manual_seed(0)
     model = task.model().to(world.device)
@@ -82,7 +82,7 @@ def elastic(task: Digits, world: World, batch_size: int) -> Iterator[None]:
 def main(options: Options) -> None:
     """Measure and print."""
     world = World.from_environment()
-    task = Digits(width=options.width)
+    task = Classify(width=options.width)
     with world.connected():
         sides = {"bare": bare, "bare again": bare, "elastic": elastic}
         loops = {name: side(task, world, options.batch_size) for name, side in sides.items()}

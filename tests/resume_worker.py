@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from evenkeel.classify import Classify
 from evenkeel.errors import leave
 from evenkeel.gradients import Gradients, Loss, clip
 from evenkeel.plan import Plan
 from evenkeel.state import State, sha256
-from evenkeel.tasks import Digits
 from evenkeel.world import World
 
 PLAN = Plan(samples=256, global_batch=32, micro_batch=8, epochs=1)
@@ -27,14 +27,14 @@ PLAN = Plan(samples=256, global_batch=32, micro_batch=8, epochs=1)
 class Stock(Gradients):
     """With plain DDP."""
 
-    def __init__(self, task: Digits, state: State, world: World, plan: Plan) -> None:
+    def __init__(self, task: Classify, state: State, world: World, plan: Plan) -> None:
         super().__init__(task, state, world, plan)
         self.wrapped = DistributedDataParallel(Loss(state.model, task))
 
 
 def train(kind: type[Gradients], world: World, stops: tuple[int, ...]) -> str:
     """The fingerprint after all steps, with the wrapper and the optimizer built anew at each stop."""
-    task = Digits()
+    task = Classify()
     data = task.train_dataset()
     saved = None
     for first, end in zip((0, *stops), (*stops, PLAN.total_steps), strict=True):

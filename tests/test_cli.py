@@ -14,10 +14,10 @@ import tomli_w
 import torch
 
 import train
+from evenkeel.classify import Classify
 from evenkeel.cli import parse
 from evenkeel.config import Config, flag, saved_options
 from evenkeel.errors import Refusal, exit_code
-from evenkeel.tasks import Digits
 from evenkeel.world import explain_devices
 
 from .processes import TRAIN, run, torchrun
@@ -31,11 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-from evenkeel.tasks import Digits
+from evenkeel.classify import Classify
 
 
 @dataclass
-class Rich(Digits):
+class Rich(Classify):
     depth: int = 3
     \"\"\"Layers of my network.\"\"\"
     rate: float = 0.5
@@ -54,21 +54,21 @@ class Rich(Digits):
 
 
 @dataclass
-class Collides(Digits):
+class Collides(Classify):
     batch_size: int = 3
 
 
 @dataclass
-class Demands(Digits):
+class Demands(Classify):
     must: int = field(kw_only=True)
 
 
 @dataclass
-class Unsavable(Digits):
+class Unsavable(Classify):
     table: dict[str, int] = field(default_factory=lambda: {"a": 1})
 
 
-class Plain(Digits):
+class Plain(Classify):
     pass
 """
 
@@ -135,7 +135,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_no_options_at_all_are_the_defaults(folder: Path) -> None:
     config, task = parse([])
     assert config == Config().resolved()
-    assert task == Digits()
+    assert task == Classify()
 
 
 def another_value(option: Field[Any], hint: Any, file: Path) -> Any:
@@ -200,7 +200,7 @@ def test_help_lists_every_option_with_its_default(
         (["--optimizer", "lion"], ["--optimizer", "lion", "adamw"]),
         (["--wandb", "yes"], ["--wandb", "yes", "offline"]),
         (["--fresh", "yes"], ["yes"]),
-        (["--task", "digitz"], ["--task digitz: unknown; built in: digits"]),
+        (["--task", "digitz"], ["--task digitz: unknown; built in: classify, regress, segment"]),
         (["--task", "none.py:Mine"], ["--task none.py:Mine: no file none.py"]),
         (["--batch-size", "0"], ["--batch-size 0: must be at least 1"]),
         (["--batch-size", "-8"], ["--batch-size -8: must be at least 1"]),
@@ -257,20 +257,20 @@ def test_one_line_is_left_of_the_framed_message_on_any_terminal(
 
 def test_another_runs_directory_is_refused_by_name_with_both_values(folder: Path, refused: Refused) -> None:
     config, task = parse([])
-    (folder / "runs/digits").mkdir(parents=True)
-    (folder / "runs/digits/config.toml").write_text(tomli_w.dumps(saved_options(config, task.options())))
+    (folder / "runs/classify").mkdir(parents=True)
+    (folder / "runs/classify/config.toml").write_text(tomli_w.dumps(saved_options(config, task.options())))
     message = refused("--batch-size", "32", "--micro-batch", "8", "--seed", "1", "--width", "16")
     for change in ("--batch-size was 64 and is now 32", "--seed was 0 and is now 1", "--width was 32 and is now 16"):
         assert change in message
     assert "--micro-batch" not in message
     assert "--fresh" in message
-    assert "--task was digits and is now" in refused(*mine("Plain"), "--run-dir", "runs/digits")
+    assert "--task was classify and is now" in refused(*mine("Plain"), "--run-dir", "runs/classify")
 
 
 def test_a_broken_config_in_the_run_directory(folder: Path, refused: Refused) -> None:
-    (folder / "runs/digits").mkdir(parents=True)
-    (folder / "runs/digits/config.toml").write_text("epochs = \n")
-    assert refused().startswith("runs/digits/config.toml: not TOML")
+    (folder / "runs/classify").mkdir(parents=True)
+    (folder / "runs/classify/config.toml").write_text("epochs = \n")
+    assert refused().startswith("runs/classify/config.toml: not TOML")
 
 
 def test_more_local_ranks_than_gpus(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:
     expected = {"depth": 4, "rate": 2, "sizes": (3,), "roots": [Path("a")], "loud": True, "pair": (1, "a")}
     assert task.options() | expected == task.options()
     assert parse([*options, "--depth", "5"])[1].options()["depth"] == 5
-    assert parse([*toml(folder, task="nonsense"), "--task", "digits"])[1] == Digits()
+    assert parse([*toml(folder, task="nonsense"), "--task", "classify"])[1] == Classify()
 
 
 def test_a_whole_number_is_a_float_too(folder: Path) -> None:
@@ -313,19 +313,19 @@ def test_a_whole_number_is_a_float_too(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "name", "value", "expected"),
     [
-        ("digits", "batch_size", "64", "int"),
-        ("digits", "batch_size", 64.0, "int"),
-        ("digits", "batch_size", True, "int"),
-        ("digits", "batch_size", [64], "int"),
-        ("digits", "batch_size", {"of": 64}, "int"),
-        ("digits", "lr", "0.1", "float"),
-        ("digits", "lr", True, "float"),
-        ("digits", "fresh", 1, "bool"),
-        ("digits", "fresh", "true", "bool"),
-        ("digits", "optimizer", "lion", "Literal['sgd', 'adam', 'adamw']"),
-        ("digits", "schedule", 1, "Literal['constant', 'linear', 'cosine']"),
-        ("digits", "run_dir", 1, "Path | None"),
-        ("digits", "width", 1.5, "int"),
+        ("classify", "batch_size", "64", "int"),
+        ("classify", "batch_size", 64.0, "int"),
+        ("classify", "batch_size", True, "int"),
+        ("classify", "batch_size", [64], "int"),
+        ("classify", "batch_size", {"of": 64}, "int"),
+        ("classify", "lr", "0.1", "float"),
+        ("classify", "lr", True, "float"),
+        ("classify", "fresh", 1, "bool"),
+        ("classify", "fresh", "true", "bool"),
+        ("classify", "optimizer", "lion", "Literal['sgd', 'adam', 'adamw']"),
+        ("classify", "schedule", 1, "Literal['constant', 'linear', 'cosine']"),
+        ("classify", "run_dir", 1, "Path | None"),
+        ("classify", "width", 1.5, "int"),
         ("../tasks_of_mine.py:Rich", "sizes", 3, "tuple[int, ...]"),
         ("../tasks_of_mine.py:Rich", "sizes", [1, "b"], "tuple[int, ...]"),
         ("../tasks_of_mine.py:Rich", "pair", [1], "tuple[int, str]"),
@@ -435,7 +435,8 @@ def test_a_real_refusal_under_torchrun(tmp_path: Path) -> None:
     done = run(torchrun(2, TRAIN, "--task", "nonsense"), cwd=tmp_path, expect=1)
     lines = [line for line in done.stderr.splitlines() if line.startswith("evenkeel:")]
     assert lines == [
-        "evenkeel: --task nonsense: unknown; built in: digits; your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
+        "evenkeel: --task nonsense: unknown; built in: classify, regress, segment; your own: FILE.py:CLASS or "
+        "PACKAGE.MODULE:CLASS"
     ]
     assert "exitcode  : 2" in done.stderr
     assert done.stdout == ""

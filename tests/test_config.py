@@ -40,7 +40,7 @@ def test_the_defaults_are_valid() -> None:
 
 
 def test_defaults_that_depend_on_other_options() -> None:
-    assert config().run_dir == Path("runs/digits")
+    assert config().run_dir == Path("runs/classify")
     assert config(task="my/job.py:MyTask").run_dir == Path("runs/MyTask")
     assert config(task="package.module:MyTask").run_dir == Path("runs/MyTask")
     assert config(run_dir=Path("elsewhere")).run_dir == Path("elsewhere")
@@ -97,7 +97,7 @@ def test_a_batch_above_the_data_set() -> None:
 
 def test_a_data_set_without_samples() -> None:
     assert "only 0 samples" in refusal(config(), samples=0)
-    assert refusal(config(), samples=100, test_samples=0) == "--task digits: its test data is empty"
+    assert refusal(config(), samples=100, test_samples=0) == "--task classify: its test data is empty"
 
 
 def test_the_saved_options_are_those_about_the_run_and_fit_into_toml() -> None:

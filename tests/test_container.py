@@ -188,11 +188,11 @@ def test_a_small_shm(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_a_run_directory_of_somebody_else(tmp_path: Path) -> None:
     os.chown(tmp_path, 1234, 1235)
-    refuse_unwritable(tmp_path / "runs" / "digits")
+    refuse_unwritable(tmp_path / "runs" / "classify")
     os.setresuid(4242, 0, 0)  # access(2) asks the real user
     try:
         with pytest.raises(Refusal, match=r"user 4242 may not write in .*, which belongs to 1234 .* --user 1234:1235"):
-            refuse_unwritable(tmp_path / "runs" / "digits")
+            refuse_unwritable(tmp_path / "runs" / "classify")
     finally:
         os.setresuid(0, 0, 0)
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import evenkeel
+from evenkeel.classify import Classify
 from evenkeel.fingerprint import NOT_COMPUTING, describe, differences, differences_among_ranks, fingerprint
-from evenkeel.tasks import Digits, load_task
+from evenkeel.tasks import load_task
 
 from .processes import TRAIN, finish_all, fork_ranks, read, records, run, run_forked, torchrun
 from .test_checkpoint import flip_a_bit
@@ -39,7 +40,7 @@ def own_task(folder: Path, factor: str) -> dict[str, str]:
     """The fingerprint of a task in a file of its own, which imports a module beside it."""
     folder.mkdir()
     (folder / "my_fingerprinted_task.py").write_text(
-        "from evenkeel.tasks import Digits\nimport my_helper\nclass Mine(Digits): ...\n"
+        "from evenkeel.classify import Classify\nimport my_helper\nclass Mine(Classify): ...\n"
     )
     (folder / "my_helper.py").write_text(f"FACTOR = {factor}\n")
     (folder / "never_imported.py").write_text(f"FACTOR = {factor}\n")
@@ -53,8 +54,8 @@ def own_task(folder: Path, factor: str) -> dict[str, str]:
 
 
 def test_it_is_flat_and_the_same_twice() -> None:
-    found = fingerprint(Digits(), CPU)
-    assert found == fingerprint(Digits(), CPU)
+    found = fingerprint(Classify(), CPU)
+    assert found == fingerprint(Classify(), CPU)
     assert json.loads(json.dumps(found)) == found
     assert all(type(value) is str and value for value in found.values())
     assert found["device"] == "cpu"
@@ -63,13 +64,13 @@ def test_it_is_flat_and_the_same_twice() -> None:
 
 
 def test_what_torch_is_told_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, threads = fingerprint(Digits(), CPU), torch.get_num_threads()
+    before, threads = fingerprint(Classify(), CPU), torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     try:
-        found = differences(before, fingerprint(Digits(), CPU))
+        found = differences(before, fingerprint(Classify(), CPU))
     finally:
         torch.set_num_threads(threads)
         torch.set_default_dtype(torch.float32)
@@ -83,11 +84,11 @@ def test_what_torch_is_told_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_number_of_ranks_and_the_place_do_not_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = fingerprint(Digits(), CPU)
+    before = fingerprint(Classify(), CPU)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "7")
     monkeypatch.chdir(tmp_path)
-    assert fingerprint(Digits(), CPU) == before
+    assert fingerprint(Classify(), CPU) == before
 
 
 def test_the_code_of_a_task_and_what_it_imports_from_its_folder_count(tmp_path: Path) -> None:
@@ -103,8 +104,8 @@ def test_no_installed_package_counts_as_code_of_a_task_that_lies_beside_it(monke
     module = types.ModuleType("job_beside_packages")
     module.__file__ = str(Path(sysconfig.get_path("purelib")).parents[2] / "job.py")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(Digits, "__module__", module.__name__)
-    found = fingerprint(Digits(), CPU)
+    monkeypatch.setattr(Classify, "__module__", module.__name__)
+    found = fingerprint(Classify(), CPU)
     assert not [name for name in found if "torch/" in name or "numpy/" in name]
     assert "code:evenkeel/tasks.py" in found
 
@@ -132,12 +133,12 @@ def test_differences_in_words() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_and_its_libraries_show() -> None:
-    found = fingerprint(Digits(), torch.device("cuda", 0))
+    found = fingerprint(Classify(), torch.device("cuda", 0))
     assert found["device_model"].startswith(torch.cuda.get_device_name(0))
     assert {"cuda", "cudnn", "nccl", "tf32_matmul", "tf32_cudnn", "cudnn_benchmark"} <= found.keys()
     torch.backends.cudnn.benchmark = True
     try:
-        assert list(differences(found, fingerprint(Digits(), torch.device("cuda", 0)))) == ["cudnn_benchmark"]
+        assert list(differences(found, fingerprint(Classify(), torch.device("cuda", 0)))) == ["cudnn_benchmark"]
     finally:
         torch.backends.cudnn.benchmark = False
 

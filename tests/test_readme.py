@@ -62,7 +62,7 @@ def test_make_train_learns_the_digits(checkout: Path) -> None:
     begun = time.monotonic()
     out = type_in("make train", checkout).stdout
     print(f"make train took {time.monotonic() - begun:.1f} s")
-    summary = read(checkout / "runs" / "digits")
+    summary = read(checkout / "runs" / "classify")
     assert summary["metrics"]["accuracy"] >= 0.98
     assert summary["state"] == "finished"
     assert len(summary["world_sizes"]) == 1

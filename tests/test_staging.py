@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from evenkeel.background import Background
 from evenkeel.checkpoint import Checkpoints, load
+from evenkeel.classify import Classify
 from evenkeel.config import Config
 from evenkeel.plan import Plan
 from evenkeel.run import Run
 from evenkeel.seqlock import Seqlock, Torn
 from evenkeel.staging import Staging
 from evenkeel.state import State
-from evenkeel.tasks import Digits
 from evenkeel.world import World
 
 from .test_checkpoint import same
@@ -223,7 +223,7 @@ class Training:
     """A run of its own in this process, whose weights all say the step."""
 
     def __init__(self, folder: Path, world: World, size: int = 10, grace: float = 25) -> None:
-        task = Digits()
+        task = Classify()
         config = Config(run_dir=folder, checkpoint_every=1, grace=grace, wandb="disabled").resolved()
         self.run = Run(config, task, Plan(1437, config.batch_size, config.micro_batch, epochs=20), world)
         model = nn.Linear(size, size)

@@ -136,9 +136,9 @@ class Classify(Classification):
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
         """The means over the images that decode, and the share of those that do not, if there are any."""
         left_out = float(means.get("left_out", 0.0))
-        found = {
-            name: float(mean) / (1 - left_out) for name, mean in means.items() if name != "left_out" and left_out < 1
-        }
+        if left_out == 1:
+            raise datasets.BadSample("not one of the test images decodes")
+        found = {name: float(mean) / (1 - left_out) for name, mean in means.items() if name != "left_out"}
         return {**found, "left_out": left_out} if left_out else found
 
     def inputs(self, images: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Classify(Classification):
 
         Grey images have three equal channels for a network of torchvision's.
         """
-        found = images.float().div_(255)
+        found = images.float() / 255
         if found.shape[-1] != self.size:
             found = F.interpolate(found, (self.size, self.size), mode="bilinear", antialias=True)
         mean, std = self._mean_and_std(images.device)

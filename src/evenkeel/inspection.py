@@ -154,7 +154,7 @@ class ExportModel:
 class CheckpointCommand:
     """List a run's checkpoints, look into one, check that they are whole, take the model out of one.
 
-    python -m evenkeel checkpoint list runs/digits
+    python -m evenkeel checkpoint list runs/classify
     """
 
     action: tyro.conf.OmitSubcommandPrefixes[

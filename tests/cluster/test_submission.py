@@ -76,10 +76,10 @@ DUMP = """
 import json, os, sys
 from dataclasses import dataclass
 from pathlib import Path
-from evenkeel.tasks import Digits
+from evenkeel.classify import Classify
 
 @dataclass
-class Dump(Digits):
+class Dump(Classify):
     '''Writes down how it was started.'''
     note: str = ""
 

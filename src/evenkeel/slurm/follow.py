@@ -45,7 +45,7 @@ _REFUSAL = f"{Refusal.__module__}.{Refusal.__qualname__}: "
 class FollowCommand:
     """Show what a run's Slurm job prints and how it stands, over all its requeues, until the run has ended.
 
-      python -m evenkeel follow runs/digits
+      python -m evenkeel follow runs/classify
 
     Exit code: 0 finished, 1 failed, 2 its input was refused, 75 cancelled or stopped before its end. Ctrl-C (130)
     ends this command only.
