@@ -5,8 +5,14 @@ torchvision is imported where it is asked for, because that takes as long as imp
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor, nn
@@ -99,26 +105,58 @@ def torchvision_model(name: str, classes: int, size: int, weights: Any = None) -
     import torchvision
 
     options: dict[str, Any] = {}
+    if name.startswith(("vit_", "maxvit")) and weights is not None and size != _made_for(name):
+        raise _refused_size(name, size, "its published weights are for one size")
     if name.startswith("vit_"):
         options["image_size"] = size  # is part of its shape
     if name.startswith("maxvit"):
         options["input_size"] = (size, size)
     if name in AUXILIARY:
         options |= {"aux_logits": weights is None, "init_weights": weights is None}
+    if weights is not None:
+        model = _pretrained(name, weights, options)
+        replace_head(model, len(weights.meta["categories"]), classes)
     try:
         if weights is None:
             model = torchvision.models.get_model(name, num_classes=classes, **options)
-        else:
-            model = torchvision.models.get_model(name, weights=weights, **options)
-            replace_head(model, len(weights.meta["categories"]), classes)
         _try_size(model, size)
     except (ValueError, RuntimeError, AssertionError) as error:
+        raise _refused_size(name, size, str(error).strip().split("\n")[0] or type(error).__name__) from None
+    return model
+
+
+def _pretrained(name: str, weights: Any, options: dict[str, Any]) -> nn.Module:
+    import torchvision
+
+    try:
+        with _no_code_in_files():
+            return torchvision.models.get_model(name, weights=weights, **options)  # type: ignore[no-any-return]
+    except (RuntimeError, OSError, EOFError, KeyError, UnpicklingError, BadZipFile) as error:
+        file = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refusal(
-            f"--model {name}: does not take images of {size} x {size} ({reason}); "
-            f"--image-size {_made_for(name)} enlarges them to what it was made for"
+            f"--pretrained --model {name}: {file} cannot be read ({reason}); remove it, to download it again"
         ) from None
-    return model  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _no_code_in_files() -> Iterator[None]:
+    """Let torch read tensors from a file, and nothing else; torchvision does not ask it to."""
+    name, other = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = {variable: os.environ.pop(variable, None) for variable in (name, other)}
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ.update({variable: value for variable, value in before.items() if value is not None})
+
+
+def _refused_size(name: str, size: int, reason: str) -> Refusal:
+    return Refusal(
+        f"--model {name}: does not take images of {size} x {size} ({reason}); "
+        f"--image-size {_made_for(name)} makes them as large as those it was made for"
+    )
 
 
 def replace_head(model: nn.Module, old: int, classes: int) -> None:
