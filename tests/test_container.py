@@ -208,4 +208,4 @@ def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_default_run_directory_is_below_the_one_that_the_image_opens() -> None:
-    assert Config().resolved().run_dir == Path("runs") / "digits"
+    assert Config().resolved().run_dir == Path("runs") / "classify"

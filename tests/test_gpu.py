@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from evenkeel.classify import Classify
 from evenkeel.config import Config
 from evenkeel.gradients import clip
 from evenkeel.optimization import build_optimizer
@@ -127,3 +128,31 @@ def test_a_gpu_that_is_only_behind_is_waited_for() -> None:
     begun = time.monotonic()
     assert captured_in_a_thread(state, staging)["step"] == 3
     assert time.monotonic() - begun < STUCK
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"model_": "resnet18", "image_size": 64, "mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}],
+    ids=str,
+)
+def test_the_loss_of_classify_is_that_of_the_cpu_and_the_host_does_not_wait_for_it(options: dict[str, Any]) -> None:
+    """Conversion, enlargement, normalisation and mixing are on the device, and their random numbers are not."""
+    task = Classify(dropout=0.0, **options)
+    images, labels = (tensor[:16] for tensor in task.train_dataset().tensors)  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    model = task.model()
+    losses = {}
+    for device in ("cpu", "cuda"):
+        batch = images.to(device), labels.to(device)
+        model.to(device)
+        task.loss(model, batch)  # copies the constants, and lets cuDNN choose
+        for seed in range(4):
+            torch.manual_seed(seed)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                loss = task.loss(model, batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            losses[device, seed] = loss.item()
+    for seed in range(4):
+        assert losses["cuda", seed] == pytest.approx(losses["cpu", seed], rel=1e-2)

@@ -61,7 +61,9 @@ def refusal(task: str) -> str:
 
 def test_built_in_by_name() -> None:
     assert load_task("classify") is Classify
+    before = list(sys.path)
     assert issubclass(load_task("regress"), Task)
+    assert sys.path == before, "a file of the working directory cannot take the place of a module of ours"
     assert list(BUILT_IN) == ["classify", "regress", "segment"]
 
 

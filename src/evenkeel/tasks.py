@@ -167,7 +167,8 @@ def _as_submitted(path: Path) -> Path:
 
 
 def _import_module(name: str, module: str) -> Any:
-    sys.path.insert(0, str(_as_submitted(Path.cwd())))
+    if name not in BUILT_IN:
+        sys.path.insert(0, str(_as_submitted(Path.cwd())))
     with _import_errors(name):
         return importlib.import_module(module)
 
