@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenkeel.classify import Classify
+from evenkeel.cli import parse
 from evenkeel.data import Seeded
 from evenkeel.errors import Refusal
 from evenkeel.regress import Regress
@@ -151,8 +152,12 @@ def test_the_linear_model_learns_its_random_data(loss: Any, tmp_path: Path) -> N
         assert metrics["loss"] < 0.05, "the noise has a variance of 0.01, and the targets one of about 1.6"
     else:
         assert metrics["accuracy"] > 0.9
-    assert Regress(loss_=loss).options()["loss"] == loss
     assert f'loss = "{loss}"' in (tmp_path / "config.toml").read_text()
+    task = Regress(loss_=loss, outputs=2, samples=512)
+    assert parse(["--config", str(tmp_path / "config.toml")])[1] == task
+    (tmp_path / "wrong.toml").write_text('task = "regress"\nloss = "l1"\n')
+    with pytest.raises(Refusal, match=r"wrong.toml: loss = 'l1' has the wrong type; expected Literal\['mse', 'bce'\]"):
+        parse(["--config", str(tmp_path / "wrong.toml")])
 
 
 def test_the_linear_model_refuses_what_cannot_be() -> None:
@@ -175,25 +180,27 @@ def weights_of(run_dir: Path) -> str:
 def test_augmented_and_mixed_the_bits_are_the_same_on_any_number_of_ranks_and_loaders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also through a SIGTERM on two ranks and an end on three."""
+    """Also through a SIGTERM on two ranks, `kill -9` of all on three, and an end on one."""
     monkeypatch.setenv("SMALL_FILES", json.dumps({"CIFAR10": write_cifar(tmp_path, 10)}))
-    data = ["--dataset", "cifar10", "--data-dir", tmp_path, "--model", "shufflenet_v2_x0_5"]
-    options = [*data, "--augment", "basic", "--mixup", 0.2, "--cutmix", 1.0, "--label-smoothing", 0.1]
-    finish_all(job(0, tmp_path / "alone", *options))
+    moved = tmp_path / "moved"  # on another node the data lie elsewhere
+    moved.symlink_to(tmp_path)
+    mixed = ["--augment", "basic", "--mixup", 0.2, "--cutmix", 1.0, "--label-smoothing", 0.1]
+    options = ["--dataset", "cifar10", "--model", "shufflenet_v2_x0_5", *mixed, "--data-dir"]
+    finish_all(job(0, tmp_path / "alone", *options, tmp_path))
 
     run_dir = tmp_path / "stopped"
-    ranks = job(2, run_dir, *options, "--pause", 0.3, "--num-workers", 1)
-    wait_for_step(run_dir, 2, ranks[0])
-    for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
-    for rank in ranks:
-        finish(rank)
-    assert 2 <= read(run_dir, "status.json")["step"] < 8
-    moved = tmp_path / "moved"  # on the other nodes the data lie elsewhere
-    moved.symlink_to(tmp_path)
-    options[3] = moved
-    finish_all(job(3, run_dir, *options, "--pause", 0.3, "--num-workers", 2))
-    assert read(run_dir)["world_sizes"] == [2, 3]
+    slowly = [moved, "--pause", 0.3, "--checkpoint-every", 1]
+    for ranks, number in ((2, signal.SIGTERM), (3, signal.SIGKILL)):
+        done = records(run_dir, "train")[-1]["step"] if ranks == 3 else 0
+        started = job(ranks, run_dir, *options, *slowly, "--num-workers", ranks - 1)
+        wait_for_step(run_dir, done + 1, started[0])
+        for rank in started:
+            rank.send_signal(number)
+        for rank in started:
+            finish(rank)
+    assert 1 <= read(run_dir, "status.json")["step"] < 8
+    finish_all(job(1, run_dir, *options, *slowly))
+    assert read(run_dir)["world_sizes"] == [2, 3, 1]
     assert read(run_dir)["samples_seen"] == 2 * SAMPLES
     assert weights_of(run_dir) == weights_of(tmp_path / "alone")
     assert read(run_dir)["metrics"] == read(tmp_path / "alone")["metrics"]

@@ -57,7 +57,7 @@ def test_cifar_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: An
     assert task.classes == kind
 
 
-def test_the_means_of_the_digits_would_be_noticed(tmp_path: Path) -> None:
+def test_images_are_normalised_as_their_data_set_or_the_weights_ask(tmp_path: Path) -> None:
     """The network sees the digits in 0 .. 1, as the file says them up to rounding, and MNIST with mean 0."""
     task = Classify()
     images, _ = datasets.digits(train=True).tensors
@@ -66,6 +66,9 @@ def test_the_means_of_the_digits_would_be_noticed(tmp_path: Path) -> None:
     mnist = Classify(dataset="mnist", data_dir=tmp_path)
     grey = torch.full((1, 1, 28, 28), 33, dtype=torch.uint8)  # 0.1294 of white
     assert mnist.inputs(grey)[0, 0, 0, 0].item() == pytest.approx((33 / 255 - 0.1307) / 0.3081)
+    pretrained = Classify(model_="efficientnet_v2_l", pretrained=True)  # whose weights have seen -1 .. 1
+    black = pretrained.inputs(torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
+    assert torch.equal(black, torch.full((1, 3, 8, 8), -1.0))
 
 
 def test_fake_images_are_made_of_their_numbers_alone() -> None:
