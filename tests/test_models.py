@@ -64,7 +64,7 @@ def test_small_images_for_a_network_of_large_ones_name_the_size_to_give() -> Non
     assert str(caught.value).endswith("--image-size 299 makes them as large as those it was made for")
     with pytest.raises(Refusal, match="--image-size 224 makes"):
         torchvision_model("vit_b_16", 10, 40)  # no multiple of its patches
-    with pytest.raises(Refusal, match="its published weights are for one size.; --image-size 224 makes"):
+    with pytest.raises(Refusal, match=r"its published weights are for one size\); --image-size 224 makes"):
         torchvision_model("vit_b_16", 10, 32, published_weights("vit_b_16"))
 
 

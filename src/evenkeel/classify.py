@@ -149,9 +149,10 @@ class Classify(Classification):
         found = images.float() / 255
         if found.shape[-1] != self.size:
             found = F.interpolate(found, (self.size, self.size), mode="bilinear", antialias=True)
+        if self.model_ != models.OWN:
+            found = found.expand(-1, 3, -1, -1)
         mean, std = self._mean_and_std(images.device)
-        found = found.sub_(mean).div_(std)
-        return found if self.model_ == models.OWN else found.expand(-1, 3, -1, -1)
+        return (found - mean) / std
 
     @property
     def size(self) -> int:
