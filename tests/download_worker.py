@@ -1,4 +1,4 @@
-"""python download_worker.py DATASET FOLDER, or: python download_worker.py MODEL
+"""python download_worker.py DATASET FOLDER, or: python download_worker.py MODEL, or for a control: stock FOLDER
 
 Makes the data set or the pretrained network, downloading it if need be, and prints a digest of it.
 """
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torchvision
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from evenkeel.errors import exit_code
@@ -18,7 +20,9 @@ from tests.small_task import Small
 
 
 def main() -> int:
-    if len(sys.argv) == 3:
+    if sys.argv[1] == "stock":
+        torchvision.datasets.MNIST(sys.argv[2], download=True)
+    elif len(sys.argv) == 3:
         name: Any = sys.argv[1]
         task = Small(dataset=name, data_dir=Path(sys.argv[2]))
         parts: Any = [task.train_dataset(), task.test_dataset()]

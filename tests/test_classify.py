@@ -186,20 +186,22 @@ def test_augmented_and_mixed_the_bits_are_the_same_on_any_number_of_ranks_and_lo
     moved.symlink_to(tmp_path)
     mixed = ["--augment", "basic", "--mixup", 0.2, "--cutmix", 1.0, "--label-smoothing", 0.1]
     options = ["--dataset", "cifar10", "--model", "shufflenet_v2_x0_5", *mixed, "--data-dir"]
+    options = ["--hold", tmp_path / "slow", *options]
     finish_all(job(0, tmp_path / "alone", *options, tmp_path))
 
     run_dir = tmp_path / "stopped"
-    slowly = [moved, "--pause", 0.3, "--checkpoint-every", 1]
+    (tmp_path / "slow").touch()
     for ranks, number in ((2, signal.SIGTERM), (3, signal.SIGKILL)):
         done = records(run_dir, "train")[-1]["step"] if ranks == 3 else 0
-        started = job(ranks, run_dir, *options, *slowly, "--num-workers", ranks - 1)
+        started = job(ranks, run_dir, *options, moved, "--checkpoint-every", 1, "--num-workers", ranks - 1)
         wait_for_step(run_dir, done + 1, started[0])
         for rank in started:
             rank.send_signal(number)
         for rank in started:
             finish(rank)
     assert 1 <= read(run_dir, "status.json")["step"] < 8
-    finish_all(job(1, run_dir, *options, *slowly))
+    (tmp_path / "slow").unlink()
+    finish_all(job(1, run_dir, *options, moved))
     assert read(run_dir)["world_sizes"] == [2, 3, 1]
     assert read(run_dir)["samples_seen"] == 2 * SAMPLES
     assert weights_of(run_dir) == weights_of(tmp_path / "alone")

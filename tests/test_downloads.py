@@ -113,6 +113,19 @@ def test_of_three_processes_one_downloads_and_all_have_the_same(server: Server, 
     assert left_over(tmp_path) == []
 
 
+def test_the_control_by_themselves_processes_download_all_at_once_into_the_same_file(
+    server: Server, tmp_path: Path
+) -> None:
+    server.go_on.clear()
+    started = [fork(WORKER, "stock", tmp_path / "data") for _ in range(3)]
+    try:
+        # each asks once for a redirect and once for the file, and none of them has it yet
+        wait_until(lambda: server.asked.most_common(1)[:1] == [("train-images-idx3-ubyte.gz", 6)], "six requests")
+    finally:
+        for process in started:
+            kill_group(process)
+
+
 def test_what_a_killed_process_leaves_is_not_taken_for_whole(server: Server, tmp_path: Path) -> None:
     data = tmp_path / "data"
     server.go_on.clear()
