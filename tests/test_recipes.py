@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from evenkeel.data import InMemory, Subset, limited
 from evenkeel.errors import Ended, Refusal
 from evenkeel.freezing import freeze
 from evenkeel.inspection import ExportModel
-from evenkeel.optimization import build_optimizer, load_optimizer
+from evenkeel.optimization import build_optimizer, load_optimizer, rate
 from evenkeel.state import State, sha256
 from evenkeel.stopping import Stopping
 
-from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, run_forked, wait_until
+from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, run, run_forked, wait_until
 from .test_precision import job
 
 
@@ -134,6 +135,12 @@ def test_a_run_whose_parameters_were_one_group_goes_on_with_its_own_momenta(opti
     other = nn.Linear(3, 3)
     with pytest.raises(Ended, match=r"groups of \[6\] parameters and this one has \[1\]"):
         load_optimizer(torch.optim.SGD([other.weight], 0.1), old.capture()["optimizers"][0], other)
+
+
+def test_the_learning_rate_in_steps() -> None:
+    config = Config(schedule="step", warmup_steps=3)
+    rates = [rate(config, step, 15) for step in range(15)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 4 + [0.1] * 4 + [0.01] * 4)
 
 
 # frozen parts
@@ -375,3 +382,16 @@ def test_an_operation_without_a_deterministic_algorithm_is_named_in_a_line(tmp_p
 def test_other_errors_pass_unchanged() -> None:
     with pytest.raises(RuntimeError, match="another"), operations_named():
         raise RuntimeError("another")
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_two_runs_of_one_command_give_the_same_bits_on_a_gpu(tmp_path: Path, precision: str) -> None:
+    for name in ("one", "again"):
+        # not forked: a process that has been forked cannot use a GPU of its parent's
+        recipe = ["--deterministic", "--precision", precision, "--ema", 0.9, "--epochs", 2]
+        run([sys.executable, str(TRAIN), *job(tmp_path / name, *recipe)])
+    one, again = (read(tmp_path / name)["weights_sha256"] for name in ("one", "again"))
+    assert one == again

@@ -65,8 +65,9 @@ class Config:
     """Decay all parameters. Without it, those of fewer than two dimensions (norms, biases) are left out."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0 in a straight line."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate from the end of the warm-up to 0 at the last step."""
+    schedule: Literal["constant", "linear", "cosine", "step"] = "cosine"
+    """Course of the learning rate after the warm-up. linear, cosine: to 0 at the last step; step: a tenth after each
+    third of the steps."""
     clip_norm: float = 0.0
     """Largest 2-norm of the whole gradient. 0: no clipping."""
     ema: float = 0.0

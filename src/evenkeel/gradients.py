@@ -49,12 +49,14 @@ class Loss(nn.Module):
         super().__init__()
         self.model = model
         self._task, self._precision = task, precision
+        # not asked for in `forward`, because a replica of DataParallel has no parameters to ask
+        self._device_type = next((p.device.type for p in model.parameters()), "cpu")
 
     def forward(self, batch: Any) -> Tensor:
         """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter."""
         if batch is None:
             return torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum() * 0
-        with autocast(self._precision, next(self.parameters()).device.type):  # here, so that every replica has it
+        with autocast(self._precision, self._device_type):  # here, so that every replica has it
             loss = self._task.loss(self.model, batch)
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 

@@ -38,18 +38,20 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optim
 
 
 def rate(config: Config, step: int, total_steps: int) -> float:
-    """The factor on the peak learning rate at a step: a linear rise, then the schedule's fall to 0.
+    """The factor on the peak learning rate at a step: a linear rise, then the schedule's fall.
 
     Args:
         config: its warmup_steps and schedule.
         step: 0 .. total_steps-1.
-        total_steps: the run's length; the factor would reach 0 at this step.
+        total_steps: the run's length; most schedules would reach 0 at this step.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return 1.0
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    if config.schedule == "step":
+        return float(0.1 ** int(3 * progress))
     return 1 - progress if config.schedule == "linear" else (1 + cos(pi * progress)) / 2
 
 
