@@ -137,6 +137,22 @@ def test_an_overflow_is_left_out_and_halves_the_scale_and_some_good_steps_double
     assert training.scale == 2 * found
 
 
+def test_the_scale_follows_the_rule_of_torchs_grad_scaler() -> None:
+    """Its own `step` and `update`, with an optimizer whose gradient overflows now and then."""
+    dice, weight = random.Random(0), nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], 0.0)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    ours = Scaler(CPU, 2.0**10, interval=3)
+    flags = [dice.random() < 0.2 for _ in range(100)]
+    for bad in flags:
+        weight.grad = theirs.scale(torch.tensor(torch.inf if bad else 1.0))
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(torch.tensor(bad), torch.tensor(not bad))
+        assert ours.scale.item() == theirs.get_scale()
+    assert 0 < int(ours.overflows) == sum(flags)
+
+
 @pytest.mark.parametrize("factor", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite_is_no_matter_of_scale(factor: float) -> None:
     training = Training("fp16", factor=factor)
@@ -211,7 +227,8 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
 ) -> None:
     """kill -9 of everything on 2 ranks, then of one, then SIGTERM on 3, the rest on one without a process group."""
     recipe = ["--precision", precision, "--ema", 0.9, "--clip-norm", 1, "--reduce", "tree", "--checkpoint-every", 2]
-    recipe += ["--loss-scale", 2.0**26] * (precision == "fp16")  # overflows in the first ten steps or so
+    # fp16: overflows in the first ten steps or so; bf16: BatchNorm's weights and statistics stay as they are
+    recipe += ["--loss-scale", 2.0**26] if precision == "fp16" else ["--freeze", "1"]
     undisturbed = fork_ranks(1, TRAIN, *job(tmp_path / "undisturbed", *recipe))
     run_dir, dice = tmp_path / "run", random.Random()
     slow = tmp_path / "slow"
@@ -232,7 +249,11 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
     assert read(run_dir)["world_sizes"] == [2, 2, 3, 1]
     assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
     assert read(run_dir)["metrics"] == read(tmp_path / "undisturbed")["metrics"]
-    if precision == "fp16":
+    if precision == "bf16":
+        weights = torch.load(run_dir / "model.pt", weights_only=True)
+        assert weights["1.running_mean"].eq(0).all()
+        assert weights["1.weight"].eq(1).all()
+    else:
         told = [{r["step"]: (r["scale"], r["overflows"]) for r in records(d, "train")} for d in each(tmp_path)]
         assert told[0] == told[1]
         scales = list(told[1].values())
