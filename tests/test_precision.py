@@ -255,7 +255,9 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
         assert weights["1.weight"].eq(1).all()
     else:
         told = [{r["step"]: (r["scale"], r["overflows"]) for r in records(d, "train")} for d in each(tmp_path)]
-        assert told[0] == told[1]
+        # a step may have been saved by another rank before rank 0 could tell of it
+        assert told[1].items() <= told[0].items()
+        assert len(told[1]) > 20
         scales = list(told[1].values())
         assert scales[0] == (2.0**25, 1)
         assert 5 < scales[-1][1] < 25, "some steps were left out and some were not"

@@ -316,11 +316,18 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
         evaluation = json.loads(done[0].stdout.splitlines()[-1])["evaluation"]
         assert evaluation["metrics"] == read(run_dir)["metrics"], "to the last digit"
         assert (evaluation["step"], evaluation["samples"]) == (8, 24)
+        assert evaluation["weights"] == f"{run_dir} at step-00000008, its averaged weights"
         assert all(not other.stdout for other in done[1:])
     (done,) = finish_all(fork_ranks(0, TRAIN, *job(none, *options, "--eval-only", "--init-from", run_dir / "model.pt")))
     evaluation = json.loads(done.stdout.splitlines()[-1])["evaluation"]
     assert (evaluation["metrics"], evaluation["step"]) == (read(run_dir)["metrics"], None)
     assert contents(run_dir) == before
+    # a command of a run that began from other weights, with --eval-only added, means the run
+    tuned = job(tmp_path / "tuned", *options, "--init-from", run_dir / "model.pt")
+    finish_all(fork_ranks(0, TRAIN, *tuned))
+    (done,) = finish_all(fork_ranks(0, TRAIN, *tuned, "--eval-only"))
+    evaluation = json.loads(done.stdout.splitlines()[-1])["evaluation"]
+    assert (evaluation["metrics"], evaluation["step"]) == (read(tmp_path / "tuned")["metrics"], 8)
     refused = run_forked(TRAIN, *job(none, "--eval-only"), expect=2)
     said = f"--eval-only: {none} has no checkpoint; train first, or name weights with --init-from"
     assert refused.stderr == f"evenkeel: {said}\n"
@@ -334,6 +341,9 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
         output = tmp_path / f"raw-{raw}.pt"
         assert ExportModel(run_dir, output, raw=raw)() == 0
         assert sha256(torch.load(output, weights_only=True)) == sha256(expected)
+
+    inspected = run_forked("-m", "evenkeel", "checkpoint", "inspect", run_dir).stdout
+    assert "averaged weights: 6 tensors, 516 bytes" in inspected
 
     # and of a run at work
     hold.touch()

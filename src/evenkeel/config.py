@@ -103,8 +103,8 @@ class Config:
     """For a smoke run: only this many batches of --batch-size from the training data, and as many samples from the test
     data, taken evenly from all of it. 0: all."""
     eval_only: Flag = False
-    """Train nothing: evaluate the newest checkpoint of the run, or the weights of --init-from, and print the metrics.
-    Changes nothing in the run, which may be at work."""
+    """Train nothing: evaluate the newest checkpoint of the run, or the weights of --init-from if the run did not begin
+    from them, and print the metrics. Changes nothing in the run, which may be at work."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     digest_every: int = 0

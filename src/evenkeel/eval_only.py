@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -18,6 +19,7 @@ from .data import SizedDataset
 from .errors import Refusal
 from .evaluation import Evaluation
 from .precision import substitute
+from .run_directory import read_config
 from .tasks import Task
 from .weights import load_weights
 from .world import World
@@ -36,12 +38,23 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
         raise _nothing(config.run_dir)  # before there is a process group
     model = task.model()
     with world.connected():
+        if world.broadcast(_is_its_own_origin(config, checkpoints)):
+            config = replace(config, init_from=None)
         origin = _load(config, config.run_dir, checkpoints, model, world)
         model.to(world.device)
         metrics = Evaluation(task, model, test_set, config, world)()
         if world.rank == 0:
             _print(origin, metrics, len(test_set), substitute(config.precision, world.device))
     return 0
+
+
+def _is_its_own_origin(config: Config, checkpoints: Checkpoints) -> bool:
+    """Whether the weights that were asked for are those the run began from: then it is the run that is meant, whose
+    command or config.toml has been typed with --eval-only added."""
+    saved = checkpoints.folder.parent / "config.toml"
+    if not (config.init_from and checkpoints.newest_name() and saved.exists()):
+        return False
+    return read_config(saved).get("init_from") == str(config.init_from)
 
 
 def _load(config: Config, run_dir: Path, checkpoints: Checkpoints, model: nn.Module, world: World) -> str:
