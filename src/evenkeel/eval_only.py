@@ -31,16 +31,17 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
     Raises:
         Refusal: there are no weights, or they do not fit the model.
     """
-    assert config.run_dir is not None  # resolved
-    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.keep, task.best)
+    run_dir = config.run_dir
+    assert run_dir is not None  # resolved
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, task.best)
     one_node = world.local_world_size == world.world_size
     if one_node and not config.init_from and not checkpoints.newest_name():
-        raise _nothing(config.run_dir)  # before there is a process group
+        raise _nothing(run_dir)  # before there is a process group
     model = task.model()
     with world.connected():
         if world.broadcast(_is_its_own_origin(config, checkpoints)):
             config = replace(config, init_from=None)
-        origin = _load(config, config.run_dir, checkpoints, model, world)
+        origin = _load(config, run_dir, checkpoints, model, world)
         model.to(world.device)
         metrics = Evaluation(task, model, test_set, config, world)()
         if world.rank == 0:
