@@ -16,19 +16,24 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenkeel import data, launchers
-from evenkeel.arithmetic import fix_arithmetic
+from evenkeel.arithmetic import fix_arithmetic, operations_named
 from evenkeel.cli import parse
 from evenkeel.config import Config, validate
 from evenkeel.data import ElasticSampler
 from evenkeel.errors import FAILED, exit_code, leave
+from evenkeel.eval_only import evaluate_only
 from evenkeel.evaluation import Evaluation
+from evenkeel.freezing import freeze
 from evenkeel.gradients import Gradients, clip
 from evenkeel.interruption import Interruption
 from evenkeel.optimization import rate, set_rate
 from evenkeel.plan import Plan
+from evenkeel.precision import Scaler
 from evenkeel.randomness import derive, seed_everything
 from evenkeel.run import Run
 from evenkeel.state import State
+from evenkeel.stopping import Stopping
+from evenkeel.sync_batchnorm import synchronise
 from evenkeel.tasks import Task
 from evenkeel.weights import load_weights
 from evenkeel.world import World
@@ -41,12 +46,15 @@ def main() -> int:
         return launchers.main(launchers.MultiNode, typed, Path(__file__).resolve())
     config, task = parse(sys.argv[1:])
     interruption = Interruption(config.grace)  # takes the signals from here on
-    fix_arithmetic(config.reduce == "tree", config.threads)
+    fix_arithmetic(config.deterministic or config.reduce == "tree", config.threads, config.precision == "tf32")
     world = World.from_environment()
-    train_set, test_set = task.train_dataset(), task.test_dataset()
+    limit = config.limit_batches * config.batch_size
+    train_set, test_set = data.limited(task.train_dataset(), limit), data.limited(task.test_dataset(), limit)
     validate(config, len(train_set), len(test_set))
+    if config.eval_only:
+        return evaluate_only(config, task, world, test_set)
     plan = Plan(len(train_set), config.batch_size, config.micro_batch, config.epochs, config.max_steps)
-    state = build(config, task, world)
+    state = build(config, task, world, plan)
     run = Run(config, task, plan, world)  # the last that may refuse; nothing has been touched so far
 
     # a collective's time-out explains nothing, so the watch for hangs must be earlier
@@ -57,7 +65,8 @@ def main() -> int:
         run.resume(state)
         with run.watched(store, on_hang=lambda: interruption.end("a hang", lambda: run.hung(state), FAILED)):
             try:
-                train(config, task, world, plan, state, run, train_set, test_set)
+                with operations_named():
+                    train(config, task, world, plan, state, run, train_set, test_set)
             except BaseException as error:
                 interruption.settle()  # after a signal other ranks leave, which is no failure
                 run.failed(state, error)
@@ -65,13 +74,19 @@ def main() -> int:
     return 0
 
 
-def build(config: Config, task: Task, world: World) -> State:
-    """Model and optimizers as they are before the first step, the same on every rank."""
+def build(config: Config, task: Task, world: World, plan: Plan) -> State:
+    """Model, optimizers and what else changes with the steps, as before the first one; the same on every rank."""
     seed_everything(derive(config.seed, "weights"))
     model = task.model()
     origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
+    freeze(model, config.freeze)
+    if config.sync_batchnorm:
+        synchronise(model, plan, world)
     model.to(world.device)
-    return State(model, task.optimizers(model, config), config.on_nonfinite == "skip", origin)
+    scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
+    stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
+    optimizers = task.optimizers(model, config)
+    return State(model, optimizers, config.on_nonfinite == "skip", origin, scaler, config.ema, stopping)
 
 
 def train(
@@ -85,7 +100,7 @@ def train(
     test_set: data.SizedDataset,
 ) -> None:
     """Step after step until the plan is done, then the final evaluation and the export."""
-    gradients = Gradients(task, state, world, plan, config.seed, config.reduce)  # DDP
+    gradients = Gradients(task, state, world, plan, config.seed, config.reduce, config.precision)  # DDP
     sampler = ElasticSampler(
         train_set,
         config.batch_size,
@@ -95,10 +110,12 @@ def train(
         seed=config.seed,
     )
     batches = data.loader(train_set, sampler, "train", config.num_workers, world.device)
-    evaluation = Evaluation(task, state.model, test_set, config, world)
-    eval_every = config.eval_every or plan.steps_per_epoch
+    evaluation = Evaluation(task, state.best_model, test_set, config, world)
 
-    while state.step < plan.total_steps:
+    metrics = state.note(evaluation()) if state.owes_evaluation else {}
+    if metrics and not state.is_over():
+        run.checkpoint(state, metrics)
+    while not state.is_over():
         epoch, first_step = plan.locate(state.step)
         sampler.set_epoch(epoch, first_step)
         for step, micro_batches, their_batches in data.by_step(batches, sampler):
@@ -106,16 +123,16 @@ def train(
             done = gradients.of_step(step, micro_batches, their_batches)
             norm = clip(state.model, config.clip_norm)
             set_rate(state.optimizers, rate(config, step, plan.total_steps))
-            state.commit(done.buffers, norm)
+            state.commit(done.buffers, norm, done.judge)
 
             if state.step % config.log_every == 0:
                 run.log_step(state, done.loss, norm)
-            if state.step == plan.total_steps:
+            metrics = state.note(evaluation()) if state.due_for_evaluation else {}
+            if state.is_over():
                 break
-            metrics = evaluation() if state.step % eval_every == 0 else {}
             run.checkpoint(state, metrics)
 
-    run.finish(state, evaluation())
+    run.finish(state, metrics)
 
 
 if __name__ == "__main__":

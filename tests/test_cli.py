@@ -144,6 +144,10 @@ def another_value(option: Field[Any], hint: Any, file: Path) -> Any:
         return next(value for value in get_args(hint) if value != option.default)
     if Path in get_args(hint):
         return file
+    if hint == tuple[str, ...]:
+        return ("one.*", "two")
+    if option.name == "loss_scale":  # a power of two
+        return 2 * option.default
     return option.default + {int: 1, float: 0.5}[hint]
 
 
@@ -151,12 +155,16 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     file = folder.parent / "model.pt"
     file.touch()
     hints = get_type_hints(Config)
-    switches = dict.fromkeys(("fresh", "strict_bits", "init_partial"), True)
-    options = [option for option in fields(Config) if option.name not in ("task", "config", *switches)]
+    on = ("fresh", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
+    switches = dict.fromkeys(on, True)
+    apart = ("task", "config", "eval_only", *on)
+    options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
-    arguments = [text for name, value in expected.items() for text in (flag(name), str(value))]
+    several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
+    arguments = [text for name, values in several.items() for text in (flag(name), *map(str, values))]
     config, _ = parse([*arguments, *map(flag, switches)])
     assert asdict(config) == asdict(Config()) | expected | switches
+    assert parse(["--eval-only"])[0].eval_only
 
 
 def test_the_options_of_a_task(folder: Path) -> None:
@@ -323,7 +331,7 @@ def test_a_whole_number_is_a_float_too(folder: Path) -> None:
         ("classify", "fresh", 1, "bool"),
         ("classify", "fresh", "true", "bool"),
         ("classify", "optimizer", "lion", "Literal['sgd', 'adam', 'adamw']"),
-        ("classify", "schedule", 1, "Literal['constant', 'linear', 'cosine']"),
+        ("classify", "schedule", 1, "Literal['constant', 'linear', 'cosine', 'step']"),
         ("classify", "run_dir", 1, "Path | None"),
         ("classify", "width", 1.5, "int"),
         ("../tasks_of_mine.py:Rich", "sizes", 3, "tuple[int, ...]"),

@@ -164,8 +164,7 @@ def _digests_of(path: Path) -> dict[str, str]:
     from .digest import digests
     from .state import named_tensors
 
-    state = load(path)
-    return digests(named_tensors({"model": state["model"], "optimizers": state["optimizers"]}))
+    return digests(named_tensors(load(path)))
 
 
 def _name_tensors(a: Mapping[str, str], b: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, fields, replace
+from math import frexp
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,9 @@ import tyro
 from .errors import Refusal
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+FLOOR = 2.0**-14
+"""The least loss scale, float16's smallest normal number. A gradient that overflows even so is no matter of scale."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,15 @@ class Config:
     threads: int = 0
     """CPU threads of each process. 0: as OMP_NUM_THREADS says (torchrun sets 1), or 1 with --reduce tree, because bits
     depend on it."""
+    deterministic: Flag = False
+    """Compute only by algorithms that give the same bits each time, as --reduce tree does: two runs of one command on
+    one machine then end in the same weights. An operation that has none is named."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """What the forward and backward passes compute with. fp32: all of it in float32; tf32: the same with faster,
+    coarser products on GPUs; bf16, fp16: autocast, with the weights in float32. fp16 scales the loss."""
+    loss_scale: float = 65536.0
+    """First factor of the loss with --precision fp16, a power of two. Halved in a step whose gradient overflows, which
+    is left out; doubled after 2,000 that do not."""
     micro_batch: int = 0
     """Samples that a process computes at a time. Bounds memory, and batch size / micro-batch bounds the number
     of processes with work. 0: an eighth of the batch size, so that up to 8 processes share a step."""
@@ -48,12 +61,26 @@ class Config:
     """sgd has Nesterov momentum 0.9. A task may bring its own optimizers instead."""
     weight_decay: float = 0.01
     """L2 penalty (sgd, adam) or decoupled decay (adamw)."""
+    decay_norms: Flag = False
+    """Decay all parameters. Without it, those of fewer than two dimensions (norms, biases) are left out."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0 in a straight line."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate from the end of the warm-up to 0 at the last step."""
+    schedule: Literal["constant", "linear", "cosine", "step"] = "cosine"
+    """Course of the learning rate after the warm-up. linear, cosine: to 0 at the last step; step: a tenth after each
+    third of the steps."""
     clip_norm: float = 0.0
     """Largest 2-norm of the whole gradient. 0: no clipping."""
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, 0.999 for example, which is then what is evaluated and
+    exported. 0: none."""
+    freeze: tuple[str, ...] = ()
+    """Parts that do not learn: names of modules or parameters, with * for any text (features.0 or *.bias). Modules stay
+    in evaluation mode, so BatchNorm's statistics in them do not move."""
+    sync_batchnorm: Flag = False
+    """Give BatchNorm the statistics of the global batch, not of the micro-batch. Needs a rank for each micro-batch."""
+    patience: int = 0
+    """Evaluations in a row without a better value of the task's best metric after which the run is finished. 0: it
+    takes all its steps."""
     seed: int = 0
     """Decides initial weights, sample order, augmentation and dropout."""
     num_workers: int = 0
@@ -72,6 +99,12 @@ class Config:
     """Newest checkpoints to keep, besides the best one."""
     eval_every: int = 0
     """Steps between two evaluations on the test data. 0: after each epoch."""
+    limit_batches: int = 0
+    """For a smoke run: only this many batches of --batch-size from the training data, and as many samples from the test
+    data, taken evenly from all of it. 0: all."""
+    eval_only: Flag = False
+    """Train nothing: evaluate the newest checkpoint of the run, or the weights of --init-from if the run did not begin
+    from them, and print the metrics. Changes nothing in the run, which may be at work."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     digest_every: int = 0
@@ -113,6 +146,7 @@ HARMLESS = frozenset(
         "on_nonfinite",
         "keep",
         "eval_every",
+        "eval_only",
         "log_every",
         "digest_every",
         "strict_bits",
@@ -124,7 +158,7 @@ HARMLESS = frozenset(
 """Options that may change when a run is continued. All others, a task's own included, shape the result. A task's
 `data_dir` does not: the same data may lie elsewhere on another node."""
 
-UNSAVED = frozenset({"run_dir", "fresh", "config"})
+UNSAVED = frozenset({"run_dir", "fresh", "config", "eval_only"})
 """Options about one start of a run rather than the run, so that its config.toml does not hold them."""
 
 
@@ -141,7 +175,7 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     """
     counts = ["epochs", "batch_size", "micro_batch", "keep", "log_every", "grace"]
     may_be_zero = ["max_steps", "warmup_steps", "clip_norm", "num_workers", "threads", "checkpoint_every", "eval_every"]
-    may_be_zero += ["digest_every", "hang_timeout", "lr", "weight_decay", "seed"]
+    may_be_zero += ["digest_every", "hang_timeout", "lr", "weight_decay", "seed", "ema", "patience", "limit_batches"]
     for name, least in (dict.fromkeys(counts, 1) | dict.fromkeys(may_be_zero, 0)).items():
         value = getattr(config, name)
         if not value >= least:  # also refuses NaN
@@ -150,6 +184,14 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         raise Refusal(f"--lr {config.lr}: must be finite")
     if config.seed >= 2**63:
         raise Refusal(f"--seed {config.seed}: must be below 2**63")
+    if config.ema >= 1:
+        raise Refusal(f"--ema {config.ema}: must be below 1, which would never take in a step; 0.999 is usual")
+    if not (FLOOR <= config.loss_scale < 2**127 and frexp(config.loss_scale)[0] == 0.5):
+        raise Refusal(
+            f"--loss-scale {config.loss_scale:g}: must be a power of two from 2**-14 to 2**126; 65536 is usual"
+        )
+    if config.eval_only and config.fresh:
+        raise Refusal("--eval-only --fresh: one looks at a run, the other starts over; choose one")
     if config.micro_batch > config.batch_size:
         raise Refusal(
             f"--micro-batch {config.micro_batch}: is above --batch-size {config.batch_size}; "
@@ -180,8 +222,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any
         run was made had its default.
     """
     free = HARMLESS | ({"epochs", "max_steps"} if new["schedule"] == "constant" else set())
+    free -= {"eval_every"} if new.get("patience") else set()  # it then decides when the run ends
     names = [name for name in [*new, *(k for k in old if k not in new)] if name not in free]
-    defaults = {f.name: f.default for f in fields(Config)}
+    defaults = {f.name: list(f.default) if isinstance(f.default, tuple) else f.default for f in fields(Config)}
     before, now = ({n: options.get(n, defaults.get(n)) for n in names} for options in (old, new))
     return [(n, before[n], now[n]) for n in names if before[n] != now[n]]
 

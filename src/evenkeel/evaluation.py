@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import data
 from .activity import EVALUATION, activity
 from .config import Config
+from .precision import autocast
 from .tasks import Task
 from .world import World
 
@@ -22,9 +23,9 @@ class Evaluation:
 
     Args:
         task: computes the metrics of a batch.
-        model: the bare model, because a DDP forward would wait for ranks that have no batch left.
+        model: the bare model or its average, because a DDP forward would wait for ranks that have no batch left.
         test_set: N samples, cut into micro-batches of the training's size, dealt to ranks in contiguous shares.
-        config: micro-batch, loader workers and seed.
+        config: micro-batch, loader workers, seed and precision.
         world: who takes part.
     """
 
@@ -37,6 +38,7 @@ class Evaluation:
         world: World,
     ) -> None:
         self.task, self.model, self.world = task, model, world
+        self.precision = config.precision
         self.samples = len(test_set)
         # the whole test set is one step of one epoch, in its own order
         sampler = data.ElasticSampler(
@@ -62,7 +64,8 @@ class Evaluation:
         sums: dict[str, list[Tensor]] = {}
         for batch in self.batches:
             activity.enter(EVALUATION)  # again, because each batch is progress
-            of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
+            with autocast(self.precision, self.world.device.type):
+                of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
             for name, values in of_samples.items():
                 # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))

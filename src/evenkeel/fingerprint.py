@@ -56,6 +56,7 @@ NOT_COMPUTING = frozenset(
         "digest",
         "downloads",
         "errors",
+        "eval_only",
         "files",
         "fingerprint",
         "hang",

@@ -25,9 +25,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from .activity import COMPUTING, DATA, REDUCTION, activity
 from .data import to_device
 from .plan import MicroBatch, Plan
+from .precision import Precision, autocast
 from .randomness import derive, seed_everything
 from .reduction import Exchange, Reduction, Ring, Tree, tree_sum
 from .state import State
+from .sync_batchnorm import peers_of
 from .tasks import Task
 from .tree import Fold, Node
 from .world import World
@@ -43,16 +45,20 @@ _BUFFER_OPTION = next(
 class Loss(nn.Module):
     """What DDP wraps: the model and its loss in one module, called with a batch, or None on an idle rank."""
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    def __init__(self, model: nn.Module, task: Task, precision: Precision = "fp32") -> None:
         super().__init__()
         self.model = model
-        self._task = task
+        self._task, self._precision = task, precision
+        # not asked for in `forward`, because a replica of DataParallel has no parameters to ask
+        self._device_type = next((p.device.type for p in model.parameters()), "cpu")
 
     def forward(self, batch: Any) -> Tensor:
         """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter."""
         if batch is None:
             return torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum() * 0
-        return self._task.loss(self.model, batch)
+        with autocast(self._precision, self._device_type):  # here, so that every replica has it
+            loss = self._task.loss(self.model, batch)
+        return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
 
 class Gradients:
@@ -67,6 +73,7 @@ class Gradients:
         plan: how steps are cut into micro-batches.
         seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
         reduce: "ring": the stock all-reduce; "tree": the same bits on any number of ranks.
+        precision: of the loss and its backward pass.
     """
 
     def __init__(
@@ -77,15 +84,19 @@ class Gradients:
         plan: Plan,
         seed: int = 0,
         reduce: Literal["ring", "tree"] = "ring",
+        precision: Precision = "fp32",
     ) -> None:
         self.state, self.world, self.plan, self.seed = state, world, plan, seed
         self._used = _Used(state.model) if task.unused_parameters and reduce == "tree" else None
         self.reduction: Reduction = Tree(state.model, world, bool(self._used)) if reduce == "tree" else Ring()
-        self.wrapped = wrap(state.model, task, world, self.reduction)
+        self.wrapped = wrap(state.model, task, world, self.reduction, precision)
         self._numel = 1 + sum(buffer.numel() for buffer in state.buffers.values())
         self._numel += self._used.numel if self._used else 0
         like = torch.empty(0, dtype=torch.float64, device=world.device)
         self._exchange = Exchange(world, self._numel, like) if world.world_size > 1 else None
+        self._peers = peers_of(state.model)
+        if self._peers:
+            self._peers.connect([_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)])
 
     def of_step(self, step: int, micro_batches: Sequence[MicroBatch], batches: Iterable[Any]) -> "Step":
         """Compute and add up the gradient of a step; afterwards every rank holds it in ``.grad``.
@@ -99,6 +110,8 @@ class Gradients:
         small = Fold[Tensor](lambda left, right: right.add_(left))
         activity.enter(DATA)
         self.reduction.begin(runs)
+        if self._peers:
+            self._peers.begin(_at_work(runs))
         if self._used:
             self._used.take()  # forget what an empty pass has touched
         try:
@@ -111,8 +124,8 @@ class Gradients:
                     part = self.wrapped(to_device(batch, self.world.device)) * weight
                     if last:
                         activity.enter(REDUCTION)
-                    # 1, or NaN where the loss is not finite: its gradient might be, and all ranks must hear of it
-                    part.backward(1 + 0 * part.detach())
+                    # the scale, or NaN where the loss is not finite: its gradient might be, and all ranks must hear it
+                    part.backward(self._scale + 0 * part.detach())
                 small.push(Node(0, micro_batch.id), self._collect(part.detach(), weight))
                 if not last:
                     self.reduction.keep(micro_batch.id)
@@ -123,7 +136,14 @@ class Gradients:
             self.reduction.end()
         finally:
             self.state.rewind_buffers()
+        if self.state.scaler:
+            self.state.scaler.unscale(self.state.model.parameters())
         return Step(self, small, runs)
+
+    @property
+    def _scale(self) -> Tensor | float:
+        """What the loss is multiplied by for the backward pass."""
+        return self.state.scaler.scale if self.state.scaler else 1.0
 
     @torch.no_grad()
     def _collect(self, loss: Tensor, weight: float) -> Tensor:
@@ -159,6 +179,11 @@ class Step:
         return self._sums[0]
 
     @property
+    def judge(self) -> Tensor | None:
+        """The loss, where a loss scale is judged by it. None elsewhere, for it may cost an exchange."""
+        return self.loss if self._of.state.scaler else None
+
+    @property
     def buffers(self) -> dict[str, Tensor]:
         """New values of the model's buffers by name: moved by the mean change over all micro-batches of all ranks."""
         committed = self._of.state.committed_buffers
@@ -179,9 +204,9 @@ class Step:
         return tree_sum(self._small, self._runs, self._of._exchange, self._of._numel)
 
 
-def wrap(model: nn.Module, task: Task, world: World, reduction: Reduction) -> nn.Module:
+def wrap(model: nn.Module, task: Task, world: World, reduction: Reduction, precision: Precision = "fp32") -> nn.Module:
     """The model with its loss, under DDP where there is a process group."""
-    module = Loss(model, task)
+    module = Loss(model, task, precision)
     if not world.launched:
         return module
     ddp = DistributedDataParallel(
@@ -211,6 +236,11 @@ def clip(model: nn.Module, max_norm: float) -> Tensor:
     if max_norm:
         clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _at_work(runs: Sequence[range]) -> int:
+    """Ranks that have a micro-batch; they are the first ones."""
+    return sum(map(bool, runs))
 
 
 class _Used:

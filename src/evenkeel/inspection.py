@@ -29,6 +29,7 @@ from .checkpoint import (
     step_of,
     verify,
 )
+from .config import Flag
 from .errors import Ended, Refusal
 from .files import write_atomically
 
@@ -94,6 +95,15 @@ class InspectCheckpoint:
         for number, optimizer in enumerate(state["optimizers"]):
             held = [tensor for _, tensor in _tensors(optimizer)]
             print(f"optimizer {number}: {len(held)} tensors, {sum(tensor.nbytes for tensor in held):,} bytes")
+        if "ema" in state:
+            held = [tensor for _, tensor in _tensors(state["ema"])]
+            print(f"averaged weights: {len(held)} tensors, {sum(tensor.nbytes for tensor in held):,} bytes")
+        if "scaler" in state:
+            scale, overflows = (state["scaler"][name].item() for name in ("scale", "overflows"))
+            print(f"loss scale: {scale:g}, {overflows} steps were left out because of it")
+        if "stopping" in state:
+            memory = state["stopping"]
+            print(f"early stopping: best {memory['best']}, {memory['stale']} evaluations since")
         return 0
 
 
@@ -118,7 +128,8 @@ class ExportModel:
     """Write the model of the newest checkpoint to a file that loads anywhere, and print its sha256.
 
     torch.load("model.pt", weights_only=True) then gives its state dict, on the CPU. The sha256 is that of the
-    bare weights; at a run's last step it is weights_sha256 in summary.json.
+    bare weights; at a run's last step it is weights_sha256 in summary.json. Of a run with --ema it is the averaged
+    weights that are written.
     """
 
     path: CheckpointsPath
@@ -130,6 +141,8 @@ class ExportModel:
     form: Annotated[Literal["bare", "dp", "safetensors"], tyro.conf.arg(name="as")] = "bare"
     """bare: names as in the model; dp: with the prefix `module.` of DataParallel and DDP; safetensors: bare names in
     that format, tied weights once for each name."""
+    raw: Flag = False
+    """The weights that the optimizer works on, where --ema has averaged ones."""
 
     def __call__(self) -> int:
         """Write it."""
@@ -138,10 +151,12 @@ class ExportModel:
             raise Refusal(f"--output {self.output}: exists already; name another file")
         if not self.output.parent.is_dir():
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
-        from .state import sha256  # imports torch, which the other commands can do without
+        from .average import averaged  # imports torch, which the other commands can do without
+        from .state import sha256
         from .weights import write
 
-        weights = _load(path)["model"]
+        state = _load(path)
+        weights = state["model"] if self.raw else averaged(state)
         try:
             write_atomically(self.output, lambda file: write(weights, self.form, file))
         except OSError as error:

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import cos, pi
+from typing import Any
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .config import Config
+from .errors import Ended
+
+WAYS = ("foreach", "fused", "capturable")
+"""Options of torch's optimizers that choose an implementation."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optimizer:
-    """The optimizer that --optimizer, --lr and --weight-decay describe, over all parameters that learn."""
+    """The optimizer that --optimizer, --lr and --weight-decay describe, over all parameters that learn.
+
+    Parameters of fewer than two dimensions (norms, biases) are not decayed, unless --decay-norms says so: to pull a
+    norm's scale towards 0 regularises nothing. They are a group of their own, after the other.
+    """
     learning = [p for p in parameters if p.requires_grad]
     lr, decay = config.lr, config.weight_decay
+    groups: list[dict[str, Any]] = [{"params": learning}]
+    if decay and not config.decay_norms:
+        matrices, others = ([p for p in learning if (p.dim() >= 2) is many] for many in (True, False))
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
     # fused ones keep all their state on the device (the host's would be ahead of a GPU that hangs), and can leave a
     # step out by themselves
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in learning) or None
     if config.optimizer == "sgd":
-        return SGD(learning, lr=lr, momentum=0.9, nesterov=True, weight_decay=decay, fused=fused)
-    return (Adam if config.optimizer == "adam" else AdamW)(learning, lr=lr, weight_decay=decay, fused=fused)
+        return SGD(groups, lr=lr, momentum=0.9, nesterov=True, weight_decay=decay, fused=fused)
+    return (Adam if config.optimizer == "adam" else AdamW)(groups, lr=lr, weight_decay=decay, fused=fused)
 
 
 def rate(config: Config, step: int, total_steps: int) -> float:
-    """The factor on the peak learning rate at a step: a linear rise, then the schedule's fall to 0.
+    """The factor on the peak learning rate at a step: a linear rise, then the schedule's fall.
 
     Args:
         config: its warmup_steps and schedule.
         step: 0 .. total_steps-1.
-        total_steps: the run's length; the factor would reach 0 at this step.
+        total_steps: the run's length; most schedules would reach 0 at this step.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return 1.0
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    if config.schedule == "step":
+        return float(0.1 ** int(3 * progress))
     return 1 - progress if config.schedule == "linear" else (1 + cos(pi * progress)) / 2
 
 
@@ -45,3 +61,34 @@ def set_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
         for group in optimizer.param_groups:
             # the peak is kept in the group, as torch's schedulers do, so that it travels with the state
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> None:
+    """Give an optimizer a saved state, but for how it was computed, which depends on the device and not on the run.
+
+    A run that was made when all parameters were one group has all of them decayed, and goes on so.
+
+    Raises:
+        Ended: the saved groups of parameters are others.
+    """
+    sizes = [len(group["params"]) for group in saved["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes == [sum(ours)] != ours:
+        _merge_groups(optimizer, model)
+    elif sizes != ours:
+        raise Ended(
+            f"the checkpoint's optimizer has groups of {sizes} parameters and this one has {ours}: the code of the "
+            "task or of the optimizer has changed; continue with what it was, or start over with --fresh"
+        )
+    ways = [{way: group[way] for way in WAYS if way in group} for group in optimizer.param_groups]
+    groups = [group | way for group, way in zip(saved["param_groups"], ways, strict=True)]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+
+
+def _merge_groups(optimizer: Optimizer, model: nn.Module) -> None:
+    """Make one group of all, in the order of the model's parameters."""
+    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    first, *others = optimizer.param_groups
+    first["params"] = [p for p in model.parameters() if id(p) in theirs]
+    for group in others:
+        optimizer.param_groups.remove(group)

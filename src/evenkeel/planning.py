@@ -24,11 +24,12 @@ class PlanCommand:
     def __call__(self, train_options: list[str]) -> int:
         """Print the plan."""
         from .cli import parse  # imports torch, which the help and the other subcommands can do without
+        from .data import limited
 
         if self.world_size < 1:
             raise Refusal(f"--world-size {self.world_size}: must be at least 1")
         config, task = parse(train_options)
-        samples = len(task.train_dataset())
+        samples = len(limited(task.train_dataset(), config.limit_batches * config.batch_size))
         plan = Plan(samples, config.batch_size, config.micro_batch, config.epochs, config.max_steps)
         print(
             f"{samples} samples, global batch {plan.global_batch}, micro-batch {plan.micro_batch}: "

@@ -30,6 +30,7 @@ from .interruption import STOPPED
 from .ledger import goodput, ledger, read_records
 from .optimization import rate
 from .plan import Plan
+from .precision import substitute
 from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token
 from .seqlock import Torn
 from .staging import Staging
@@ -100,7 +101,8 @@ class Run:
             news = finished, self.directory.status
         finished, status = self.world.broadcast(news)
         if finished:
-            self._print(f"{self.path}: finished at step {self.plan.total_steps}; --fresh starts over")
+            early = " early" * status.get("stopped_early", False)
+            self._print(f"{self.path}: finished{early} at step {status['step']}; --fresh starts over")
             return True
         if first_here and not self.directory:
             adopt(self.path, self.options, status, self.config.fresh)
@@ -174,11 +176,14 @@ class Run:
             log.warning("step %d was not finite and is left out, %d so far", state.last_skipped, state.skipped)
             self.tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
         lr = rate(self.config, state.step - 1, self.plan.total_steps) * self.config.lr
-        self.tracker.train(state.step, loss.item(), norm.item(), lr)
+        more = {}
+        if state.scaler:  # of the next step, and how many the run has left out for it
+            more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
+        self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
         self._logged = state.step
 
     def checkpoint(self, state: State, metrics: dict[str, float]) -> None:
-        """After each step: note an evaluation, and save if it is time or if it was the best so far.
+        """After each step but the last: tell of an evaluation, and save if it is time or if it was the best so far.
 
         The state is copied and written in the background; the next commit waits for the copy, not for the writing.
         A checkpoint that cannot be written is reported, loudly, with the next step, and the training goes on: the old
@@ -219,13 +224,17 @@ class Run:
         self.tracker.evaluation(state.step, metrics)
         self._record_digests(self.tracker, state)
         activity.enter(CHECKPOINT)
-        weights = cpu_state_dict(state.model)
+        weights = cpu_state_dict(state.best_model)
+        early = state.step < self.plan.total_steps
+        why = f"stopped early at step {state.step}: {state.stopping.why()}" * early
         try:
             self._save(self._hold(state), metrics, time.perf_counter())
             write_atomically(self.path / "model.pt", lambda file: dump(weights, file))
             summary = self._summary("finished", state.step, metrics) | {"weights_sha256": sha256(weights)}
+            summary |= {"stopped_early": early} | ({"reason": why} if early else {})
             write_json(self.path / "summary.json", summary)
-            self._update("finished", state.step)
+            # such a run has no more steps to do, whatever the plan says
+            self._update("finished", state.step, total_steps=state.step, stopped_early=early, reason=why)
         except OSError as error:
             raise Ended(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
@@ -234,7 +243,7 @@ class Run:
         self.tracker.event("finish", state.step)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         productive = f"{summary['goodput']:.0%} of {sum(summary['ledger'].values()):.1f} s were productive"
-        self._print(f"finished, {productive}: {shown}  -> {self.path / 'model.pt'}")
+        self._print(f"finished, {f'{why}, ' * early}{productive}: {shown}  -> {self.path / 'model.pt'}")
         self.tracker.close()
 
     def stopped(self, state: State, reason: str) -> None:
@@ -298,12 +307,13 @@ class Run:
 
     def _record_digests(self, tracker: tracking.Tracker, state: State) -> None:
         every = self.config.digest_every
-        if every and (state.step % every == 0 or state.step == self.plan.total_steps):
+        if every and (state.step % every == 0 or state.is_over()):
             with activity.during(CHECKPOINT):
                 tracker.event("digest", state.step, digests=digests(state.tensors()))
 
     def _finished(self, status: dict[str, Any]) -> bool:
-        return status.get("state") == "finished" and bool(status["step"] >= self.plan.total_steps)
+        over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
+        return status.get("state") == "finished" and bool(over)
 
     def _end(self, name: RunState, step: int, reason: str, exit_code: int, **facts: Any) -> None:
         if not (self.directory and self.tracker) or self.directory.status.get("state") == "finished":
@@ -392,15 +402,16 @@ class Run:
                 world.world_size - plan.max_world_size, world.world_size,
                 config.batch_size, plan.max_world_size, config.micro_batch,
             )  # fmt: skip
+        if note := substitute(config.precision, world.device):
+            log.warning("%s", note)
         self.tracker = tracking.Tracker(config, plan, self.path, directory.attempts, world.world_size)
         if wandb_id := self.tracker.start_wandb(directory.status.get("wandb_id"), self.options):
             directory.update("running", wandb_id=wandb_id)
 
     def _update(self, name: RunState, step: int, **facts: Any) -> None:
         assert self.directory
-        self.directory.update(
-            name, step=step, total_steps=self.plan.total_steps, seconds=round(self._seconds(), 3), **facts
-        )
+        facts = {"total_steps": self.plan.total_steps} | facts
+        self.directory.update(name, step=step, seconds=round(self._seconds(), 3), **facts)
 
     def _seconds(self) -> float:
         """Wall-clock seconds at work, over all attempts that lived to tell."""

@@ -196,7 +196,7 @@ def _judge(
         return "unknown", trouble
     said, reason = status.get("state"), str(status.get("reason") or "")
     if said == "finished":
-        return "finished", ""
+        return "finished", reason if status.get("stopped_early") else ""
     held = _is_locked(run)
     if held and said not in ("stopped", "failed"):
         return "running", _quiet(heard)

@@ -1,6 +1,7 @@
 """The committed state: all that a run is between two optimizer steps.
 
-Model, optimizers and one integer, the step. Everything else (sample order, random numbers, learning rate) is
+Model, optimizers and one integer, the step; where the options ask for them, float16's loss scale, the average of the
+weights and the memory of early stopping. Everything else (sample order, random numbers, learning rate) is
 a pure function of the options and the step. There is no world size and no rank in it, so a state written by
 eight ranks is the state of a run on one.
 """
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .activity import CHECKPOINT, COMMIT, activity
+from .average import Average
 from .nonfinite import NonFinite, Verdict, step_unless
+from .optimization import load_optimizer
+from .precision import Scaler
 from .seqlock import Seqlock, Torn
 from .staging import Staging, map_tensors
-
-WAYS = ("foreach", "fused", "capturable")
-"""Options of torch's optimizers that choose an implementation."""
+from .stopping import Stopping
 
 
 class State:
@@ -37,13 +39,25 @@ class State:
         optimizers: all that step together.
         skip_nonfinite: leave a step out whose gradient is not finite, and go on, instead of raising an error.
         origin: where the first weights are from, in a line, if they are from a file.
+        scaler: the loss scaling of float16.
+        ema: the decay of an average of the weights; 0: there is none.
+        stopping: says when the run is over; None: never.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: list[Optimizer], skip_nonfinite: bool = False, origin: str = ""
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        skip_nonfinite: bool = False,
+        origin: str = "",
+        scaler: Scaler | None = None,
+        ema: float = 0.0,
+        stopping: Stopping | None = None,
     ) -> None:
         self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin = skip_nonfinite, origin
+        self.scaler, self.stopping = scaler, stopping or Stopping()
+        self.average = Average(model, ema) if ema else None
         self.step = 0
         """Optimizer steps done."""
         self.skipped = 0
@@ -70,7 +84,12 @@ class State:
         for name, buffer in self.buffers.items():
             buffer.copy_(self.committed_buffers[name])
 
-    def commit(self, buffers: Mapping[str, Tensor], norm: Tensor) -> None:
+    @property
+    def best_model(self) -> nn.Module:
+        """The model to evaluate and to export: the averaged one, if there is one."""
+        return self.average.model if self.average else self.model
+
+    def commit(self, buffers: Mapping[str, Tensor], norm: Tensor, loss: Tensor | None = None) -> None:
         """Take the step that the gradients say, if they are finite. Afterwards every rank holds the same state again.
 
         A GPU decides by itself, and the host learns of it while the next step is computed: it waits for the step
@@ -79,14 +98,20 @@ class State:
         Args:
             buffers: new values of the buffers, by name.
             norm: the gradient's norm, a scalar that is the same on every rank; not finite: nothing is changed.
+            loss: the step's, which a scaler needs: an overflow at its scale is no failure, and only lowers the scale.
 
         Raises:
             NonFinite: this step, or on a GPU the one before, was not finite; `step` is back at the one before it.
         """
         self.settle()
-        bad = ~norm.isfinite()
+        bad = broken = ~norm.isfinite()
+        overflow = None
+        if self.scaler:
+            assert loss is not None
+            overflow = self.scaler.overflow(norm, loss)
+            broken = bad & ~overflow
         activity.enter(CHECKPOINT)  # which may be copying the state just now
-        with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else bad):
+        with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
             activity.enter(COMMIT)
             for optimizer in self.optimizers:
                 step_unless(bad, optimizer)
@@ -94,11 +119,37 @@ class State:
                 for name, value in buffers.items():
                     self.committed_buffers[name].copy_(torch.where(bad, self.committed_buffers[name], value))
                     self.buffers[name].copy_(self.committed_buffers[name])
+            if self.average:
+                self.average.update(self.step + 1, bad, self.committed_buffers)
+            if self.scaler and overflow is not None:
+                self.scaler.update(overflow, ~bad)
             self.step += 1
-        self._verdict.ask(bad)
+        self._verdict.ask(broken)
         if self._verdict.known:
             self.settle()
         activity.step = self.step
+
+    def is_over(self) -> bool:
+        """Whether there are no more steps to do."""
+        return self.stopping.over(self.step)
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether a run that comes back at this step must evaluate before it goes on."""
+        return self.stopping.owed(self.step)
+
+    @property
+    def due_for_evaluation(self) -> bool:
+        """Whether the step just taken is one to evaluate after; raises what :meth:`settle` does."""
+        due = self.stopping.due(self.step)
+        if due:
+            self.settle()  # the evaluation waits for the device in any case
+        return due
+
+    def note(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Remember an evaluation of the present state; hands it on."""
+        self.stopping.note(self.step, metrics)
+        return metrics
 
     def settle(self) -> None:
         """Wait until it is known whether the last step was finite.
@@ -172,38 +223,49 @@ class State:
             "done": self._seqlock.done,
             "model": {name: self.committed_buffers.get(name, value) for name, value in model.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            **self._options(),
             "begun": self._seqlock.begun,
         }
+
+    def _options(self) -> dict[str, Any]:
+        """The parts of the state that not every run has."""
+        parts: dict[str, Any] = {"scaler": self.scaler.state_dict()} if self.scaler else {}
+        if self.average:
+            parts["ema"] = self.average.state_dict()
+        if self.stopping.patience:
+            parts["stopping"] = self.stopping.state_dict()
+        return parts
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of the committed state by name, to be read between two commits.
 
         Returns:
-            "model.PARAMETER" and "model.BUFFER", and "optimizers.NUMBER.PARAMETER.NAME" of what an optimizer keeps.
+            "model.PARAMETER" and "model.BUFFER", and "optimizers.NUMBER.PARAMETER.NAME" of what an optimizer keeps;
+            "ema.PARAMETER" and "scaler.NAME", where there are any.
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         kept = {
             number: {names.get(id(p), str(i)): values for i, (p, values) in enumerate(optimizer.state.items())}
             for number, optimizer in enumerate(self.optimizers)
         }
-        return named_tensors({"model": self._live()["model"], "optimizers": kept})
+        return named_tensors({"model": self._live()["model"], "optimizers": kept, **self._options()})
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Become what :meth:`capture` gave, whatever device that was on."""
         with self._seqlock.change(captured["step"]):
             self.model.load_state_dict(captured["model"])
             for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
-                optimizer.load_state_dict(_computed_as_here(saved, optimizer))
+                load_optimizer(optimizer, saved, self.model)
             for name, buffer in self.buffers.items():
                 self.committed_buffers[name].copy_(buffer)
+            if self.average:
+                # older than --ema: the average begins here
+                self.average.load_state_dict(captured.get("ema", {}), captured["model"])
+            if self.scaler and "scaler" in captured:
+                self.scaler.load_state_dict(captured["scaler"])
+            if "stopping" in captured:
+                self.stopping.load_state_dict(captured["stopping"])
             self.step = activity.step = captured["step"]
-
-
-def _computed_as_here(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's saved state without how it was computed, which depends on the device and not on the run."""
-    ways = [{way: group[way] for way in WAYS if way in group} for group in optimizer.param_groups]
-    groups = [group | way for group, way in zip(saved["param_groups"], ways, strict=False)]  # torch checks the number
-    return {**saved, "param_groups": groups}
 
 
 def named_tensors(tree: Any) -> dict[str, Tensor]:

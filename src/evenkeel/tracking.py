@@ -132,15 +132,15 @@ class Tracker:
         self._display.start()
         self._display.update(self._line, completed=step)
 
-    def train(self, step: int, loss: float, norm: float, lr: float) -> None:
-        """A line for a step: its loss, the gradient's norm, and the speed since the last line."""
+    def train(self, step: int, loss: float, norm: float, lr: float, more: dict[str, float] | None = None) -> None:
+        """A line for a step: its loss, the gradient's norm, the speed since the last line, and what else there is."""
         now, (then, step_then) = time.perf_counter(), self._mark
         self._mark = (now, step)
         seconds, seen = max(now - then, 1e-9), self.plan.samples_seen
         speed = (seen(step) - seen(step_then)) / seconds
         left = timedelta(seconds=round((self.plan.total_steps - step) * seconds / max(1, step - step_then)))
         epoch = (step - 1) // self.plan.steps_per_epoch
-        facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)}
+        facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)} | (more or {})
         self.event("train", step, epoch=epoch, **facts)
         self._log_wandb(step, {f"train/{name}": value for name, value in facts.items()} | {"epoch": epoch})
 

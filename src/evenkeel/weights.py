@@ -22,6 +22,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from .average import averaged
 from .checkpoint import STATE, Damaged, dump, is_step_folder, load, step_folders
 from .errors import Refusal
 
@@ -186,12 +187,13 @@ def _read_folder(path: Path) -> tuple[Any, str]:
     damages: list[str] = []
     for candidate in reversed(paths):
         try:
-            weights = load(candidate)["model"]
+            state = load(candidate)
         except (Damaged, OSError) as damage:  # the latter: a run that goes on has deleted it
             damages.append(str(damage))
             continue
         passed_over = f" ({len(damages)} newer damaged)" if damages else ""
-        return weights, f"{path}{f' at {candidate.name}' * (candidate != resolved)}{passed_over}"
+        average = ", its averaged weights" * ("ema" in state)  # those that the run evaluates and exports
+        return averaged(state), f"{path}{f' at {candidate.name}' * (candidate != resolved)}{passed_over}{average}"
     if damages:
         raise Refusal(f"--init-from {path}: no whole checkpoint: {damages[0]}; name another one")
     raise Refusal(f"--init-from {path}: a folder without checkpoints; name a file, a run directory or a step-* folder")

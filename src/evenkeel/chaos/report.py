@@ -67,10 +67,13 @@ def expected_samples(run_dir: Path) -> int:
         Refusal: there are no options, or they are not those of train.py.
     """
     from ..cli import parse  # imports torch, which nothing else here needs
+    from ..data import limited
 
     config, task = parse(["--config", str(run_dir / "config.toml")])
-    plan = Plan(len(task.train_dataset()), config.batch_size, config.micro_batch, config.epochs, config.max_steps)
-    return plan.samples_seen(plan.total_steps)
+    samples = len(limited(task.train_dataset(), config.limit_batches * config.batch_size))
+    plan = Plan(samples, config.batch_size, config.micro_batch, config.epochs, config.max_steps)
+    status = read_json(run_dir / "status.json")
+    return plan.samples_seen(status["step"] if status.get("stopped_early") else plan.total_steps)
 
 
 def lines(experiment: Experiment) -> Iterator[tuple[str, str]]:

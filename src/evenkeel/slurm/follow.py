@@ -205,7 +205,8 @@ class _Follower:
         said, reason = status.get("state"), status.get("reason")
         at = f" at step {status['step']}" if "step" in status and said != "running" else ""
         if said == "finished" or (job.state == "COMPLETED" and said not in ("stopped", "failed")):
-            self.say(f"finished{at} -> {self.record.run_dir}")
+            early = f" ({reason})" * bool(status.get("stopped_early"))
+            self.say(f"finished{at}{early} -> {self.record.run_dir}")
             return 0
         if job.state == "CANCELLED" or (self.waited and not job.is_known):
             how = "was cancelled" if job.is_known else "has left the queue without a start, so it was cancelled"

@@ -1,0 +1,165 @@
+"""BatchNorm over the whole global batch.
+
+torch's SyncBatchNorm runs on GPUs only and mixes the micro-batches that happen to be computed at the same time. Here
+the statistics are those of all samples of a step, so the result is that of plain BatchNorm on one process that computes
+the batch at once. For that all micro-batches of a step must be at work together: each needs a rank of its own.
+
+Ranks tell each other mean, sum of squared deviations and count, and combine them in the order of ranks, which is that
+of micro-batches; so with `--reduce tree` the bits are the same on any number of ranks that is large enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .errors import Refusal
+from .plan import Plan
+from .world import World
+
+
+class Peers:
+    """The ranks that have a micro-batch in the present step; all layers of a model share it.
+
+    Args:
+        plan: how many those are in a full step, and in the short last one of an epoch.
+        world: who takes part.
+
+    Raises:
+        Refusal: there are fewer ranks than micro-batches.
+    """
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        if world.world_size < plan.max_world_size:
+            several = world.world_size > 1
+            enough = -(-min(plan.global_batch, plan.samples) // world.world_size)
+            raise Refusal(
+                f"--sync-batchnorm: a step has {plan.max_world_size} micro-batches of --micro-batch "
+                f"{plan.micro_batch}, and each needs a rank of its own, but there {'are' if several else 'is'} only "
+                f"{world.world_size}; start {plan.max_world_size} ranks, or a new run with --micro-batch {enough}"
+            )
+        self.count = 1
+        self.group: Any = None
+        self._groups: dict[int, Any] = {}
+
+    def connect(self, counts: Sequence[int]) -> None:
+        """Make the process groups. Every rank must call it, with the process group up.
+
+        Args:
+            counts: of ranks with work, in all kinds of steps.
+        """
+        for count in sorted(set(counts)):
+            # never the default group, in which the reduction is at work at the same time, on a thread of its own
+            self._groups[count] = dist.new_group(range(count)) if count > 1 else None
+
+    def begin(self, count: int) -> None:
+        """A step begins in which so many ranks have a micro-batch."""
+        self.count, self.group = count, self._groups.get(count)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Each peer's tensor, in a new first dimension, in the order of ranks."""
+        everyone = [torch.empty_like(mine) for _ in range(self.count)]
+        dist.all_gather(everyone, mine.contiguous(), group=self.group)
+        return torch.stack(everyone)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm layer with the statistics of the global batch in training. In evaluation it is the plain one."""
+
+    peers: Peers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise each channel, the second dimension."""
+        if not self.training or self.peers.count == 1:
+            return super().forward(x)
+        total, mean, variance = self._statistics(x.detach())
+        self._track(total, mean, variance)
+        of_channel = [1, -1] + [1] * (x.dim() - 2)
+        wide = _wide(x)
+        parts = (wide, mean.to(wide).view(of_channel), (variance + self.eps).rsqrt().to(wide).view(of_channel))
+        normalised: Tensor = _Normalise.apply(*parts, total, self.peers)
+        if self.affine:
+            normalised = normalised * self.weight.view(of_channel) + self.bias.view(of_channel)
+        return normalised.to(x.dtype)
+
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, and mean and biased variance of each channel, over all peers, in float64 (Chan, Golub and LeVeque,
+        "Algorithms for computing the sample variance", 1983)."""
+        rest = [dim for dim in range(x.dim()) if dim != 1]
+        own_variance, own_mean = (value.double() for value in torch.var_mean(_wide(x), rest, correction=0))
+        number = x.numel() // x.shape[1]
+        told = self.peers.gather(torch.cat([own_mean, own_variance * number, own_mean.new_full((1,), number)]))
+        means, squares, counts = torch.split(told, [len(own_mean), len(own_mean), 1], dim=1)
+        total = counts.sum()
+        mean = (means * counts).sum(0) / total
+        variance = (squares + counts * (means - mean).square()).sum(0) / total
+        return total, mean, variance
+
+    @torch.no_grad()
+    def _track(self, total: Tensor, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics, as BatchNorm does; the variance of the population, not of the sample."""
+        if not (self.track_running_stats and self.running_mean is not None and self.running_var is not None):
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        part = self.num_batches_tracked.double().reciprocal() if self.momentum is None else self.momentum
+        for running, new in ((self.running_mean, mean), (self.running_var, variance * total / (total - 1))):
+            running.copy_(running.double() * (1 - part) + new * part)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"BatchNorm needs samples and channels, and got {input.dim()} dimensions")
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) * scale, where both are statistics of the x of all peers; the gradient goes through these as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, total: Tensor, peers: Peers) -> Tensor:
+        normalised = (x - mean) * scale
+        ctx.save_for_backward(normalised, scale, total)
+        ctx.peers = peers
+        return normalised
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        normalised, scale, total = ctx.saved_tensors
+        rest = [dim for dim in range(gradient.dim()) if dim != 1]
+        own = torch.stack([gradient.sum(rest), (gradient * normalised).sum(rest)])
+        both = ctx.peers.gather(own.double()).sum(0) / total
+        mean, along = (value.to(gradient).view_as(scale) for value in both)
+        return scale * (gradient - mean - normalised * along), None, None, None, None
+
+
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def synchronise(model: nn.Module, plan: Plan, world: World) -> None:
+    """Give a model's BatchNorm layers the statistics of the global batch. In place; names in its state dict stay.
+
+    Raises:
+        Refusal: as :class:`Peers`, or there are no such layers.
+    """
+    layers = [module for module in model.modules() if type(module) in PLAIN]
+    if not layers:
+        raise Refusal("--sync-batchnorm: the model has no BatchNorm layer; leave it out")
+    peers = Peers(plan, world)
+    for layer in layers:
+        layer.__class__ = SyncBatchNorm  # keeps what refers to it, and hooks
+        synced: Any = layer
+        synced.peers = peers
+
+
+def peers_of(model: nn.Module) -> Peers | None:
+    """What the layers of a model share; None if there is none of ours."""
+    return next((module.peers for module in model.modules() if isinstance(module, SyncBatchNorm)), None)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -1,0 +1,407 @@
+"""Averaged weights, frozen parts, what is decayed, early stopping, evaluation alone, smoke runs, reproducibility."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evenkeel.arithmetic import operations_named
+from evenkeel.average import Average, averaged
+from evenkeel.checkpoint import Checkpoints, load
+from evenkeel.config import Config, differences, saved_options, validate
+from evenkeel.data import InMemory, Subset, limited
+from evenkeel.errors import Ended, Refusal
+from evenkeel.freezing import freeze
+from evenkeel.inspection import ExportModel
+from evenkeel.optimization import build_optimizer, load_optimizer, rate
+from evenkeel.state import State, sha256
+from evenkeel.stopping import Stopping
+
+from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, run, run_forked, wait_until
+from .test_precision import job
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+    return nn.Sequential(body, nn.Linear(8, 2))
+
+
+def take(state: State, gradient: float = 1.0) -> None:
+    """A step with the same number everywhere in the gradient."""
+    state.clear_gradients()
+    for parameter in state.model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient) if parameter.requires_grad else None
+    norm = torch.tensor(gradient)
+    state.commit({name: buffer + 1 for name, buffer in state.committed_buffers.items()}, norm)
+
+
+# averaged weights
+
+
+def test_the_average_follows_the_weights_and_forgets_the_random_start() -> None:
+    model = network()
+    state = State(model, [build_optimizer(model.parameters(), Config(lr=0.1))], ema=0.5, skip_nonfinite=True)
+    expected = [p.detach().clone() for p in model.parameters()]
+    for step in range(1, 8):
+        take(state)
+        decay = min(0.5, (1 + step) / (10 + step))
+        for mean, parameter in zip(expected, model.parameters(), strict=True):
+            mean.mul_(decay).add_(parameter.detach(), alpha=1 - decay)
+    assert state.average
+    for mean, got in zip(expected, state.best_model.parameters(), strict=True):
+        torch.testing.assert_close(got, mean)
+    before = sha256(state.capture()["ema"])
+    take(state, math.nan)
+    assert sha256(state.capture()["ema"]) == before, "a step that is left out leaves the average as it was"
+    assert state.best_model.state_dict()["0.1.running_mean"].eq(7).all(), "buffers are those of the last good step"
+    assert averaged(state.capture()).keys() == model.state_dict().keys()
+    assert not state.best_model.training
+
+
+def test_a_tied_weight_has_one_average() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
+    model["other"].weight = model["one"].weight
+    average = Average(model, 0.9)
+    with torch.no_grad():
+        model["one"].weight.add_(1)
+    average.update(100, torch.tensor(False), {})
+    saved = average.state_dict()
+    assert saved.keys() == model.state_dict().keys()
+    assert torch.equal(saved["one.weight"], saved["other.weight"])
+    fresh = Average(model, 0.9)
+    fresh.load_state_dict({k: v.clone() for k, v in saved.items()}, model.state_dict())
+    assert sha256(fresh.state_dict()) == sha256(saved)
+
+
+def test_a_checkpoint_from_before_the_average_begins_it() -> None:
+    old = State(network(), [])
+    old.step = 3
+    captured = old.capture()
+    assert captured.keys() == {"step", "model", "optimizers"}
+    state = State(network(), [], ema=0.9)
+    with torch.no_grad():
+        captured["model"]["1.bias"].fill_(5)
+    state.restore(captured)
+    assert state.best_model.state_dict()["1.bias"].eq(5).all()
+
+
+# what is decayed
+
+
+def test_norms_and_biases_are_not_decayed_unless_asked_for() -> None:
+    def shrunk(**options: Any) -> set[str]:
+        model = network()
+        optimizer = build_optimizer(model.parameters(), Config(lr=0.1, weight_decay=0.5, **options))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+    weights = {"0.0.weight", "1.weight"}
+    for optimizer in ("sgd", "adam", "adamw"):
+        assert shrunk(optimizer=optimizer) == weights
+        # BatchNorm's bias is 0, and nothing can shrink it
+        assert shrunk(optimizer=optimizer, decay_norms=True) == weights | {"0.0.bias", "0.1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_run_whose_parameters_were_one_group_goes_on_with_its_own_momenta(optimizer: Any) -> None:
+    def state(decay_norms: bool) -> State:
+        model = network()
+        config = Config(lr=0.1, optimizer=optimizer, decay_norms=decay_norms)
+        return State(model, [build_optimizer(model.parameters(), config)])
+
+    old, new = state(True), state(False)
+    assert [len(s.optimizers[0].param_groups) for s in (old, new)] == [1, 2]
+    for gradient in (0.5, 0.1):
+        take(old, gradient)
+    new.restore(old.capture())
+    for continued in (old, new):
+        take(continued, 0.2)
+    for part in ("model", "optimizers"):
+        assert str(new.capture()[part]) == str(old.capture()[part])
+    other = nn.Linear(3, 3)
+    with pytest.raises(Ended, match=r"groups of \[6\] parameters and this one has \[1\]"):
+        load_optimizer(torch.optim.SGD([other.weight], 0.1), old.capture()["optimizers"][0], other)
+
+
+def test_the_learning_rate_in_steps() -> None:
+    config = Config(schedule="step", warmup_steps=3)
+    rates = [rate(config, step, 15) for step in range(15)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 4 + [0.1] * 4 + [0.01] * 4)
+
+
+# frozen parts
+
+
+@pytest.mark.parametrize("pattern", ["0", "0.*"])
+def test_a_frozen_part_learns_nothing_and_its_statistics_stay(pattern: str) -> None:
+    model = network()
+    freeze(model, [pattern])
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["1.weight", "1.bias"]
+    frozen: Any = model[0]  # type: ignore[index]
+    assert not any(module.training for module in frozen.modules() if module is not frozen)
+    before = frozen[1].running_mean.clone()
+    model(torch.randn(5, 4))
+    assert torch.equal(frozen[1].running_mean, before)
+    assert model.training
+
+
+def test_parameters_alone_are_frozen_by_their_names() -> None:
+    model = network()
+    freeze(model, ["*.bias"])
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"0.0.bias", "0.1.bias", "1.bias"}
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["fc"], "--freeze fc: no module or parameter has that name; there are: 0, 1"),
+        (
+            ["0.1.weigth"],
+            "--freeze 0.1.weigth: no module or parameter has that name; the nearest are: 0.1.weight",
+        ),
+        (["0", "1"], "--freeze 0 1: leaves nothing that learns; name fewer parts"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(patterns: list[str], said: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        freeze(network(), patterns)
+    assert str(refusal.value).startswith(said)
+
+
+# options
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ema": 1.0}, "--ema 1.0: must be below 1"),
+        ({"ema": -0.1}, "--ema -0.1: must be at least 0"),
+        ({"loss_scale": 1000.0}, "--loss-scale 1000: must be a power of two"),
+        ({"loss_scale": math.inf}, "--loss-scale inf: must be a power of two"),
+        ({"loss_scale": 0.0}, "--loss-scale 0: must be a power of two"),
+        ({"patience": -1}, "--patience -1: must be at least 0"),
+        ({"limit_batches": -1}, "--limit-batches -1: must be at least 0"),
+        ({"eval_only": True, "fresh": True}, "--eval-only --fresh: one looks"),
+    ],
+)
+def test_options_that_cannot_be_meant(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        validate(Config(micro_batch=8, **options))
+    assert str(refusal.value).startswith(said)
+
+
+def test_with_patience_the_rhythm_of_evaluations_shapes_the_result_and_without_it_does_not() -> None:
+    for patience, shaping in ((0, []), (3, ["eval_every"])):
+        old, new = (saved_options(Config(patience=patience, eval_every=every), {}) for every in (0, 5))
+        assert [name for name, *_ in differences(old, new)] == shaping
+    new = saved_options(Config(), {})
+    assert differences({name: value for name, value in new.items() if name != "freeze"}, new) == []
+
+
+def test_a_smoke_run_takes_samples_from_everywhere() -> None:
+    data = InMemory(torch.arange(100))
+    few = limited(data, 10)
+    assert [int(few[i][0]) for i in range(len(few))] == list(range(0, 100, 10))
+    assert limited(data, 0) is limited(data, 100) is limited(data, 1000) is data
+    assert isinstance(few, Subset)
+
+
+# early stopping
+
+
+def test_when_a_run_is_over() -> None:
+    stopping = Stopping(last_step=10, every=2, best=("error", "min"), patience=2)
+    assert [stopping.due(step) for step in (1, 2, 3, 9, 10)] == [False, True, False, False, True]
+    for step, value in ((2, 5.0), (4, 5.0), (6, 4.0), (8, math.nan)):
+        assert stopping.owed(step), "not evaluated yet"
+        assert not stopping.early
+        stopping.note(step, {"error": value})
+        stopping.note(step, {"error": value})
+        assert not stopping.owed(step)
+    assert stopping.state_dict() == {"evaluated": 8, "best": 4.0, "stale": 1}
+    again = Stopping(last_step=20, every=2, best=("error", "min"), patience=2)
+    again.load_state_dict(stopping.state_dict())
+    assert not again.over(8)
+    again.note(10, {"error": 4.5})
+    assert again.over(10)
+    assert again.why() == "no better error than 4.0000 in 2 evaluations"
+    with pytest.raises(Ended, match="has no metric 'error', only loss"):
+        again.note(12, {"loss": 1.0})
+    patient = Stopping(last_step=10, every=2)
+    for step in range(2, 10, 2):
+        patient.note(step, {"accuracy": 0.5})
+        assert not patient.over(step)
+        assert not patient.owed(step)
+    assert patient.over(10)
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_would_have(tmp_path: Path) -> None:
+    """The score never gets better: evaluations at steps 3, 6 and 9, and patience 2, end the run at step 9 of 27."""
+    hold, run_dir, plain = tmp_path / "hold", tmp_path / "run", tmp_path / "undisturbed"
+    recipe = ["--patience", 2, "--eval-every", 3, "--checkpoint-every", 1, "--reduce", "tree", "--ema", 0.5]
+    undisturbed = fork_ranks(1, TRAIN, *job(plain, *recipe))
+    options = job(run_dir, *recipe, "--hold", hold)
+    hold.touch()
+    waiting = Path(f"{hold}.waiting")
+    for ranks, number, saved in ((2, signal.SIGKILL, 2), (3, signal.SIGTERM, 3)):
+        waiting.unlink(missing_ok=True)
+        started = fork_ranks(ranks, TRAIN, *options)
+        wait_until(lambda: waiting.exists() and newest(run_dir) >= 2, "the evaluation after step 3")
+        for process in started:
+            os.kill(process.pid, number)
+        for process in started:
+            finish(process)
+        assert newest(run_dir) == saved
+    hold.unlink()
+    # the control: a memory which says that it has been evaluated
+    control = tmp_path / "control"
+    shutil.copytree(run_dir, control)
+    state = load(control / "checkpoints" / "step-00000003")
+    assert state["stopping"] == {"evaluated": 0, "best": None, "stale": 0}
+    state["stopping"]["evaluated"] = 3
+    Checkpoints(control / "checkpoints", 2, ("score", "max")).save(state, {})
+    forgetful = fork_ranks(0, TRAIN, *job(control, *recipe, "--hold", hold))
+    (done,) = finish_all(fork_ranks(0, TRAIN, *options))
+    finish_all([*undisturbed, *forgetful])
+
+    said = "stopped early at step 9: no better score than 1.0000 in 2 evaluations"
+    assert f"evenkeel: finished, {said}" in done.stdout
+    for folder, last in ((plain, 9), (run_dir, 9), (control, 12)):
+        summary, status = read(folder), read(folder, "status.json")
+        assert (summary["state"], summary["step"], summary["stopped_early"]) == ("finished", last, True)
+        assert (status["state"], status["step"], status["total_steps"]) == ("finished", last, last)
+        assert newest(folder) == last
+        assert [r["step"] for r in records(folder, "eval")][-1] == last
+    assert read(run_dir)["reason"] == read(run_dir, "status.json")["reason"] == said
+    assert [r["step"] for r in records(run_dir, "eval")] == [3, 6, 9]
+    assert read(run_dir)["weights_sha256"] == read(plain)["weights_sha256"]
+    assert said in run_forked("-m", "evenkeel", "status", run_dir).stdout
+    assert "finished early at step 9" in run_forked(TRAIN, *options).stdout
+
+
+def newest(run_dir: Path) -> int:
+    return Checkpoints(run_dir / "checkpoints", 1, ("score", "max")).newest_step()
+
+
+# evaluation alone, and what is exported
+
+
+@pytest.mark.multiprocess
+def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_changes_nothing(tmp_path: Path) -> None:
+    """Of a run at work, which holds its lock; then of a finished one, in an evaluation of a smoke run's test data."""
+    hold, run_dir, none = tmp_path / "hold", tmp_path / "run", tmp_path / "none"
+    options = ["--ema", 0.5, "--checkpoint-every", 5, "--eval-every", 7, "--limit-batches", 2, "--epochs", 4]
+    finish_all(fork_ranks(2, TRAIN, *job(run_dir, *options, "--hold", hold)))
+    assert read(run_dir)["step"] == 8, "two steps an epoch"
+    assert read(run_dir)["samples_seen"] == 4 * 24
+    before = contents(run_dir)
+    for ranks in (0, 3):
+        done = finish_all(fork_ranks(ranks, TRAIN, *job(run_dir, *options, "--eval-only")))
+        evaluation = json.loads(done[0].stdout.splitlines()[-1])["evaluation"]
+        assert evaluation["metrics"] == read(run_dir)["metrics"], "to the last digit"
+        assert (evaluation["step"], evaluation["samples"]) == (8, 24)
+        assert evaluation["weights"] == f"{run_dir} at step-00000008, its averaged weights"
+        assert all(not other.stdout for other in done[1:])
+    (done,) = finish_all(fork_ranks(0, TRAIN, *job(none, *options, "--eval-only", "--init-from", run_dir / "model.pt")))
+    evaluation = json.loads(done.stdout.splitlines()[-1])["evaluation"]
+    assert (evaluation["metrics"], evaluation["step"]) == (read(run_dir)["metrics"], None)
+    assert contents(run_dir) == before
+    # a command of a run that began from other weights, with --eval-only added, means the run
+    tuned = job(tmp_path / "tuned", *options, "--init-from", run_dir / "model.pt")
+    finish_all(fork_ranks(0, TRAIN, *tuned))
+    (done,) = finish_all(fork_ranks(0, TRAIN, *tuned, "--eval-only"))
+    evaluation = json.loads(done.stdout.splitlines()[-1])["evaluation"]
+    assert (evaluation["metrics"], evaluation["step"]) == (read(tmp_path / "tuned")["metrics"], 8)
+    refused = run_forked(TRAIN, *job(none, "--eval-only"), expect=2)
+    said = f"--eval-only: {none} has no checkpoint; train first, or name weights with --init-from"
+    assert refused.stderr == f"evenkeel: {said}\n"
+    assert not none.exists()
+
+    # what is exported is what was evaluated
+    exported = torch.load(run_dir / "model.pt", weights_only=True)
+    state = load(run_dir / "checkpoints" / "step-00000008")
+    assert sha256(exported) == sha256(averaged(state)) == read(run_dir)["weights_sha256"] != sha256(state["model"])
+    for raw, expected in ((False, averaged(state)), (True, state["model"])):
+        output = tmp_path / f"raw-{raw}.pt"
+        assert ExportModel(run_dir, output, raw=raw)() == 0
+        assert sha256(torch.load(output, weights_only=True)) == sha256(expected)
+
+    inspected = run_forked("-m", "evenkeel", "checkpoint", "inspect", run_dir).stdout
+    assert "averaged weights: 6 tensors, 516 bytes" in inspected
+
+    # and of a run at work
+    hold.touch()
+    at_work = fork_ranks(1, TRAIN, *job(run_dir, *options, "--hold", hold, "--fresh"))
+    wait_until(Path(f"{hold}.waiting").exists, "an evaluation")
+    wait_until(lambda: newest(run_dir) == 5, "a checkpoint")
+    (done,) = finish_all(fork_ranks(0, TRAIN, *job(run_dir, *options, "--eval-only")))
+    assert json.loads(done.stdout.splitlines()[-1])["evaluation"]["step"] == 5
+    hold.unlink()
+    finish_all(at_work)
+
+
+def contents(folder: Path) -> dict[str, int]:
+    """Everything in a folder and when it was last changed."""
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+# the same bits again
+
+
+@pytest.mark.multiprocess
+def test_two_runs_of_one_command_give_the_same_bits_and_another_seed_gives_others(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        runs = {name: tmp_path / f"{name}-{ranks}" for name in ("one", "again", "other")}
+        for name, run_dir in runs.items():
+            seed = ["--seed", 1] * (name == "other")
+            finish_all(fork_ranks(ranks, TRAIN, *job(run_dir, "--deterministic", "--epochs", 1, *seed)))
+        one, again, other = (read(run_dir)["weights_sha256"] for run_dir in runs.values())
+        assert one == again != other
+
+
+@pytest.mark.multiprocess
+def test_an_operation_without_a_deterministic_algorithm_is_named_in_a_line(tmp_path: Path) -> None:
+    ranks = fork_ranks(2, TRAIN, *job(tmp_path / "run", "--deterministic", "--operation", "put"))
+    done = [finish(rank) for rank in ranks]
+    assert [rank.returncode for rank in done] == [1, 1]
+    said = (
+        "evenkeel: put_ has no deterministic algorithm on this device, and --deterministic and --reduce tree need one; "
+    )
+    assert done[0].stderr == said + "use another operation in its place, or run without them\n"
+    assert read(tmp_path / "run", "status.json")["reason"].startswith("put_ has no deterministic")
+    # the control
+    finish_all(fork_ranks(1, TRAIN, *job(tmp_path / "free", "--operation", "put", "--epochs", 1)))
+
+
+def test_other_errors_pass_unchanged() -> None:
+    with pytest.raises(RuntimeError, match="another"), operations_named():
+        raise RuntimeError("another")
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_two_runs_of_one_command_give_the_same_bits_on_a_gpu(tmp_path: Path, precision: str) -> None:
+    for name in ("one", "again"):
+        # not forked: a process that has been forked cannot use a GPU of its parent's
+        recipe = ["--deterministic", "--precision", precision, "--ema", 0.9, "--epochs", 2]
+        run([sys.executable, str(TRAIN), *job(tmp_path / name, *recipe)])
+    one, again = (read(tmp_path / name)["weights_sha256"] for name in ("one", "again"))
+    assert one == again
