@@ -26,9 +26,12 @@ from evenkeel.evaluation import Evaluation
 from evenkeel.freezing import freeze
 from evenkeel.gradients import Gradients, clip
 from evenkeel.interruption import Interruption
+from evenkeel.memory import explaining
+from evenkeel.mistakes import check_model
 from evenkeel.optimization import rate, set_rate
 from evenkeel.plan import Plan
 from evenkeel.precision import Scaler
+from evenkeel.probe import Probe
 from evenkeel.randomness import derive, seed_everything
 from evenkeel.run import Run
 from evenkeel.state import State
@@ -40,6 +43,7 @@ from evenkeel.world import World
 
 
 @record  # torchrun's closing report then shows the traceback of the rank that failed
+@explaining  # where memory runs out
 def main() -> int:
     """From the command line to an exit code: 0 finished, 75 stopped and can be continued, 2 refused."""
     if typed := launchers.topology_in(sys.argv[1:]):  # python train.py -n 1 -g 2 -nr 0
@@ -47,20 +51,21 @@ def main() -> int:
     config, task = parse(sys.argv[1:])
     interruption = Interruption(config.grace)  # takes the signals from here on
     fix_arithmetic(config.deterministic or config.reduce == "tree", config.threads, config.precision == "tf32")
-    world = World.from_environment()
+    world = World.from_environment(config.strategy)
     limit = config.limit_batches * config.batch_size
-    train_set, test_set = data.limited(task.train_dataset(), limit), data.limited(task.test_dataset(), limit)
+    train_set, test_set = data.limited(task.train_dataset(), limit), data.limited(task.test_dataset(), limit, "test")
     validate(config, len(train_set), len(test_set))
     if config.eval_only:
         return evaluate_only(config, task, world, test_set)
-    plan = Plan(len(train_set), config.batch_size, config.micro_batch, config.epochs, config.max_steps)
+    plan = Plan.of(config, len(train_set))
     state = build(config, task, world, plan)
     run = Run(config, task, plan, world)  # the last that may refuse; nothing has been touched so far
 
     # a collective's time-out explains nothing, so the watch for hangs must be earlier
     with world.connected(timedelta(seconds=max(600, config.hang_timeout) + 300)) as store:
-        if run.begin():
+        if run.begin(Probe(config, task, world, train_set, state)):
             return 0  # it was finished before
+        config, plan = run.config, run.plan  # with --micro-batch auto it is known only now
         interruption.rescue_with(lambda signal: run.stopped(state, signal))
         run.resume(state)
         with run.watched(store, on_hang=lambda: interruption.end("a hang", lambda: run.hung(state), FAILED)):
@@ -78,6 +83,7 @@ def build(config: Config, task: Task, world: World, plan: Plan) -> State:
     """Model, optimizers and what else changes with the steps, as before the first one; the same on every rank."""
     seed_everything(derive(config.seed, "weights"))
     model = task.model()
+    check_model(model)
     origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
     freeze(model, config.freeze)
     if config.sync_batchnorm:
@@ -100,11 +106,13 @@ def train(
     test_set: data.SizedDataset,
 ) -> None:
     """Step after step until the plan is done, then the final evaluation and the export."""
-    gradients = Gradients(task, state, world, plan, config.seed, config.reduce, config.precision)  # DDP
+    gradients = Gradients(
+        task, state, world, plan, config.seed, config.reduce, config.precision, config.strategy
+    )  # DDP
     sampler = ElasticSampler(
         train_set,
         config.batch_size,
-        config.micro_batch,
+        plan.micro_batch,
         num_replicas=world.world_size,
         rank=world.rank,
         seed=config.seed,

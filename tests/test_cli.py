@@ -17,8 +17,8 @@ import train
 from evenkeel.classify import Classify
 from evenkeel.cli import parse
 from evenkeel.config import Config, flag, saved_options
+from evenkeel.devices import explain_devices
 from evenkeel.errors import Refusal, exit_code
-from evenkeel.world import explain_devices
 
 from .processes import TRAIN, run, torchrun
 

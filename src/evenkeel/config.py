@@ -52,9 +52,14 @@ class Config:
     loss_scale: float = 65536.0
     """First factor of the loss with --precision fp16, a power of two. Halved in a step whose gradient overflows, which
     is left out; doubled after 2,000 that do not."""
-    micro_batch: int = 0
+    micro_batch: int | Literal["auto"] = 0
     """Samples that a process computes at a time. Bounds memory, and batch size / micro-batch bounds the number
-    of processes with work. 0: an eighth of the batch size, so that up to 8 processes share a step."""
+    of processes with work. 0: an eighth of the batch size, so that up to 8 processes share a step. auto: the largest
+    that fits into memory and leaves no process without work, tried once when the run starts, and kept."""
+    strategy: Literal["ddp", "dp"] = "ddp"
+    """ddp: DistributedDataParallel, a process for each GPU. dp: nn.DataParallel, one process that divides each
+    micro-batch (default: the whole batch) among all visible GPUs. ddp is faster even on one machine: each GPU has a
+    Python of its own and keeps its weights, and BatchNorm's statistics are not only the first GPU's."""
     lr: float = 2e-3
     """Peak learning rate."""
     optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
@@ -130,7 +135,8 @@ class Config:
         return replace(
             self,
             run_dir=self.run_dir or Path("runs") / name,
-            micro_batch=self.micro_batch or max(1, self.batch_size // 8),
+            micro_batch=self.micro_batch
+            or (self.batch_size if self.strategy == "dp" else max(1, self.batch_size // 8)),
         )
 
 
@@ -158,6 +164,10 @@ HARMLESS = frozenset(
 """Options that may change when a run is continued. All others, a task's own included, shape the result. A task's
 `data_dir` does not: the same data may lie elsewhere on another node."""
 
+CUTTING = frozenset({"micro_batch", "strategy"})
+"""Options that may change as well, with a warning. They decide how a batch is cut and not which samples it has:
+dropout, BatchNorm's groups and the last bits become others. After an out-of-memory error there must be a way on."""
+
 UNSAVED = frozenset({"run_dir", "fresh", "config", "eval_only"})
 """Options about one start of a run rather than the run, so that its config.toml does not hold them."""
 
@@ -178,7 +188,7 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     may_be_zero += ["digest_every", "hang_timeout", "lr", "weight_decay", "seed", "ema", "patience", "limit_batches"]
     for name, least in (dict.fromkeys(counts, 1) | dict.fromkeys(may_be_zero, 0)).items():
         value = getattr(config, name)
-        if not value >= least:  # also refuses NaN
+        if value != "auto" and not value >= least:  # also refuses NaN
             raise Refusal(f"{flag(name)} {value}: must be at least {least}")
     if not config.lr < float("inf"):
         raise Refusal(f"--lr {config.lr}: must be finite")
@@ -192,10 +202,15 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         )
     if config.eval_only and config.fresh:
         raise Refusal("--eval-only --fresh: one looks at a run, the other starts over; choose one")
-    if config.micro_batch > config.batch_size:
+    if config.micro_batch != "auto" and config.micro_batch > config.batch_size:
         raise Refusal(
             f"--micro-batch {config.micro_batch}: is above --batch-size {config.batch_size}; "
             "a micro-batch is a part of the batch"
+        )
+    if config.strategy == "dp" and config.reduce == "tree":
+        raise Refusal(
+            "--reduce tree: with --strategy dp DataParallel adds the GPUs' gradients, in an order of its own; "
+            "leave one of the two out"
         )
     if samples is not None and config.batch_size > samples:
         raise Refusal(
@@ -221,7 +236,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any
         learning rate depends on it: a run with a constant one may be prolonged. An option that did not exist when the
         run was made had its default.
     """
-    free = HARMLESS | ({"epochs", "max_steps"} if new["schedule"] == "constant" else set())
+    free = HARMLESS | CUTTING | ({"epochs", "max_steps"} if new["schedule"] == "constant" else set())
     free -= {"eval_every"} if new.get("patience") else set()  # it then decides when the run ends
     names = [name for name in [*new, *(k for k in old if k not in new)] if name not in free]
     defaults = {f.name: list(f.default) if isinstance(f.default, tuple) else f.default for f in fields(Config)}

@@ -10,18 +10,22 @@ each rank takes its share of the pieces.
 from __future__ import annotations
 
 import atexit
+import copy
+import dataclasses
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from itertools import accumulate
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, StackDataset, Subset, default_collate
 
+from .mistakes import Uncollated, explain_samples, is_out_of_memory, length
 from .order import shuffled
 from .plan import MicroBatch, Plan
 from .processes import STOP_SIGNALS, die_with_parent
@@ -137,9 +141,18 @@ class InMemory(Dataset[Any]):
         return tuple(tensor[torch.as_tensor(list(indices))] for tensor in self.tensors)
 
 
-def limited(dataset: SizedDataset, samples: int) -> SizedDataset:
-    """So many samples of a data set, taken evenly from all of it, because files are often sorted by class; 0: all."""
-    if not 0 < samples < len(dataset):
+def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] = "train") -> SizedDataset:
+    """So many samples of a data set, taken evenly from all of it, because files are often sorted by class; 0: all.
+
+    Args:
+        dataset: what a task's method returned.
+        samples: how many.
+        part: which of its methods.
+
+    Raises:
+        Refusal: it is not a map-style data set.
+    """
+    if not 0 < samples < length(dataset, f"{part}_dataset"):
         return dataset
     chosen: Any = Subset(dataset, [i * len(dataset) // samples for i in range(samples)])  # type: ignore[arg-type]
     return chosen  # type: ignore[no-any-return]
@@ -216,21 +229,77 @@ def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[tuple
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch of nested dicts, lists and tuples with its tensors on the device."""
+    """A batch with its tensors on the device: nested mappings, lists, tuples, dataclasses and what has a `to`."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+    if callable(move := getattr(batch, "to", None)):  # a PackedSequence, say, which knows what must stay on the host
+        return move(device)
+    return with_parts(batch, lambda part: to_device(part, device))
+
+
+def with_parts(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """A batch of the same kind with the function's results in place of its parts; what has no parts is itself."""
+    if isinstance(batch, Mapping):
+        parts = {key: function(value) for key, value in batch.items()}
+        if isinstance(batch, MutableMapping):
+            copied = copy.copy(batch)  # as torch does it: a kind of mapping may have more to it than its items
+            copied.update(parts)
+            return copied
+        return type(batch)(parts)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*map(function, batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(map(function, batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        changed = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(changed, field.name, function(getattr(batch, field.name)))  # it may be frozen
+        return changed
     return batch
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """All tensors of a batch, in its order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    found: list[Tensor] = []
+    with_parts(batch, lambda part: found.extend(tensors_in(part)))
+    return found
+
+
+def samples_in(batch: Any) -> int:
+    """The samples of a batch: the first dimension of its first tensor that has any."""
+    return next(len(tensor) for tensor in tensors_in(batch) if tensor.dim())
+
+
+def divide(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """A batch cut into consecutive parts of so many samples each.
+
+    `nn.DataParallel` knows how to divide tensors in dicts, lists and tuples only, and would give each GPU a whole list
+    of texts, or a whole mapping of another kind.
+    """
+    ends = list(accumulate(sizes))
+    return [_part(batch, slice(end - size, end), ends[-1]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _part(batch: Any, where: slice, samples: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[where] if batch.dim() and len(batch) == samples else batch
+    if isinstance(batch, (list, tuple)) and len(batch) == samples and not tensors_in(batch):
+        return batch[where]  # texts, say, one for each sample
+    return with_parts(batch, lambda part: _part(part, where, samples))
 
 
 def _collate(samples: Any) -> Any:
     """Collate a list of samples; what a data set has collated itself passes through."""
-    return default_collate(samples) if isinstance(samples, list) else samples
+    if not isinstance(samples, list):
+        return samples
+    try:
+        return default_collate(samples)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise Uncollated(explain_samples(samples, error)) from error
 
 
 class _Loader(DataLoader[Any]):

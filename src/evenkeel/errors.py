@@ -30,7 +30,14 @@ class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error o
 
 
 class Ended(Exception):  # noqa: N818
-    """The run could not go on, for a reason that a line tells better than a traceback. Exit code 1."""
+    """The run could not go on, for a reason that a line tells better than a traceback. Exit code 1.
+
+    It is the same on all ranks, and rank 0 says it.
+    """
+
+
+class EndedHere(Ended):
+    """As above, but on some ranks only, each of which says it."""
 
 
 def lose_stdout() -> None:
@@ -74,7 +81,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except Ended as ended:
-        if os.environ.get("RANK", "0") == "0":
+        if isinstance(ended, EndedHere) or os.environ.get("RANK", "0") == "0":
             print(f"evenkeel: {' '.join(str(ended).split())}", file=sys.stderr, flush=True)
         return FAILED
     except Refusal as refusal:

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from . import data
 from .activity import EVALUATION, activity
 from .config import Config
+from .devices import replicas
+from .memory import note_batch
+from .mistakes import check_metrics
+from .plan import Plan, chunks
 from .precision import autocast
 from .tasks import Task
 from .world import World
@@ -40,17 +44,20 @@ class Evaluation:
         self.task, self.model, self.world = task, model, world
         self.precision = config.precision
         self.samples = len(test_set)
+        plan = Plan.of(config, self.samples)
+        # one device evaluates, whose part in training is a share of the micro-batch
+        micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
         # the whole test set is one step of one epoch, in its own order
-        sampler = data.ElasticSampler(
+        self.sampler = data.ElasticSampler(
             test_set,
             self.samples,
-            config.micro_batch,
+            micro_batch,
             num_replicas=world.world_size,
             rank=world.rank,
             shuffle=False,
             seed=config.seed,
         )
-        self.batches = data.loader(test_set, sampler, "test", config.num_workers, world.device)
+        self.batches = data.loader(test_set, self.sampler, "test", config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
         """The metrics, the same on every rank. The model is back in its mode afterwards."""
@@ -62,16 +69,21 @@ class Evaluation:
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
-        for batch in self.batches:
+        for micro_batch, batch in zip(self.sampler.micro_batches(0), self.batches, strict=True):
             activity.enter(EVALUATION)  # again, because each batch is progress
-            with autocast(self.precision, self.world.device.type):
-                of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
+            try:
+                with autocast(self.precision, self.world.device.type):
+                    of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
+            except Exception as error:
+                note_batch(error, batch)
+                raise
+            check_metrics(of_samples, micro_batch.size, sums)
             for name, values in of_samples.items():
                 # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
         for module, training in modes:
             module.training = training
         mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
-        shares = [share for share in self.world.gather(mine) if share]
+        shares = [share for share in self.world.gather(mine) if share] or [{}]
         rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
         return self.task.summarize({name: values.sum(0) / self.samples for name, values in rows.items()})

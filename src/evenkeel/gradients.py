@@ -23,8 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .activity import COMPUTING, DATA, REDUCTION, activity
-from .data import to_device
-from .plan import MicroBatch, Plan
+from .data import divide, samples_in, to_device
+from .devices import replicas
+from .memory import note_batch
+from .mistakes import check_gradients, checked_loss, explain
+from .plan import MicroBatch, Plan, chunks
 from .precision import Precision, autocast
 from .randomness import derive, seed_everything
 from .reduction import Exchange, Reduction, Ring, Tree, tree_sum
@@ -57,8 +60,50 @@ class Loss(nn.Module):
         if batch is None:
             return torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum() * 0
         with autocast(self._precision, self._device_type):  # here, so that every replica has it
-            loss = self._task.loss(self.model, batch)
+            loss = checked_loss(self._task.loss(self.model, batch))
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+
+
+class Share(nn.Module):
+    """What `nn.DataParallel` copies to each GPU: the loss of its share of a micro-batch, times the samples in it.
+
+    So only numbers come back to the first GPU, whose memory is no more in demand than the others'; and shares that are
+    not equal count for what they are.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """The sum over samples, of shape [1]."""
+        loss: Tensor = self.loss(batch)
+        return (loss * samples_in(batch)).reshape(1)
+
+
+class Parallel(nn.DataParallel[Share]):
+    """The mean loss of a micro-batch that is divided among the devices of one process. It may come from the host.
+
+    Args:
+        loss: on the first device.
+        devices: several GPUs.
+    """
+
+    def __init__(self, loss: Loss, devices: Sequence[torch.device]) -> None:
+        super().__init__(Share(loss), device_ids=[device.index for device in devices])
+        self.devices = devices
+
+    def forward(self, batch: Any) -> Tensor:
+        """As of `Loss`; never for None, for a process that is alone is not idle."""
+        total: Tensor = super().forward(batch)
+        return total.sum() / samples_in(batch)
+
+    def scatter(self, inputs: Any, _kwargs: Any, _device_ids: Any) -> tuple[list[Any], list[Any]]:
+        """As `nn.DataParallel` does it, for batches of all kinds."""
+        (batch,) = inputs
+        parts = divide(batch, chunks(samples_in(batch), len(self.devices)))
+        moved = [(to_device(part, device),) for part, device in zip(parts, self.devices, strict=False)]
+        return moved, [{}] * len(moved)
 
 
 class Gradients:
@@ -74,6 +119,7 @@ class Gradients:
         seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
         reduce: "ring": the stock all-reduce; "tree": the same bits on any number of ranks.
         precision: of the loss and its backward pass.
+        strategy: "ddp", or "dp": one process divides each micro-batch among all its GPUs.
     """
 
     def __init__(
@@ -85,11 +131,13 @@ class Gradients:
         seed: int = 0,
         reduce: Literal["ring", "tree"] = "ring",
         precision: Precision = "fp32",
+        strategy: Literal["ddp", "dp"] = "ddp",
     ) -> None:
         self.state, self.world, self.plan, self.seed = state, world, plan, seed
+        self._task, self._checked = task, False
         self._used = _Used(state.model) if task.unused_parameters and reduce == "tree" else None
         self.reduction: Reduction = Tree(state.model, world, bool(self._used)) if reduce == "tree" else Ring()
-        self.wrapped = wrap(state.model, task, world, self.reduction, precision)
+        self.wrapped = wrap(state.model, task, world, self.reduction, precision, strategy)
         self._numel = 1 + sum(buffer.numel() for buffer in state.buffers.values())
         self._numel += self._used.numel if self._used else 0
         like = torch.empty(0, dtype=torch.float64, device=world.device)
@@ -114,6 +162,7 @@ class Gradients:
             self._peers.begin(_at_work(runs))
         if self._used:
             self._used.take()  # forget what an empty pass has touched
+        batch: Any = None
         try:
             for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
                 last = number == len(micro_batches)
@@ -121,7 +170,7 @@ class Gradients:
                 seed_everything(derive(self.seed, "micro-batch", step, micro_batch.id))
                 weight = micro_batch.size / self.plan.step_samples(step)
                 with nullcontext() if last else self._no_reduction():
-                    part = self.wrapped(to_device(batch, self.world.device)) * weight
+                    part = self.wrapped(self._placed(batch)) * weight
                     if last:
                         activity.enter(REDUCTION)
                     # the scale, or NaN where the loss is not finite: its gradient might be, and all ranks must hear it
@@ -134,6 +183,13 @@ class Gradients:
             if not micro_batches:
                 self.wrapped(None).backward()
             self.reduction.end()
+            if micro_batches and not self._checked:
+                self._checked = True
+                check_gradients(self.state.model, self._task)
+        except Exception as error:
+            note_batch(error, batch)
+            explain(error, self.state.model)
+            raise
         finally:
             self.state.rewind_buffers()
         if self.state.scaler:
@@ -159,6 +215,9 @@ class Gradients:
             parts.append(self._used.take())
         self.state.rewind_buffers()
         return torch.cat(parts)
+
+    def _placed(self, batch: Any) -> Any:
+        return batch if isinstance(self.wrapped, Parallel) else to_device(batch, self.world.device)
 
     def _no_reduction(self) -> AbstractContextManager[None]:
         """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""
@@ -204,10 +263,23 @@ class Step:
         return tree_sum(self._small, self._runs, self._of._exchange, self._of._numel)
 
 
-def wrap(model: nn.Module, task: Task, world: World, reduction: Reduction, precision: Precision = "fp32") -> nn.Module:
+def parallel(model: nn.Module, task: Task, world: World, precision: Precision, strategy: str) -> Loss | Parallel:
+    """The model with its loss, as one process computes it: on one device, or by `nn.DataParallel` on several."""
+    devices, loss = replicas(strategy, world.device), Loss(model, task, precision)
+    return loss if len(devices) == 1 else Parallel(loss, devices)
+
+
+def wrap(
+    model: nn.Module,
+    task: Task,
+    world: World,
+    reduction: Reduction,
+    precision: Precision = "fp32",
+    strategy: Literal["ddp", "dp"] = "ddp",
+) -> nn.Module:
     """The model with its loss, under DDP where there is a process group."""
-    module = Loss(model, task, precision)
-    if not world.launched:
+    module = parallel(model, task, world, precision, strategy)
+    if not world.launched or strategy == "dp":
         return module
     ddp = DistributedDataParallel(
         module,

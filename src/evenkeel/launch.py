@@ -43,9 +43,6 @@ SHUTDOWN_SECONDS = 45
 # agree to less than that. The last call (torch: 30 s) is how long an elastic job that has its least number of
 # nodes waits for more. The survivors of a loss look once a second, so 2 s gather them all.
 RENDEZVOUS = f"join_timeout={JOIN_SECONDS},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
-GPU_DEVICES = Path("/dev/nvidiactl")
-"""Is there where NVIDIA's driver is."""
-
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -202,7 +199,7 @@ def count_processes(asked: int | None) -> int:
     """Return how many processes to start here: as asked, if there are as many GPUs, else one for each GPU."""
     import torch  # takes seconds: not before the cheap refusals
 
-    from .world import explain_devices
+    from .devices import explain_devices
 
     refuse_useless_gpus()
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -214,7 +211,7 @@ def count_processes(asked: int | None) -> int:
     return present if asked is None else asked
 
 
-def refuse_useless_gpus(device: Path = GPU_DEVICES) -> None:
+def refuse_useless_gpus(device: Path = Path("/dev/nvidiactl")) -> None:
     """Refuse GPUs that are here and that torch cannot use: it would say nothing and train on the CPU.
 
     Args:
@@ -224,7 +221,10 @@ def refuse_useless_gpus(device: Path = GPU_DEVICES) -> None:
         return
     import torch
 
+    from .devices import refuse_missing
+
     if not torch.cuda.is_available():
+        refuse_missing(0, device)
         raise Refusal(
             f"there are GPUs here, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use them: "
             "the driver is too old or broken, or torch is built without CUDA; mend that (docs/docker.md), or set "

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .config import Config
 
 
 class MicroBatch(NamedTuple):
@@ -46,6 +49,15 @@ class Plan:
     """Passes over the data."""
     max_steps: int = 0
     """Stop after this many steps in all; 0 means after the last epoch."""
+
+    @staticmethod
+    def of(config: Config, samples: int) -> Plan:
+        """The plan that options mean for a number of samples.
+
+        With --micro-batch auto it has the whole batch as its micro-batch, the most that may come of it.
+        """
+        micro_batch = config.batch_size if config.micro_batch == "auto" else config.micro_batch
+        return Plan(samples, config.batch_size, micro_batch, config.epochs, config.max_steps)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -108,3 +120,24 @@ def share(count: int, rank: int, world_size: int) -> range:
 def shares(count: int, world_size: int) -> tuple[range, ...]:
     """The shares of all ranks."""
     return tuple(share(count, rank, world_size) for rank in range(world_size))
+
+
+def chunks(samples: int, devices: int) -> list[int]:
+    """The shares of a micro-batch that `nn.DataParallel` gives to devices, by `torch.chunk`.
+
+    Sizes are rounded up, so that the last share may be smaller and the last devices may get none.
+
+        >>> chunks(30, 4), chunks(10, 4), chunks(5, 4)
+        ([8, 8, 8, 6], [3, 3, 3, 1], [2, 2, 1])
+    """
+    size = -(-samples // devices)
+    return [min(size, samples - start) for start in range(0, samples, size)]
+
+
+def next_smaller(micro_batch: int, batch: int) -> int:
+    """The next micro-batch to try where one does not fit: a half, or a little less if that divides the batch.
+
+    A divisor leaves no smaller rest, and so no rest of one sample, which BatchNorm could not bear.
+    """
+    half = max(1, micro_batch // 2)
+    return next((size for size in range(half, half // 2, -1) if batch % size == 0), half)

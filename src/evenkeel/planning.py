@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import tyro
 
 from .errors import Refusal
-from .plan import Plan
+from .plan import Plan, chunks
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class PlanCommand:
     """
 
     world_size: Annotated[int, tyro.conf.arg(aliases=["-w"])] = 2
-    """Ranks to plan for."""
+    """Ranks to plan for; with --strategy dp the GPUs of its one process."""
 
     def __call__(self, train_options: list[str]) -> int:
         """Print the plan."""
@@ -30,16 +30,33 @@ class PlanCommand:
             raise Refusal(f"--world-size {self.world_size}: must be at least 1")
         config, task = parse(train_options)
         samples = len(limited(task.train_dataset(), config.limit_batches * config.batch_size))
-        plan = Plan(samples, config.batch_size, config.micro_batch, config.epochs, config.max_steps)
+        plan = Plan.of(config, samples)
+        if config.micro_batch == "auto":
+            plan = replace(plan, micro_batch=-(-plan.global_batch // self.world_size))
+        cut = f"{plan.micro_batch}{', if that fits (auto)' if config.micro_batch == 'auto' else ''}"
+        dp = config.strategy == "dp"
+        share_out = (
+            "each micro-batch is divided among the GPUs" if dp else f"up to {plan.max_world_size} ranks have work"
+        )
         print(
-            f"{samples} samples, global batch {plan.global_batch}, micro-batch {plan.micro_batch}: "
-            f"{plan.steps_per_epoch} steps an epoch, {plan.total_steps} in all; "
-            f"up to {plan.max_world_size} ranks have work"
+            f"{samples} samples, global batch {plan.global_batch}, micro-batch {cut}: "
+            f"{plan.steps_per_epoch} steps an epoch, {plan.total_steps} in all; {share_out}"
         )
         steps = {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
         for name, step in steps.items():
             print(f"{name}, {plan.step_samples(step)} samples:")
-            for rank in range(self.world_size):
-                sizes = [micro_batch.size for micro_batch in plan.micro_batches(step, rank, self.world_size)]
-                print(f"  rank {rank}: {sum(sizes)} samples" + (f" as {' + '.join(map(str, sizes))}" if sizes else ""))
+            for worker, sizes in enumerate(self._of_gpus(plan, step) if dp else self._of_ranks(plan, step)):
+                name = f"{'GPU' if dp else 'rank'} {worker}"
+                print(f"  {name}: {sum(sizes)} samples" + (f" as {' + '.join(map(str, sizes))}" if sizes else ""))
         return 0
+
+    def _of_ranks(self, plan: Plan, step: int) -> list[list[int]]:
+        return [
+            [micro_batch.size for micro_batch in plan.micro_batches(step, rank, self.world_size)]
+            for rank in range(self.world_size)
+        ]
+
+    def _of_gpus(self, plan: Plan, step: int) -> list[list[int]]:
+        """By GPU of one process: its shares of all micro-batches, as `nn.DataParallel` cuts them."""
+        cuts = [chunks(micro_batch.size, self.world_size) for micro_batch in plan.micro_batches(step)]
+        return [[cut[gpu] for cut in cuts if gpu < len(cut)] for gpu in range(self.world_size)]

@@ -21,6 +21,8 @@ from .activity import CHECKPOINT, activity
 from .background import Background
 from .checkpoint import Checkpoints, Manifest, dump
 from .config import Config, saved_options
+from .devices import describe as describe_device
+from .devices import explain_uneven, replicas
 from .digest import digests
 from .errors import FAILED, Ended, Refusal
 from .files import read_json, write_atomically, write_json
@@ -28,6 +30,8 @@ from .fingerprint import Differences, describe, differences, differences_among_r
 from .hang import Watch
 from .interruption import STOPPED
 from .ledger import goodput, ledger, read_records
+from .memory import OutOfMemory, explained
+from .mistakes import is_out_of_memory
 from .optimization import rate
 from .plan import Plan
 from .precision import substitute
@@ -39,6 +43,9 @@ from .tasks import Task
 from .world import World
 
 log = logging.getLogger(__name__)
+
+MICRO_BATCH = "micro_batch"
+"""The part of a fingerprint that says how batches are cut. It may change when a run is continued, with a warning."""
 
 LAST_LINE_SECONDS = 0.5
 """How long a stop waits for the line of metrics of the last step. It takes a millisecond, where it comes at all."""
@@ -63,6 +70,8 @@ class Run:
             if world.local_rank == 0:
                 check(self.path, self.options, config.fresh)
         kept = fingerprint(task, world.device)
+        if (gpus := len(replicas(config.strategy, world.device))) > 1:
+            kept["strategy"] = f"dp on {gpus} GPUs"
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self.tracker: tracking.Tracker | None = None
         self._metrics = self.path / "metrics.jsonl"
@@ -74,8 +83,13 @@ class Run:
         self.started = time.monotonic()
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
 
-    def begin(self) -> bool:
+    def begin(self, probe: Callable[[], tuple[int, str]]) -> bool:
         """Record, on every rank, that an attempt starts; True if there is nothing left to do.
+
+        From here on `config` and `plan` say the micro-batch that --micro-batch auto has come to.
+
+        Args:
+            probe: finds the micro-batch, and says how. Is called on all ranks if a run starts with auto.
 
         Raises:
             Ended: the last attempts have all died before they finished a step.
@@ -86,6 +100,7 @@ class Run:
         known = self.world.gather((launch_token(), read_json(self.path / "status.json") if first_here else {}))
         tokens = [token for token, _ in known]
         finished = self._finished(max((status for _, status in known), key=_attempts))
+        found = self._settle_micro_batch(known, probe)
         if self.config.strict_bits and (self.config.fresh or not finished):
             self._refuse_other_bits()
         news: tuple[bool, dict[str, Any]] | None = None
@@ -97,7 +112,8 @@ class Run:
             status = self.directory.status
             finished = self._finished(status)
             if not finished:
-                self.directory.begin(self.options, tokens, total_steps=self.plan.total_steps)
+                facts = {"total_steps": self.plan.total_steps, "micro_batch": self.plan.micro_batch}
+                self.directory.begin(self.options, tokens, **facts)
             news = finished, self.directory.status
         finished, status = self.world.broadcast(news)
         if finished:
@@ -108,11 +124,57 @@ class Run:
             adopt(self.path, self.options, status, self.config.fresh)
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
         tracking.start_logs(self.logs, self.world)
+        mine = describe_device(self.world.device)
+        log.info("this rank has %s", mine)
+        uneven = explain_uneven(self.world.gather(mine))
         if status["fruitless"] > MAX_FRUITLESS:
             self._end_crash_loop()
         if self.directory:
             self._start_tracking(self.directory)
+            for line in filter(None, (uneven, self._about_strategy())):
+                log.warning("%s", line)
+            if self.tracker and found:
+                self.tracker.say(found)
+                self.tracker.event("micro_batch", 0, micro_batch=self.plan.micro_batch, how=found)
         return False
+
+    def _settle_micro_batch(self, known: list[tuple[str, dict[str, Any]]], probe: Callable[[], tuple[int, str]]) -> str:
+        """With --micro-batch auto: the one that this run has had from its start, or else one that is found now.
+
+        The same on all ranks, whichever node has the run's folder. Returns what there is to say of it.
+
+        Args:
+            known: token and status, of all ranks.
+            probe: as for :meth:`begin`.
+        """
+        config, said = self.config, ""
+        if config.micro_batch == "auto":
+            continued = [status for _, status in known if status.get("micro_batch")]
+            if config.fresh:  # then only a restart of this launch finds its own run
+                tokens = {token for token, _ in known if token}
+                continued = [status for status in continued if tokens & set(status.get("launch", []))]
+            if continued:
+                found = int(max(continued, key=_attempts)["micro_batch"])
+            else:
+                found, said = probe()
+            self.config = replace(config, micro_batch=found)
+            self.plan = replace(self.plan, micro_batch=found)
+            self.options["micro_batch"] = found
+        kept = self.checkpoints.fingerprint | {MICRO_BATCH: str(self.plan.micro_batch)}
+        self.checkpoints = replace(self.checkpoints, fingerprint=kept)
+        return said
+
+    def _about_strategy(self) -> str:
+        if self.config.strategy != "dp":
+            return ""
+        gpus = len(replicas("dp", self.world.device))
+        what = (
+            f"divides each micro-batch among {gpus} GPUs" if gpus > 1 else "has one device here, and nothing to divide"
+        )
+        return (
+            f"--strategy dp {what}; ddp is the default because with dp one Python drives all GPUs, weights are sent "
+            "out anew in each step, and BatchNorm's statistics are the first GPU's only"
+        )
 
     def resume(self, state: State) -> None:
         """Continue from the newest whole state on any node, if there is one. Its holder reads, the others receive.
@@ -145,6 +207,12 @@ class Run:
                 log.log(logging.WARNING if self.config.init_partial else logging.INFO, "%s", state.origin)
             activity.redo_until = max((record["step"] for record in read_records(self._metrics, 1 << 20)), default=0)
             self.tracker.start(state.step)
+            if MICRO_BATCH in other_bits:
+                log.warning(
+                    "from step %d on micro-batches are of %s instead of %s: the global batches and their samples are "
+                    "the same; dropout, BatchNorm's groups and the last bits are not",
+                    state.step, *reversed(other_bits[MICRO_BATCH]),
+                )  # fmt: skip
             if other_bits:
                 # with the ring the number of ranks decides as well, and nobody has been promised anything
                 level = logging.WARNING if self.config.reduce == "tree" else logging.INFO
@@ -259,7 +327,18 @@ class Run:
         Args:
             state: the live state.
             error: what ended the training. The death of another rank shows as an error of a collective.
+
+        Raises:
+            OutOfMemory: if memory has run out: the same error, with all that there is to say.
         """
+        if is_out_of_memory(error):
+            story, config = error, self.config
+            error = OutOfMemory(explained(story, self.world.device, config))
+            saved = self._failed(state, error)
+            raise OutOfMemory(explained(story, self.world.device, config, saved)) from story
+        self._failed(state, error)
+
+    def _failed(self, state: State, error: BaseException) -> str:
         if isinstance(error, Ended):
             log.info("failed at step %d: %s", state.step, error)  # the user is told in a line of its own
         else:
@@ -267,6 +346,7 @@ class Run:
         saved = self._rescue(state)
         self._end("failed", state.step, _reason(error), FAILED)
         self._print(f"failed at step {state.step}; {saved}")
+        return saved
 
     def hung(self, state: State) -> None:
         """A rank is stuck: say which, save the last finished step, and free torchrun of the ranks that cannot end."""

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from .devices import explain_devices, refuse_company, refuse_missing
 from .errors import REFUSED, Refusal
 from .rendezvous import fresh_store
 
@@ -43,11 +44,15 @@ class World:
     """Whether torchrun started it; if not, there is no process group."""
 
     @staticmethod
-    def from_environment() -> World:
+    def from_environment(strategy: Literal["ddp", "dp"] = "ddp") -> World:
         """Read torchrun's variables and pick the device; no process group yet.
 
+        Args:
+            strategy: "dp" if one process must do all.
+
         Raises:
-            Refusal: if there are more processes on this node than visible GPUs, or variables are missing.
+            Refusal: if there are more processes on this node than visible GPUs, or more than the strategy bears, or
+                variables are missing.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name) for name in names]
@@ -59,6 +64,8 @@ class World:
         except ValueError:
             shown = " ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in names)
             raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/") from None
+        if strategy == "dp":
+            refuse_company(world_size, torch.cuda.device_count())
         device = _device(local_rank, local_world_size)
         return World(rank, local_rank, world_size, local_world_size, device, launched=True)
 
@@ -169,23 +176,9 @@ def _refuse_bare_srun() -> None:
 def _device(local_rank: int, local_world_size: int) -> torch.device:
     """The GPU numbered by the local rank, among those visible; the CPU where there are none."""
     gpus = torch.cuda.device_count()
+    refuse_missing(gpus)
     if not gpus:
         return torch.device("cpu")
     if local_world_size > gpus:
         raise Refusal(explain_devices(local_world_size, gpus))
     return torch.device("cuda", local_rank)
-
-
-def explain_devices(local_world_size: int, gpus: int) -> str:
-    """Why so many processes do not fit on so many visible GPUs, and which GPU each would get."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(gpus)]
-    got = ", ".join(
-        f"local rank {r} -> " + (f"cuda:{r} (GPU {names[r].strip()})" if r < gpus else "none")
-        for r in range(local_world_size)
-    )
-    return (
-        f"{local_world_size} processes on this node but {gpus} visible GPU{'s' * (gpus != 1)} "
-        f"(CUDA_VISIBLE_DEVICES={'unset' if visible is None else visible}): {got}; "
-        f"start at most {gpus} (--nproc_per_node or -g), or hide all with CUDA_VISIBLE_DEVICES= to train on the CPU"
-    )

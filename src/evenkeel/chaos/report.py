@@ -71,7 +71,7 @@ def expected_samples(run_dir: Path) -> int:
 
     config, task = parse(["--config", str(run_dir / "config.toml")])
     samples = len(limited(task.train_dataset(), config.limit_batches * config.batch_size))
-    plan = Plan(samples, config.batch_size, config.micro_batch, config.epochs, config.max_steps)
+    plan = Plan.of(config, samples)
     status = read_json(run_dir / "status.json")
     return plan.samples_seen(status["step"] if status.get("stopped_early") else plan.total_steps)
 

@@ -1,0 +1,233 @@
+"""What people's tasks get wrong, said in a line that names the thing and the remedy.
+
+Autograd, DDP and the collating of samples notice most of it late, if at all, and in words about themselves: a loss that
+is a vector trains on its sum; a parameter without a gradient may let other ranks wait for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, default_collate
+
+from .errors import Ended, EndedHere, Refusal
+
+if TYPE_CHECKING:
+    from .tasks import Task
+
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",  # torch's allocator on the CPU
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+MANY = 5
+"""Names of parameters that a line bears."""
+
+
+class Uncollated(EndedHere):
+    """Samples that do not make a batch. A loading process puts its traceback around the line, which is taken off."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.strip().rpartition("Uncollated: ")[2])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out, the device's or the host's; torch has no common type for them."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def length(dataset: Any, method: str) -> int:
+    """How many samples a data set has.
+
+    Args:
+        dataset: what a task returned.
+        method: of the task that returned it, for the message.
+
+    Raises:
+        Refusal: it is not a map-style data set.
+    """
+    kind = type(dataset).__name__
+    lacks = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
+    if isinstance(dataset, IterableDataset) or lacks:
+        why = f"has no {' and no '.join(lacks)}" if lacks else "is an IterableDataset"
+        raise Refusal(
+            f"{method}() returned {_a(kind)}, which {why}: samples are dealt out by their numbers, and a run may go on "
+            "at any; return a map-style data set, with __len__ and __getitem__(number)"
+        )
+    return len(dataset)
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be trained.
+
+    Raises:
+        Refusal: no module, or one without a parameter that needs a gradient.
+    """
+    if not isinstance(model, nn.Module):
+        raise Refusal(f"model() returned {_a(type(model).__name__)}: it must return an nn.Module")
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        why = f"requires_grad is False for all {len(parameters)} of them" if parameters else "it has none at all"
+        raise Refusal(
+            f"model() returned {_a(type(model).__name__)} without a parameter that needs a gradient ({why}): there is "
+            "nothing to train; let requires_grad be True where the model should learn"
+        )
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """A task's loss, if it is one.
+
+    Raises:
+        Ended: it is no scalar tensor with a gradient.
+    """
+    if not isinstance(loss, Tensor):
+        hint = "; add up its values" if isinstance(loss, (Mapping, Sequence)) else ""
+        raise Ended(f"loss() returned {_a(type(loss).__name__)}: it must return one scalar tensor{hint}")
+    if loss.numel() != 1:
+        raise Ended(
+            f"loss() returned a tensor of shape {list(loss.shape)}: it must return a scalar, the mean over the batch's "
+            "samples (.mean(), or reduction='mean')"
+        )
+    if not loss.requires_grad:
+        raise Ended(
+            "loss() returned a tensor without a gradient: it does not depend on the model's parameters, or was made "
+            "under torch.no_grad(), from .detach() or .item(), or made anew by torch.tensor()"
+        )
+    return loss
+
+
+def check_gradients(model: nn.Module, task: Task) -> None:
+    """After a backward pass: whether all parameters have a gradient, where the task has promised it.
+
+    Raises:
+        Ended: some have none.
+    """
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if missing and not task.unused_parameters:
+        raise Ended(_unused(missing, sum(p.requires_grad for p in model.parameters())))
+
+
+def explain(error: BaseException, model: nn.Module) -> None:
+    """Raise in a line what DDP says in a paragraph; return if it is something else.
+
+    Raises:
+        Ended: some parameters had no gradient in the step before.
+    """
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        places = [int(place) for place in told[1].split()] if told else []
+        missing = [names[place] for place in places if place < len(names)]
+        raise Ended(_unused(missing, len(names))) from error
+
+
+def check_metrics(metrics: Any, samples: int, known: Mapping[str, Any]) -> None:
+    """Whether metrics have a row for each sample; a mean over the batch would count as one sample's.
+
+    Args:
+        metrics: what a task returned for a batch.
+        samples: in the batch.
+        known: of the batches before, by name; empty for the first one.
+
+    Raises:
+        Ended: they have not, or they are not those of the other batches.
+    """
+    if not isinstance(metrics, Mapping):
+        raise Ended(f"metrics() returned {_a(type(metrics).__name__)}: it must return a dict of tensors")
+    for name, values in metrics.items():
+        what = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else _a(type(values).__name__)
+        if not isinstance(values, Tensor) or values.shape[:1] != (samples,):
+            raise Ended(
+                f"metrics() returned {what} as '{name}' for a batch of {samples} samples: it must have a row for each "
+                f"sample, [{samples}, ...], and not their mean, or the last, smaller batch would count too much"
+            )
+    if known and metrics.keys() != known.keys():
+        other = ", ".join(sorted(metrics.keys() ^ known.keys()))
+        raise Ended(f"metrics() returned other names for one batch than for another ({other}): it must return the same")
+
+
+def explain_samples(samples: Sequence[Any], error: BaseException) -> str:
+    """Why a list of samples does not make a batch."""
+    where, trouble = _trouble([(str(number), sample) for number, sample in enumerate(samples)], "")
+    trouble = trouble or f"default_collate fails: {str(error).splitlines()[0]}"
+    return f"the data set's samples cannot be made a batch: {where or 'a sample'} {trouble}"
+
+
+def _trouble(column: Sequence[tuple[str, Any]], path: str) -> tuple[str, str]:
+    """(where, what is wrong) with the things that stand at one place in all samples; empty if nothing is."""
+    values = [value for _, value in column]
+    name = f"sample{path}" if path else "a sample"
+    kinds = sorted({type(value).__name__ for value in values})
+    first = values[0]
+    if isinstance(first, Mapping):
+        for key in first:
+            if not all(isinstance(value, Mapping) and key in value for value in values):
+                return f"sample{path}[{key!r}]", "is not there in every sample; give all samples the same keys"
+            found = _trouble([(number, value[key]) for number, value in column], f"{path}[{key!r}]")
+            if found[1]:
+                return found
+        return "", ""
+    if isinstance(first, (list, tuple)):
+        lengths = sorted({len(value) if isinstance(value, (list, tuple)) else -1 for value in values})
+        if len(lengths) > 1:
+            return name, f"has {lengths[0]} parts in one sample and {lengths[-1]} in another; give all the same number"
+        for place in range(len(first)):
+            found = _trouble([(number, value[place]) for number, value in column], f"{path}[{place}]")
+            if found[1]:
+                return found
+        return "", ""
+    shapes = sorted({tuple(value.shape) for value in values if isinstance(value, (Tensor, np.ndarray))})
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(shape)) for shape in (shapes[0], shapes[-1]))
+        return name, (
+            f"has different sizes, {shown}: resize, crop or pad them to one, or give the data set a __getitems__ that "
+            "returns a batch of its own making"
+        )
+    for value in values:
+        if remedy := _remedy(value):
+            return name, f"is {_a(type(value).__name__)}: {remedy}"
+    return name, f"is of different types: {', '.join(kinds)}; return the same from all samples" if len(
+        kinds
+    ) > 1 else ""
+
+
+def _remedy(value: Any) -> str:
+    """What to return instead of something that makes no batch; empty for what does."""
+    if value is None:
+        return "return a number or a tensor that stands for nothing (-1, say), or leave that part out of all samples"
+    if type(value).__module__.partition(".")[0] == "PIL":
+        return "make it a tensor in the data set's transform, by torchvision.transforms.v2.ToImage() or PILToTensor()"
+    if dataclasses.is_dataclass(value):
+        return "return a dict, by dataclasses.asdict(sample), a tuple or a named tuple"
+    try:
+        default_collate([value])
+    except Exception:
+        return "return tensors, arrays, numbers, texts, or dicts, lists and tuples of them"
+    return ""
+
+
+def _unused(missing: Sequence[str], of: int) -> str:
+    shown = ", ".join(missing[:MANY]) + (f" and {len(missing) - MANY} more" if len(missing) > MANY else "")
+    named = f": {shown}" if shown else ""
+    return (
+        f"{len(missing) or 'some'} of the model's {of} parameters got no gradient from loss(){named}; use them in the "
+        "loss, freeze them by requires_grad_(False), or set unused_parameters = True in the task's class if it is some "
+        "steps only that do not use them"
+    )
+
+
+def _a(kind: str) -> str:
+    return "None" if kind == "NoneType" else f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"

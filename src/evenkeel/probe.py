@@ -1,0 +1,156 @@
+"""The largest micro-batch that fits: tried once when a run starts, by real passes over real samples.
+
+What a step will need is there during a trial: the weights, the optimizers' state, a gradient and what forward keeps for
+backward. Afterwards all is as it was before: the run begins as if nobody had tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import data
+from .config import Config
+from .gradients import parallel
+from .memory import OutOfMemory, explained, note_batch
+from .mistakes import is_out_of_memory
+from .plan import next_smaller
+from .randomness import derive, seed_everything
+from .state import State
+from .tasks import Task
+from .world import World
+
+log = logging.getLogger(__name__)
+
+RESERVE = 0.03
+"""Part of a GPU's memory that must be left: NCCL takes some, and what is free is never in one piece."""
+
+
+class Probe:
+    """Finds the micro-batch of a run. Call it once, on all ranks together.
+
+    Args:
+        config: with --micro-batch auto.
+        task: its loss.
+        world: who takes part.
+        train_set: the samples of the first step are tried, as a loader would make them.
+        state: model and optimizers as the run begins.
+    """
+
+    def __init__(self, config: Config, task: Task, world: World, train_set: data.SizedDataset, state: State) -> None:
+        self.config, self.task, self.world, self.train_set, self.state = config, task, world, train_set, state
+
+    def __call__(self) -> tuple[int, str]:
+        """The largest of --batch-size / world size, a half of it, ... that fits on every rank; and a line about it.
+
+        Raises:
+            OutOfMemory: on the ranks where not even one sample does.
+        """
+        # more than its share of a batch would leave another rank without work
+        size = -(-min(self.config.batch_size, len(self.train_set)) // self.world.world_size)
+        failed: list[int] = []
+        last: BaseException | None = None
+        with _no_trace(self.state):
+            while size:
+                last = self._try(size)
+                if last is None:
+                    break
+                failed.append(size)
+                size = next_smaller(size, self.config.batch_size) if size > 1 else 0
+        found = min(self.world.gather(size))
+        if last is not None:
+            raise OutOfMemory(explained(last, self.world.device, self.config)) from last
+        if not found:
+            raise OutOfMemory("--micro-batch auto: another rank has not even the memory for one sample")
+        ranks = f"on each of {self.world.world_size} ranks" if self.world.world_size > 1 else "here"
+        more = f", and {', '.join(map(str, failed))} did not" if failed else ""
+        return found, (
+            f"--micro-batch auto: {found} samples fit {ranks}{more} (forward, backward and optimizer, tried with "
+            "real samples); the run keeps that number"
+        )
+
+    def _try(self, size: int) -> BaseException | None:
+        """The error for want of memory, if there is one. Without its traceback, which would keep that memory."""
+        batch: Any = None
+        try:
+            reserve = self._reserve()
+            batch = self._batch(size)
+            self._two_passes(batch)
+            del reserve
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            note_batch(error, batch)
+            failure: BaseException = error.with_traceback(None)
+            failure.__context__ = failure.__cause__ = None
+        else:
+            return None
+        finally:
+            batch = None
+            self.state.clear_gradients()
+            gc.collect()
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return failure
+
+    def _batch(self, size: int) -> Any:
+        sampler = data.ElasticSampler(
+            self.train_set, self.config.batch_size, size, num_replicas=1, rank=0, seed=self.config.seed
+        )
+        return next(iter(data.loader(self.train_set, sampler, "train", 0, self.world.device)))
+
+    def _two_passes(self, batch: Any) -> None:
+        """The second finds the gradient of the first and the state of the optimizers, as any but a run's first does."""
+        module = parallel(self.state.model, self.task, self.world, self.config.precision, self.config.strategy)
+        for number in range(2):
+            seed_everything(derive(self.config.seed, "micro-batch", 0, 0))
+            placed = batch if self.config.strategy == "dp" else data.to_device(batch, self.world.device)
+            module(placed).backward()
+            if number == 0:
+                for optimizer in self.state.optimizers:
+                    optimizer.step()
+
+    def _reserve(self) -> list[Tensor]:
+        """Memory that a step takes besides, held during a trial."""
+        device, held = self.world.device, []
+        if device.type == "cuda":
+            whole = torch.cuda.get_device_properties(device).total_memory
+            held.append(torch.empty(int(whole * RESERVE), dtype=torch.uint8, device=device))
+        if self.config.reduce == "tree" and self.world.world_size > 1:  # what it keeps and exchanges
+            gradients = [p for p in self.state.model.parameters() if p.requires_grad]
+            held += [torch.empty_like(p) for p in gradients for _ in range(3)]
+        return held
+
+
+@contextmanager
+def _no_trace(state: State) -> Iterator[None]:
+    """Put weights, buffers, optimizers and generators back to where they were, in every bit."""
+    values = {name: value.detach().cpu().clone() for name, value in _tensors(state.model)}
+    optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in state.optimizers]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    python, numpy = random.getstate(), sys.modules["numpy"].random.get_state()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            sys.modules["numpy"].random.set_state(numpy)
+            state.clear_gradients()
+            with torch.no_grad():
+                for name, value in _tensors(state.model):
+                    value.copy_(values[name])
+            for optimizer, saved in zip(state.optimizers, optimizers, strict=True):
+                optimizer.load_state_dict(saved)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
