@@ -148,7 +148,8 @@ def another_value(option: Field[Any], hint: Any, file: Path) -> Any:
         return ("one.*", "two")
     if option.name == "loss_scale":  # a power of two
         return 2 * option.default
-    return option.default + {int: 1, float: 0.5}[hint]
+    (kind,) = [kind for kind in get_args(hint) or (hint,) if kind in (int, float)]  # or a word, as in int | "auto"
+    return option.default + {int: 1, float: 0.5}[kind]
 
 
 def test_every_option_by_its_flag(folder: Path) -> None:
@@ -157,7 +158,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     hints = get_type_hints(Config)
     on = ("fresh", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
     switches = dict.fromkeys(on, True)
-    apart = ("task", "config", "eval_only", *on)
+    apart = ("task", "config", "eval_only", "strategy", *on)
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
@@ -165,6 +166,8 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     config, _ = parse([*arguments, *map(flag, switches)])
     assert asdict(config) == asdict(Config()) | expected | switches
     assert parse(["--eval-only"])[0].eval_only
+    config, _ = parse(["--strategy", "dp", "--micro-batch", "auto"])  # the first does not go with --reduce tree
+    assert (config.strategy, config.micro_batch) == ("dp", "auto")
 
 
 def test_the_options_of_a_task(folder: Path) -> None:

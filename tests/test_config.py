@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from evenkeel.config import HARMLESS, UNSAVED, Config, differences, flag, saved_options, validate
+from evenkeel.config import CUTTING, HARMLESS, UNSAVED, Config, differences, flag, saved_options, validate
 from evenkeel.errors import Refusal
 
 if sys.version_info >= (3, 11):
@@ -18,7 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SHAPING = frozenset(f.name for f in fields(Config)) - HARMLESS
+SHAPING = frozenset(f.name for f in fields(Config)) - HARMLESS - CUTTING
 
 
 def config(**options: Any) -> Config:
@@ -47,6 +47,9 @@ def test_defaults_that_depend_on_other_options() -> None:
     assert config(batch_size=64).micro_batch == 8
     assert config(batch_size=5).micro_batch == 1
     assert config(batch_size=64, micro_batch=3).micro_batch == 3
+    assert config(batch_size=64, micro_batch="auto").micro_batch == "auto"
+    assert config(batch_size=64, strategy="dp").micro_batch == 64, "DataParallel divides it"
+    assert config(batch_size=64, strategy="dp", micro_batch=16).micro_batch == 16
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,7 @@ def test_defaults_that_depend_on_other_options() -> None:
         ({"seed": -1}, "--seed -1", "at least 0"),
         ({"seed": 2**63}, f"--seed {2**63}", "below 2**63"),
         ({"batch_size": 16, "micro_batch": 17}, "--micro-batch 17: is above --batch-size 16", "part of the batch"),
+        ({"strategy": "dp", "reduce": "tree"}, "--reduce tree: with --strategy dp", "leave one of the two out"),
         ({"init_from": Path("no/such/model.pt")}, "--init-from no/such/model.pt", "no such file"),
         ({"init_partial": True}, "--init-partial", "name a file or leave it out"),
     ],
@@ -115,7 +119,7 @@ def test_an_option_that_the_file_cannot_hold(value: Any) -> None:
         saved_options(config(), {"my_option": value})
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS - UNSAVED))
+@pytest.mark.parametrize("name", sorted((HARMLESS | CUTTING) - UNSAVED))
 def test_a_harmless_option_may_change(name: str) -> None:
     old = saved_options(config(), {})
     assert differences(old, old | {name: "changed"}) == []
@@ -134,7 +138,10 @@ def test_which_options_are_harmless() -> None:
     # a run that was stopped by a NaN may go on without that step; the same data may lie elsewhere
     free = tuning | watching | {"on_nonfinite", "data_dir"}
     assert free == HARMLESS - UNSAVED
-    assert {"batch_size", "micro_batch", "seed", "task", "lr", "optimizer", "init_from", "init_partial"} <= SHAPING
+    assert {"micro_batch", "strategy"} == CUTTING, (
+        "how a batch is cut, which a run out of memory must be able to change"
+    )
+    assert {"batch_size", "seed", "task", "lr", "optimizer", "init_from", "init_partial"} <= SHAPING
 
 
 def test_the_options_of_a_task_shape_the_result() -> None:

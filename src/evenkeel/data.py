@@ -152,9 +152,10 @@ def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] 
     Raises:
         Refusal: it is not a map-style data set.
     """
-    if not 0 < samples < length(dataset, f"{part}_dataset"):
+    size = length(dataset, f"{part}_dataset")
+    if not 0 < samples < size:
         return dataset
-    chosen: Any = Subset(dataset, [i * len(dataset) // samples for i in range(samples)])  # type: ignore[arg-type]
+    chosen: Any = Subset(dataset, [i * size // samples for i in range(samples)])  # type: ignore[arg-type]
     return chosen  # type: ignore[no-any-return]
 
 

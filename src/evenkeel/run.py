@@ -35,6 +35,7 @@ from .mistakes import is_out_of_memory
 from .optimization import rate
 from .plan import Plan
 from .precision import substitute
+from .probe import Probe
 from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token
 from .seqlock import Torn
 from .staging import Staging
@@ -83,13 +84,13 @@ class Run:
         self.started = time.monotonic()
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
 
-    def begin(self, probe: Callable[[], tuple[int, str]]) -> bool:
+    def begin(self, probe: Probe | None = None) -> bool:
         """Record, on every rank, that an attempt starts; True if there is nothing left to do.
 
         From here on `config` and `plan` say the micro-batch that --micro-batch auto has come to.
 
         Args:
-            probe: finds the micro-batch, and says how. Is called on all ranks if a run starts with auto.
+            probe: is called on all ranks if a run starts with auto.
 
         Raises:
             Ended: the last attempts have all died before they finished a step.
@@ -138,7 +139,7 @@ class Run:
                 self.tracker.event("micro_batch", 0, micro_batch=self.plan.micro_batch, how=found)
         return False
 
-    def _settle_micro_batch(self, known: list[tuple[str, dict[str, Any]]], probe: Callable[[], tuple[int, str]]) -> str:
+    def _settle_micro_batch(self, known: list[tuple[str, dict[str, Any]]], probe: Probe | None) -> str:
         """With --micro-batch auto: the one that this run has had from its start, or else one that is found now.
 
         The same on all ranks, whichever node has the run's folder. Returns what there is to say of it.
@@ -156,6 +157,7 @@ class Run:
             if continued:
                 found = int(max(continued, key=_attempts)["micro_batch"])
             else:
+                assert probe
                 found, said = probe()
             self.config = replace(config, micro_batch=found)
             self.plan = replace(self.plan, micro_batch=found)
@@ -215,7 +217,8 @@ class Run:
                 )  # fmt: skip
             if other_bits:
                 # with the ring the number of ranks decides as well, and nobody has been promised anything
-                level = logging.WARNING if self.config.reduce == "tree" else logging.INFO
+                loud = self.config.reduce == "tree" or "strategy" in other_bits
+                level = logging.WARNING if loud else logging.INFO
                 log.log(level, "from step %d on bit-for-bit equality is void: %s", state.step, describe(other_bits))
                 self.tracker.event("bits", state.step, differences=other_bits)
 
@@ -373,7 +376,11 @@ class Run:
         """
         present = self.world.gather(self.checkpoints.fingerprint)
         step, void_from = (found.step, found.bits_void_from) if found else (0, None)
-        other_bits = differences(found.fingerprint, present[0]) if found else {}
+        other_bits: Differences = {}
+        if found:
+            # a checkpoint that is older than this part was made in the same pieces: no others were let in
+            cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and found.fingerprint}
+            other_bits = differences(cut | found.fingerprint, present[0])
         other_bits |= differences_among_ranks(present)
         if other_bits and self.config.strict_bits:
             raise Refusal(
