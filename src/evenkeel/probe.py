@@ -61,7 +61,13 @@ class Probe:
         last: BaseException | None = None
         with _no_trace(self.state):
             while size:
-                last = self._try(size)
+                try:
+                    last = self._try(size)
+                except ValueError:
+                    if not (last and size == 1):
+                        raise
+                    size = 0  # BatchNorm does not take one sample; what is told is that two do not fit
+                    break
                 if last is None:
                     break
                 failed.append(size)

@@ -1,0 +1,230 @@
+"""Tasks that return what tasks should not, or what few do; and one for which memory is short."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import resource
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from recording_task import Recorded
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from evenkeel.tasks import Task
+
+MIB = 1 << 20
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+class Usual(Task):
+    """Nothing odd: 13 samples, which nothing divides."""
+
+    best: ClassVar[Any] = ("loss", "min")
+
+    def sample(self, index: int) -> Any:
+        return torch.full((3,), index / 13), index % 2
+
+    def train_dataset(self) -> Any:
+        return [self.sample(index) for index in range(13)]
+
+    test_dataset = train_dataset
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch[0], batch[1]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = self.taken(batch)
+        return F.cross_entropy(model(x), y)
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        x, y = self.taken(batch)
+        return {"loss": F.cross_entropy(model(x), y, reduction="none")}
+
+
+class OneUnused(Usual):
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)})
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch[0], batch[1]
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model["used"](batch[0]), batch[1])
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(model["used"](batch[0]), batch[1], reduction="none")}
+
+
+class OneUnusedAndSaidSo(OneUnused):
+    unused_parameters = True
+
+
+class Frozen(Usual):
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 2).requires_grad_(False)
+
+
+class NoModule(Usual):
+    def model(self) -> Any:
+        return torch.zeros(3)
+
+
+class VectorLoss(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class DictLoss(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": super().loss(model, batch)}
+
+
+class LossWithoutGradient(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch).detach()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([1, 2, 3])
+
+
+class Endless(Usual):
+    def train_dataset(self) -> Any:
+        return Stream()
+
+
+class NoTestLength(Usual):
+    def test_dataset(self) -> Any:
+        return SimpleNamespace()
+
+
+class MeanMetric(Usual):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(model(batch[0]), batch[1])}
+
+
+class FloatMetric(Usual):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"accuracy": 0.5}
+
+
+class NoMetrics(Usual):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return None
+
+
+class NoneInside(Usual):
+    def sample(self, index: int) -> Any:
+        return torch.zeros(3), None
+
+
+class Images(Usual):
+    def sample(self, index: int) -> Any:
+        return {"image": Image.new("L", (4, 4)), "label": 0}
+
+
+class ManySizes(Usual):
+    def sample(self, index: int) -> Any:
+        return np.zeros((3, 4 + index % 2)), 0
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: int
+
+
+class DataClasses(Usual):
+    def sample(self, index: int) -> Any:
+        return Sample(*super().sample(index))
+
+
+class MissingKey(Usual):
+    def sample(self, index: int) -> Any:
+        return {"x": 1.0} | ({"y": 2} if index % 2 else {})
+
+
+class Bag(UserDict):  # type: ignore[type-arg]
+    """A mapping that is no dict."""
+
+
+class Everything(Usual):
+    """What torch can collate, each in the others."""
+
+    def sample(self, index: int) -> Any:
+        x, y = super().sample(index)
+        both = Pair({"x": x}, [y, (np.float32(y), f"text {index}")])
+        return Bag(deep=collections.OrderedDict(both=both), name=f"sample {index}")
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        assert type(batch) is Bag
+        assert type(batch["deep"]) is collections.OrderedDict
+        both = batch["deep"]["both"]
+        assert type(both) is Pair
+        assert len(batch["name"]) == len(both.x["x"]) == len(both.y[1][1])
+        return both.x["x"], both.y[0]
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    y: Tensor
+
+
+class Batches:
+    """A data set that collates by itself, into a dataclass."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return Batch(torch.rand(len(indices), 3), torch.zeros(len(indices), dtype=torch.long))
+
+
+class OwnBatches(Usual):
+    def train_dataset(self) -> Any:
+        return Batches()
+
+    test_dataset = train_dataset
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch.x, batch.y
+
+
+@dataclass
+class Hungry(Recorded):
+    """Each sample takes real memory in a pass, of which this process may have so much and no more."""
+
+    greedy_at: int = -1
+    """From this call of loss on, it takes twice as much."""
+
+    bounded = False
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if not self.bounded:  # not before: threads and libraries have taken theirs by now
+            self.bounded = True
+            here = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            assert here
+            limit = int(here[1]) * 1024 + int(os.environ.get("ROOM", 1500)) * MIB
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        greed = 2 if 0 <= self.greedy_at <= self.calls + 1 else 1
+        room = torch.empty(len(batch[0]) * greed * 250 * MIB, dtype=torch.uint8)  # 4 samples fit, and 8 do not
+        assert room.numel()
+        return super().loss(model, batch)
