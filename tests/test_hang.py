@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ def test_the_culprit_comes_first() -> None:
     )
     frozen = dict.fromkeys([0, 1, 2, 5, 7], waiting)
     assert describe(frozen, [5, 7]).startswith("ranks 5, 7 do not answer any more, last seen in gradient reduction")
+    gpu = replace(beat(811, "data loading"), device="cuda:0 (GPU 2)")
+    assert describe({0: waiting, 3: gpu}, [3]).startswith("rank 3 (cuda:0 (GPU 2) of host) does not answer any more")
 
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]

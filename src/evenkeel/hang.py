@@ -30,7 +30,8 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from . import heartbeat
-from .activity import REDUCTION, Activity, activity
+from .activity import REDUCTION, activity
+from .devices import device_name
 from .processes import stat
 from .world import World
 
@@ -53,6 +54,8 @@ class Beat:
     phase: str
     host: str
     pid: int
+    device: str = ""
+    """A GPU by both its names; empty for a CPU."""
 
 
 class Outlook(NamedTuple):
@@ -97,7 +100,7 @@ class Watch:
         self._first_beats: list[Beat] = []
 
     def __enter__(self) -> Watch:
-        self._first_beats = self.world.gather(_beat_of(activity, 0))
+        self._first_beats = self.world.gather(self._beat_now(0))
         heartbeat.start(self.world.rank, self._stopped, self.timeout)
         if self._store:
             threading.Thread(target=self._beat, args=(self._store.clone(),), name="beat", daemon=True).start()
@@ -143,8 +146,12 @@ class Watch:
                 with contextlib.suppress(RuntimeError):
                     store = store.clone()  # one slow answer must not silence a healthy rank for ever
 
+    def _beat_now(self, count: int) -> Beat:
+        device = device_name(self.world.device) if self.world.device.type == "cuda" else ""
+        return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), device)
+
     def _exchange_word(self, store: Store, count: int) -> None:
-        store.set(f"rank/{self.world.rank}", json.dumps(asdict(_beat_of(activity, count))))
+        store.set(f"rank/{self.world.rank}", json.dumps(asdict(self._beat_now(count))))
         if self._announced:
             store.set(SAVED, str(self._announced))
             self._announced = 0
@@ -176,7 +183,7 @@ class Watch:
     def _look_around(self) -> Outlook:
         """Read all ranks' beats twice, so that those which stand still show. Clocks of machines are not compared."""
         if not self._store:
-            return Outlook(describe({0: _beat_of(activity, 0)}, []), 0, [])
+            return Outlook(describe({0: self._beat_now(0)}, []), 0, [])
         seen: list[Outlook] = []
         looking = threading.Thread(target=lambda: seen.append(self._compare_beats()), name="look", daemon=True)
         looking.start()
@@ -184,7 +191,7 @@ class Watch:
         if seen:
             return seen[0]
         # under our launchers rank 0 holds the store, so that it is the one to suspect
-        here = describe({self.world.rank: _beat_of(activity, 0)}, [])
+        here = describe({self.world.rank: self._beat_now(0)}, [])
         lost = f"rank 0 does not answer any more, or the network is down; {here}"
         return Outlook(lost, self.world.rank, self._first_beats[:1] if self.world.rank else [])
 
@@ -234,7 +241,10 @@ def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
         does = "does not answer any more, last seen" if silent else "waits" if phase == REDUCTION else "is"
         if len(groups[group]) > 1:
             does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
-        parts.append(f"{name_ranks(groups[group])} {does} in {phase} of step {step + 1}")
+        which = name_ranks(groups[group])
+        if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in groups[group] if beats[r].device]):
+            which += f" ({', '.join(devices)})"  # perhaps it is the GPU that is to blame
+        parts.append(f"{which} {does} in {phase} of step {step + 1}")
     return "; ".join(parts)
 
 
@@ -248,10 +258,6 @@ def name_ranks(ranks: list[int]) -> str:
             runs.append([rank])
     shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
-
-
-def _beat_of(what: Activity, count: int) -> Beat:
-    return Beat(count, what.step, what.phase, socket.gethostname(), os.getpid())
 
 
 def _collectives() -> tuple[bytes, bytes]:

@@ -197,19 +197,21 @@ def prepare(options: type[SingleNode], argv: Sequence[str], train: Path, *, tell
     if not script.is_file():
         raise Refusal(f"--script {script}: no such file")
     config = check_train_options(train_args) if typed.script is None else None
+    if config:
+        check_company(config, topology.gpus * topology.max_nodes)
     alone = config is not None and config.strategy == "dp"
-    if alone and topology.gpus * topology.max_nodes > 1:
-        _refuse_company(topology.gpus * topology.max_nodes)
     topology = replace(topology, gpus=count_processes(1 if alone else typed.gpus))
     return Start(typed, topology, command_for(topology, script, train_args, telling=telling), config)
 
 
-def _refuse_company(processes: int) -> None:
-    import torch
+def check_company(config: Config, processes: int) -> None:
+    """Refuse more processes than the strategy of the job bears."""
+    if config.strategy == "dp":
+        import torch
 
-    from .devices import refuse_company
+        from .devices import refuse_company
 
-    refuse_company(processes, torch.cuda.device_count())
+        refuse_company(processes, torch.cuda.device_count())
 
 
 def topology_in(arguments: Sequence[str]) -> list[str]:

@@ -142,7 +142,8 @@ class _Preparation:
         self.may_come_back = step.requeues > 0
         check_job(node.train_args)
         # Slurm says 0 GPUs where it was asked for none, which is not what anybody types
-        gpus = count_processes((step.gpus or None) if node.gpus is None else node.gpus)
+        gpus = (step.gpus or None) if node.gpus is None else node.gpus
+        gpus = count_processes(1 if node.gpus is None and config.strategy == "dp" else gpus)
         host, port = parse_master(step.master) if step.master else ("", 0)
         topology = Topology(
             gpus,

@@ -20,7 +20,7 @@ import tyro
 from ..errors import Refusal
 from ..files import make_unused, unused
 from ..launch import parse_nodes
-from ..launchers import check_job, check_train_options, parse_arguments
+from ..launchers import check_company, check_job, check_train_options, parse_arguments
 from .cluster import Request, parse_time, partitions, show_time
 from .code import copy_code
 from .node import MAX_REQUEUES, Node
@@ -103,6 +103,8 @@ def main(argv: Sequence[str], repository: Path) -> int:
     run_dir = _run_dir(check_train_options(train_args))
     members = _members(typed, train_args, run_dir)
     configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
+    for config in configs:
+        check_company(config, (request.gpus or 1) * max_nodes)
     parent = (typed.folder or run_dir / "slurm").absolute()
     stamp = parent / time.strftime("%Y%m%d-%H%M%S")
     folder = unused(stamp) if typed.dry_run else make_unused(stamp)
