@@ -222,9 +222,9 @@ class Hungry(Recorded):
             self.bounded = True
             here = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
             assert here
-            limit = int(here[1]) * 1024 + int(os.environ.get("ROOM", 1500)) * MIB
+            limit = int(here[1]) * 1024 + int(os.environ.get("ROOM", 3000)) * MIB
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         greed = 2 if 0 <= self.greedy_at <= self.calls + 1 else 1
-        room = torch.empty(len(batch[0]) * greed * 250 * MIB, dtype=torch.uint8)  # 4 samples fit, and 8 do not
+        room = torch.empty(len(batch[0]) * greed * 500 * MIB, dtype=torch.uint8)  # 4 samples fit, and 8 do not
         assert room.numel()
         return super().loss(model, batch)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, StackDataset, Subset, default_collate
 
+from .errors import Ended
 from .mistakes import Uncollated, explain_samples, is_out_of_memory, length
 from .order import shuffled
 from .plan import MicroBatch, Plan
@@ -269,8 +270,15 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def samples_in(batch: Any) -> int:
-    """The samples of a batch: the first dimension of its first tensor that has any."""
-    return next(len(tensor) for tensor in tensors_in(batch) if tensor.dim())
+    """The samples of a batch: the first dimension of its first tensor that has any.
+
+    Raises:
+        Ended: it has no such tensor.
+    """
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
+    raise Ended(f"--strategy dp: cannot divide {type(batch).__name__}, a batch without tensors, among GPUs; use ddp")
 
 
 def divide(batch: Any, sizes: Sequence[int]) -> list[Any]:
