@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from . import data
 from .config import Config
 from .gradients import parallel
+from .hang import name_ranks
 from .memory import OutOfMemory, explained, note_batch
 from .mistakes import is_out_of_memory
 from .plan import next_smaller
@@ -72,13 +73,17 @@ class Probe:
                     break
                 failed.append(size)
                 size = next_smaller(size, self.config.batch_size) if size > 1 else 0
-        found = min(self.world.gather(size))
+        sizes = self.world.gather(size)
+        found = min(sizes)
         if last is not None:
             raise OutOfMemory(explained(last, self.world.device, self.config)) from last
         if not found:
             raise OutOfMemory("--micro-batch auto: another rank has not even the memory for one sample")
         ranks = f"on each of {self.world.world_size} ranks" if self.world.world_size > 1 else "here"
         more = f", and {', '.join(map(str, failed))} did not" if failed else ""
+        if max(sizes) > found:
+            bound = name_ranks([rank for rank, fits in enumerate(sizes) if fits == found])
+            more += f", for {bound}, where more does not"
         return found, (
             f"--micro-batch auto: {found} samples fit {ranks}{more} (forward, backward and optimizer, tried with "
             "real samples); the run keeps that number"
@@ -87,11 +92,11 @@ class Probe:
     def _try(self, size: int) -> BaseException | None:
         """The error for want of memory, if there is one. Without its traceback, which would keep that memory."""
         batch: Any = None
+        reserve: list[Tensor] = []
         try:
-            reserve = self._reserve()
+            reserve += self._reserve()
             batch = self._batch(size)
             self._two_passes(batch)
-            del reserve
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -102,6 +107,7 @@ class Probe:
             return None
         finally:
             batch = None
+            reserve.clear()
             self.state.clear_gradients()
             gc.collect()
             if self.world.device.type == "cuda":
