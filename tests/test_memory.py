@@ -6,6 +6,7 @@ import errno
 import re
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from evenkeel.memory import OutOfMemory, explained, explaining, name_processes, 
 from evenkeel.optimization import build_optimizer
 from evenkeel.plan import Plan, next_smaller
 from evenkeel.probe import Probe
+from evenkeel.run import Run
 from evenkeel.state import State
 from evenkeel.tasks import Classification
 from evenkeel.world import World
@@ -159,6 +161,26 @@ def test_the_probe_finds_what_fits_and_leaves_no_trace(fit: int) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert str(state.optimizers[0].state_dict()) == optimizer
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_whose_number_auto_means(tmp_path: Path) -> None:
+    """The newest of those that nodes know; with --fresh only one of this very launch."""
+
+    def settled(fresh: bool, *known: tuple[str, dict[str, Any]]) -> tuple[int, str]:
+        task = Needy(64)
+        config = Config(run_dir=tmp_path, batch_size=40, micro_batch="auto", fresh=fresh).resolved()
+        run = Run(config, task, Plan.of(config, 50), replace(ALONE, rank=1, local_rank=1))
+        said = run._settle_micro_batch(list(known), lambda: (10, "found"))  # type: ignore[arg-type]
+        assert run.options["micro_batch"] == run.config.micro_batch == run.plan.micro_batch
+        assert run.checkpoints.fingerprint["micro_batch"] == str(run.plan.micro_batch)
+        return run.plan.micro_batch, said
+
+    old = {"micro_batch": 4, "world_sizes": [2], "launch": ["a"]}
+    new = {"micro_batch": 5, "world_sizes": [2, 1], "launch": ["b"]}
+    assert settled(False, ("x", {})) == (10, "found")
+    assert settled(False, ("x", old), ("y", {}), ("z", new)) == (5, "")
+    assert settled(True, ("x", old), ("y", {})) == (10, "found")
+    assert settled(True, ("x", {}), ("a", old)) == (4, ""), "torchrun has started this again"
 
 
 @pytest.mark.multiprocess

@@ -212,7 +212,7 @@ class Run:
             if MICRO_BATCH in other_bits:
                 log.warning(
                     "from step %d on micro-batches are of %s instead of %s: the global batches and their samples are "
-                    "the same; dropout, BatchNorm's groups and the last bits are not",
+                    "the same; dropout, mixing, BatchNorm's groups and the last bits are not",
                     state.step, *reversed(other_bits[MICRO_BATCH]),
                 )  # fmt: skip
             if other_bits:
