@@ -166,7 +166,8 @@ HARMLESS = frozenset(
 
 CUTTING = frozenset({"micro_batch", "strategy"})
 """Options that may change as well, with a warning. They decide how a batch is cut and not which samples it has:
-dropout, mixing, BatchNorm's groups and the last bits become others. After an out-of-memory error there must be a way on."""
+dropout, mixing, BatchNorm's groups and the last bits become others. After an out-of-memory error there must be a way
+on."""
 
 UNSAVED = frozenset({"run_dir", "fresh", "config", "eval_only"})
 """Options about one start of a run rather than the run, so that its config.toml does not hold them."""
