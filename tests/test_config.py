@@ -76,6 +76,8 @@ def test_defaults_that_depend_on_other_options() -> None:
         ({"seed": -1}, "--seed -1", "at least 0"),
         ({"seed": 2**63}, f"--seed {2**63}", "below 2**63"),
         ({"batch_size": 16, "micro_batch": 17}, "--micro-batch 17: is above --batch-size 16", "part of the batch"),
+        ({"strategy": "dp", "sync_batchnorm": True}, "--strategy dp --sync-batchnorm", "rank for each micro-batch"),
+        ({"micro_batch": "auto", "sync_batchnorm": True}, "--micro-batch auto --sync-batchnorm", "divided by the"),
         ({"strategy": "dp", "reduce": "tree"}, "--reduce tree: with --strategy dp", "leave one of the two out"),
         ({"init_from": Path("no/such/model.pt")}, "--init-from no/such/model.pt", "no such file"),
         ({"init_partial": True}, "--init-partial", "name a file or leave it out"),

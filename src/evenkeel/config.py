@@ -208,6 +208,12 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
             f"--micro-batch {config.micro_batch}: is above --batch-size {config.batch_size}; "
             "a micro-batch is a part of the batch"
         )
+    if config.sync_batchnorm and (config.strategy == "dp" or config.micro_batch == "auto"):
+        with_what = "--strategy dp" if config.strategy == "dp" else "--micro-batch auto"
+        raise Refusal(
+            f"{with_what} --sync-batchnorm: statistics of the whole batch need a rank for each micro-batch; use ddp and "
+            "give --micro-batch as --batch-size divided by the number of ranks"
+        )
     if config.strategy == "dp" and config.reduce == "tree":
         raise Refusal(
             "--reduce tree: with --strategy dp DataParallel adds the GPUs' gradients, in an order of its own; "

@@ -33,6 +33,10 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
     """
     run_dir = config.run_dir
     assert run_dir is not None  # resolved
+    if config.micro_batch == "auto":  # what the run has found, or the default
+        saved = run_dir / "config.toml"
+        found = read_config(saved).get("micro_batch") if saved.exists() else None
+        config = replace(config, micro_batch=found or 0).resolved()
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, task.best)
     one_node = world.local_world_size == world.world_size
     if one_node and not config.init_from and not checkpoints.newest_name():
