@@ -211,8 +211,8 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     if config.sync_batchnorm and (config.strategy == "dp" or config.micro_batch == "auto"):
         with_what = "--strategy dp" if config.strategy == "dp" else "--micro-batch auto"
         raise Refusal(
-            f"{with_what} --sync-batchnorm: statistics of the whole batch need a rank for each micro-batch; use ddp and "
-            "give --micro-batch as --batch-size divided by the number of ranks"
+            f"{with_what} --sync-batchnorm: statistics of the whole batch need a rank for each micro-batch; use ddp "
+            "and give --micro-batch as --batch-size divided by the number of ranks"
         )
     if config.strategy == "dp" and config.reduce == "tree":
         raise Refusal(
