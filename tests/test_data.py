@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections import Counter, namedtuple
+from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -657,6 +658,23 @@ def test_to_device_moves_the_tensors_of_nested_batches() -> None:
     assert [t.device.type for t in tensors] == ["meta"] * 4
     assert batch["tuple"][0].device == CPU  # type: ignore[index]
     assert to_device(tensor(), torch.device("meta")).device.type == "meta"
+
+
+@dataclass(frozen=True)
+class Both:
+    left: torch.Tensor
+    name: str
+
+
+def test_to_device_moves_the_tensors_of_other_mappings_and_of_dataclasses() -> None:
+    meta = torch.device("meta")
+    moved = to_device(UserDict(both=Both(torch.zeros(2), "name"), order=OrderedDict(x=torch.zeros(1))), meta)
+    assert type(moved) is UserDict
+    assert type(moved["order"]) is OrderedDict
+    assert (moved["both"].left.device, moved["both"].name, moved["order"]["x"].device) == (meta, "name", meta)
+    packed = to_device(torch.nn.utils.rnn.pack_sequence([torch.zeros(2)]), meta)
+    assert packed.data.device == meta
+    assert packed.batch_sizes.device == CPU, "it must stay on the host"
 
 
 class Nested(Dataset[Any]):
