@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .activity import COMPUTING, DATA, REDUCTION, activity
 from .data import to_device
+from .placement import devices_explained
 from .plan import MicroBatch, Plan
 from .precision import Precision, autocast
 from .randomness import derive, seed_everything
@@ -55,8 +56,9 @@ class Loss(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter."""
         if batch is None:
-            return torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum() * 0
-        with autocast(self._precision, self._device_type):  # here, so that every replica has it
+            sums = [p.sum() for p in self.parameters() if p.requires_grad]
+            return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
+        with autocast(self._precision, self._device_type), devices_explained(self.model):  # so that every replica has it
             loss = self._task.loss(self.model, batch)
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
@@ -158,7 +160,7 @@ class Gradients:
         if self._used:
             parts.append(self._used.take())
         self.state.rewind_buffers()
-        return torch.cat(parts)
+        return torch.cat([part.to(self.world.device) for part in parts])
 
     def _no_reduction(self) -> AbstractContextManager[None]:
         """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""
@@ -195,7 +197,7 @@ class Step:
         for (name, base), change in zip(committed.items(), parts, strict=True):
             # rounded, because thirds of one count need not add up to exactly one
             change = change if base.is_floating_point() else change.round()
-            moved[name] = (base.double() + change.view_as(base)).to(base.dtype)
+            moved[name] = (base.double() + change.view_as(base).to(base.device)).to(base.dtype)
         return moved
 
     @cached_property
@@ -211,7 +213,8 @@ def wrap(model: nn.Module, task: Task, world: World, reduction: Reduction, preci
         return module
     ddp = DistributedDataParallel(
         module,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        # a model on several devices moves its inputs itself (`placement`), and DDP must leave them alone
+        device_ids=[world.device.index] if world.device.type == "cuda" and not world.more_devices else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=task.unused_parameters,
         **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `Step.buffers` keeps them equal

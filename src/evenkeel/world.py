@@ -41,26 +41,37 @@ class World:
     """Where this process computes."""
     launched: bool
     """Whether torchrun started it; if not, there is no process group."""
+    more_devices: tuple[torch.device, ...] = ()
+    """Where else it computes, if its model is on several devices (`placement`)."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All of this process's devices, the first one first. On the CPU they are all the same."""
+        return (self.device, *self.more_devices)
 
     @staticmethod
-    def from_environment() -> World:
-        """Read torchrun's variables and pick the device; no process group yet.
+    def from_environment(devices_per_rank: int = 1) -> World:
+        """Read torchrun's variables and pick the devices; no process group yet.
+
+        Args:
+            devices_per_rank: k; local rank r has the visible GPUs r * k up to r * k + k - 1.
 
         Raises:
-            Refusal: if there are more processes on this node than visible GPUs, or variables are missing.
+            Refusal: if the processes on this node need more than the visible GPUs, or variables are missing.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name) for name in names]
         if all(value is None for value in values):
             _refuse_bare_srun()
-            return World(0, 0, 1, 1, _device(0, 1), launched=False)
+            first, *more = _devices(0, 1, devices_per_rank)
+            return World(0, 0, 1, 1, first, False, tuple(more))
         try:
             rank, local_rank, world_size, local_world_size = (int(value or "") for value in values)
         except ValueError:
             shown = " ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in names)
             raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/") from None
-        device = _device(local_rank, local_world_size)
-        return World(rank, local_rank, world_size, local_world_size, device, launched=True)
+        first, *more = _devices(local_rank, local_world_size, devices_per_rank)
+        return World(rank, local_rank, world_size, local_world_size, first, True, tuple(more))
 
     @contextmanager
     def connected(self, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Store | None]:
@@ -166,26 +177,36 @@ def _refuse_bare_srun() -> None:
         )
 
 
-def _device(local_rank: int, local_world_size: int) -> torch.device:
-    """The GPU numbered by the local rank, among those visible; the CPU where there are none."""
+def _devices(local_rank: int, local_world_size: int, each: int) -> list[torch.device]:
+    """The GPUs that are the local rank's, among those visible; the CPU where there are none."""
     gpus = torch.cuda.device_count()
     if not gpus:
-        return torch.device("cpu")
-    if local_world_size > gpus:
-        raise Refusal(explain_devices(local_world_size, gpus))
-    return torch.device("cuda", local_rank)
+        return [torch.device("cpu")] * each
+    if local_world_size * each > gpus:
+        raise Refusal(explain_devices(local_world_size, gpus, each))
+    return [torch.device("cuda", local_rank * each + i) for i in range(each)]
 
 
-def explain_devices(local_world_size: int, gpus: int) -> str:
-    """Why so many processes do not fit on so many visible GPUs, and which GPU each would get."""
+def explain_devices(local_world_size: int, gpus: int, each: int = 1) -> str:
+    """Why so many processes do not fit on so many visible GPUs, and which GPUs each would get.
+
+    Args:
+        local_world_size: processes.
+        gpus: visible ones.
+        each: GPUs that each process needs.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(gpus)]
-    got = ", ".join(
-        f"local rank {r} -> " + (f"cuda:{r} (GPU {names[r].strip()})" if r < gpus else "none")
-        for r in range(local_world_size)
-    )
+
+    def share(rank: int) -> str:
+        numbers = range(rank * each, rank * each + each)
+        return " and ".join(f"cuda:{n} (GPU {names[n].strip()})" if n < gpus else "none" for n in numbers)
+
+    got = ", ".join(f"local rank {rank} -> {share(rank)}" for rank in range(local_world_size))
+    needs = f" with {each} GPUs each (--place or --model-parallel)" if each > 1 else ""
+    most = f"start at most {gpus // each}" if gpus >= each else "use fewer for each process"
     return (
-        f"{local_world_size} processes on this node but {gpus} visible GPU{'s' * (gpus != 1)} "
-        f"(CUDA_VISIBLE_DEVICES={'unset' if visible is None else visible}): {got}; "
-        f"start at most {gpus} (--nproc_per_node or -g), or hide all with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        f"{local_world_size} process{'es' * (local_world_size != 1)} on this node{needs} but {gpus} visible "
+        f"GPU{'s' * (gpus != 1)} (CUDA_VISIBLE_DEVICES={'unset' if visible is None else visible}): {got}; "
+        f"{most} (--nproc_per_node or -g), or hide all with CUDA_VISIBLE_DEVICES= to train on the CPU"
     )
