@@ -1,7 +1,7 @@
 """Two devices on a machine that has none: tensors without data, which know their device and refuse to meet others.
 
-torch's fake tensors go through forward and backward and raise an error where tensors of two devices meet. Their device is
-called `lazy`, because the autograd engine needs a real driver for a fake `cuda`.
+torch's fake tensors go through forward and backward and raise an error where tensors of two devices meet. Their device
+is called `lazy`, because the autograd engine needs a real driver for a fake `cuda`.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ def test_which_options_are_harmless() -> None:
     watching = {"digest_every", "strict_bits", "threads"}
     # a run that was stopped by a NaN may go on without that step; the same data may lie elsewhere
     free = tuning | watching | {"on_nonfinite", "data_dir"}
+    free |= {"place", "model_parallel"}  # where something is computed, as is the number of ranks
     assert free == HARMLESS - UNSAVED
     assert {"batch_size", "micro_batch", "seed", "task", "lr", "optimizer", "init_from", "init_partial"} <= SHAPING
 

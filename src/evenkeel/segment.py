@@ -284,7 +284,7 @@ def one_hot(masks: Tensor) -> Tensor:
 
 
 def confusion(found: Tensor, masks: Tensor) -> Tensor:
-    """Pixels of each image by (true class, found class), [n, CLASSES, CLASSES]."""
-    image = torch.arange(len(masks), device=masks.device).view(-1, 1, 1)
-    cells = (image * CLASSES + masks) * CLASSES + found
-    return torch.bincount(cells.flatten(), minlength=len(masks) * CLASSES**2).view(-1, CLASSES, CLASSES)
+    """Pixels of each image by (true class, found class), [n, CLASSES, CLASSES]; whole numbers in float64, in which
+    neither autocast nor a sum rounds them."""
+    true, guessed = (one_hot(classes).double().flatten(2) for classes in (masks, found))
+    return true @ guessed.mT
