@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evenkeel import placement
+from evenkeel.classify import Classify
 from evenkeel.config import Config, devices_per_rank, validate
 from evenkeel.errors import Ended, Refusal
 from evenkeel.gradients import Gradients, Loss, clip
@@ -24,7 +25,6 @@ from evenkeel.placement import Placement, balanced, cut, devices_explained, name
 from evenkeel.plan import Plan
 from evenkeel.segment import Segment
 from evenkeel.state import State
-from evenkeel.tasks import Digits
 from evenkeel.weights import load_weights
 from evenkeel.world import World, explain_devices
 
@@ -309,7 +309,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
 
 
 def test_parts_of_one_network_can_be_placed_too() -> None:
-    net = Digits().model()
+    net = Classify().model()
     found = named(net, {"features": 0, "classifier": 1})
     with fake():
         spread(net, found)
@@ -321,7 +321,7 @@ def test_how_many_devices_a_rank_has() -> None:
     assert devices_per_rank(Config()) == 1
     assert devices_per_rank(Config(model_parallel=3)) == 3
     assert devices_per_rank(Config(place=" a = 0, b=1,c=1")) == 2
-    assert placement.place(Digits().model(), Config(), [CPU]) == ""
+    assert placement.place(Classify().model(), Config(), [CPU]) == ""
 
 
 def test_a_local_rank_has_consecutive_devices(monkeypatch: pytest.MonkeyPatch) -> None:

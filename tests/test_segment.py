@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evenkeel.classify import Classify
 from evenkeel.config import Config
-from evenkeel.data import InMemory
+from evenkeel.datasets import digits
 from evenkeel.errors import Refusal
 from evenkeel.optimization import set_rate
 from evenkeel.segment import CLASSES, PooledNorm, Segment, confusion, discriminator, one_hot, pixel_loss, segmenter
-from evenkeel.tasks import Digits
 
 from . import processes
 from .processes import TRAIN, finish_all, fork_ranks, read, records, wait_until
@@ -48,17 +48,16 @@ def test_the_parts_are_made_from_digits_of_their_own() -> None:
     train, test = (data.digits for data in (SMALL.train_dataset(), SMALL.test_dataset()))
     theirs = {image.numpy().tobytes() for image in train}
     assert not any(image.numpy().tobytes() in theirs for image in test)
-    parts: tuple[InMemory, InMemory] = (Digits().train_dataset(), Digits().test_dataset())
-    assert [len(train), len(test)] == [len(part) for part in parts]
+    assert [len(train), len(test)] == [1437, 360]
 
 
 def test_a_digit_is_labelled_with_what_it_is() -> None:
     one = Segment(canvas=32, digit_size=32, digits_per_canvas=1)
     images, masks = batch(one, list(range(30)), "test")
-    _, labels = Digits().test_dataset().tensors
-    smaller = F.interpolate(Digits().test_dataset().tensors[0], size=32, mode="bilinear")
+    small, labels = digits(train=False).tensors
+    larger = F.interpolate(small / 255, size=32, mode="bilinear")
     for image, mask in zip(images, masks, strict=True):
-        nearest = labels[(smaller - image).square().sum((1, 2, 3)).argmin()]
+        nearest = labels[(larger - image).square().sum((1, 2, 3)).argmin()]
         assert mask.unique().tolist() == [0, 1 + nearest]
 
 
@@ -126,7 +125,7 @@ def test_two_optimizers_with_a_schedule_of_their_own() -> None:
     assert {id(p) for p in held} == {id(p) for p in model.parameters()}
     assert len(held) == len(list(model.parameters()))
     assert SMALL.rates(Config(schedule="constant"), 50, 100) == [1.0, 1.0], "such a run may be prolonged"
-    assert Digits().rates(config, 50, 100) == pytest.approx(0.5**0.9)
+    assert Classify().rates(config, 50, 100) == pytest.approx(0.5**0.9)
     with pytest.raises(ValueError, match=r"shorter|longer"):
         set_rate(optimizers, [0.5])
 
@@ -199,7 +198,7 @@ def options(run_dir: Path, *more: object) -> list[object]:
     return ["--task", TASK, *small, *run]
 
 
-TASK = "evenkeel.segment:Segment"
+TASK = "segment"
 
 
 @pytest.mark.multiprocess

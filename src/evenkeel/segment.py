@@ -18,11 +18,12 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from . import datasets
 from .config import Config
 from .errors import Refusal
 from .optimization import build_optimizer, rate
 from .randomness import derive
-from .tasks import Digits, Task
+from .tasks import Task
 
 CLASSES = 11
 """Background and ten digits."""
@@ -34,7 +35,7 @@ class Canvases(Dataset[Any]):
     """Canvases with digits, and which digit each pixel belongs to. A canvas is a function of its number alone.
 
     Args:
-        digits: images [N, 1, 8, 8] in 0 .. 1.
+        digits: images [N, 1, 8, 8], uint8.
         labels: which digits those are, [N].
         split: keeps the canvases of different parts apart.
         samples: how many canvases there are.
@@ -59,7 +60,7 @@ class Canvases(Dataset[Any]):
         mask = torch.zeros(self.canvas, self.canvas, dtype=torch.int64)
         chosen = torch.randint(len(self.labels), (self.count,), generator=generator)
         places = torch.randint(self.canvas - self.digit_size + 1, (self.count, 2), generator=generator)
-        sized = F.interpolate(self.digits[chosen], size=self.digit_size, mode="bilinear")
+        sized = F.interpolate(self.digits[chosen] / 255, size=self.digit_size, mode="bilinear")
         for digit, label, (y, x) in zip(sized, self.labels[chosen], places.tolist(), strict=True):
             there = slice(y, y + self.digit_size), slice(x, x + self.digit_size)
             ink = digit[0] > INK
@@ -115,12 +116,12 @@ class Segment(Task):
             raise Refusal(f"--digit-size {self.digit_size}: is above --canvas {self.canvas}; a digit must fit on it")
 
     def train_dataset(self) -> Canvases:
-        """Canvases of the digits that the task `digits` is trained on."""
-        return self._canvases("train", self.samples, *Digits().train_dataset().tensors)
+        """Canvases of the digits that `classify` is trained on."""
+        return self._canvases("train", self.samples, *datasets.digits(train=True).tensors)
 
     def test_dataset(self) -> Canvases:
-        """Canvases of the digits that the task `digits` is tested on."""
-        return self._canvases("test", self.test_samples, *Digits().test_dataset().tensors)
+        """Canvases of the digits that `classify` is tested on."""
+        return self._canvases("test", self.test_samples, *datasets.digits(train=False).tensors)
 
     def _canvases(self, split: str, samples: int, images: Tensor, labels: Tensor) -> Canvases:
         return Canvases(images, labels, split, samples, self.canvas, self.digit_size, self.digits_per_canvas)
