@@ -108,7 +108,7 @@ def test_a_cut_that_the_flow_forbids_is_an_error_on_these_devices() -> None:
         wrong.connect(net, DEVICES)
         images = torch.rand(2, 3, 64, 64, device=DEVICES[0])
         with (
-            pytest.raises(Ended, match=r"combines tensors of two of them; move one of them with"),
+            pytest.raises(Ended, match=r"combines tensors of two of them; move one with"),
             devices_explained(net),
         ):
             net(images)
@@ -263,23 +263,24 @@ def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkey
         assert set(task.metrics(model, (images, masks))) == {"confusion", "loss", "adversarial"}
 
 
-def test_the_control_a_loss_that_moves_nothing_is_explained() -> None:
+def test_a_loss_that_combines_tensors_of_two_devices_is_explained() -> None:
     class Careless(Segment):
+        """Uses a weight that is on another device, beside the networks' outputs, which come back."""
+
         def loss(self, model: Any, batch: Any) -> Tensor:
-            images, _ = batch
-            made = model["segmenter"](images.repeat(1, 3, 1, 1))["out"]
-            return (made.mean() + model["discriminator"](made.softmax(1))).mean() + (made - images).mean()
+            return super().loss(model, batch) + model["discriminator"][0].weight.square().sum()
 
     task = Careless(backbone="small", canvas=32, digit_size=16)
     with torch.device("meta"):
         model = task.model()
-    found = named(model, {"segmenter": 1, "discriminator": 0})
+    found = named(model, {"segmenter": 0, "discriminator": 1})
     with fake():
         spread(model, found)
         found.connect(model, DEVICES)
-        images = torch.rand(4, 1, 32, 32, device=DEVICES[0])
+        batch = (torch.rand(4, 1, 32, 32, device=DEVICES[0]), torch.zeros(4, 32, 32, dtype=torch.int64).to(DEVICES[0]))
         with pytest.raises(Ended, match="the model is on several devices") as caught:
-            Loss(model, task)((images, images))
+            Loss(model, task)(batch)
+        assert Segment.loss(task, model, batch).device == DEVICES[0], "without it all is well"
     assert "\n" not in str(caught.value)
 
 
@@ -315,6 +316,12 @@ def test_parts_of_one_network_can_be_placed_too() -> None:
         spread(net, found)
         found.connect(net, DEVICES)
         assert net(torch.rand(2, 1, 8, 8, device=DEVICES[0])).device == DEVICES[0], "where the labels are"
+    with fake():  # the last part is named by nobody, so it is on the first device
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+        found = named(net, {"1": 1})
+        spread(net, found)
+        found.connect(net, DEVICES)
+        assert net(torch.rand(2, 8, device=DEVICES[0])).device == net[2].weight.device == DEVICES[0]
 
 
 def test_how_many_devices_a_rank_has() -> None:

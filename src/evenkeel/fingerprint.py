@@ -68,6 +68,7 @@ NOT_COMPUTING = frozenset(
         "ledger",
         "network",
         "planning",
+        "placement",
         "processes",
         "rendezvous",
         "run",

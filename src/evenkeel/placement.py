@@ -93,7 +93,8 @@ def place(model: nn.Module, config: Config, devices: Sequence[torch.device]) -> 
 
 
 def named(model: nn.Module, networks: Mapping[str, int]) -> Placement:
-    """Each network on the device that it was given.
+    """Each network on the device that it was given. Its outputs come back to the first device, so that the task's loss
+    finds all it combines in one place.
 
     Raises:
         Refusal: the model has no network of such a name.
@@ -108,12 +109,12 @@ def named(model: nn.Module, networks: Mapping[str, int]) -> Placement:
     if 0 not in networks.values() and networks.keys() == children.keys():
         raise Refusal(f"--place {typed}: device 0 has no network; number the devices of a process from 0")
     found = Placement(line=f"--place {typed}")
-    for name, number in networks.items():
-        found.arrivals[name] = number
-        for tensor, _ in [*children[name].named_parameters(name), *children[name].named_buffers(name)]:
-            found.tensors[tensor] = number
-    if not isinstance(model, nn.ModuleDict):  # which is never called itself
-        found.returns.append("")
+    for name, network in children.items():
+        found.arrivals[name] = networks.get(name, 0)
+        for tensor, _ in [*network.named_parameters(name), *network.named_buffers(name)]:
+            found.tensors[tensor] = networks.get(name, 0)
+    # an nn.ModuleDict is never called itself
+    found.returns = list(children) if isinstance(model, nn.ModuleDict) else [""]
     _refuse_ties(model, found, f"--place {typed}")
     return found
 
@@ -384,5 +385,5 @@ def devices_explained(model: nn.Module) -> Iterator[None]:
             raise
         raise Ended(
             "the model is on several devices, and its code or the task's loss combines tensors of two of them; move "
-            f"one of them with .to(other.device): {str(error).splitlines()[0]}"
+            f"one with .to(other.device): {str(error).splitlines()[0]}"
         ) from error

@@ -161,8 +161,7 @@ class Segment(Task):
             parts.append(self.adversarial * verdict_loss(verdict, True).mean())
         parts.append(verdict_loss(model["discriminator"](made.detach()), False).mean())
         parts.append(verdict_loss(model["discriminator"](one_hot(masks)), True).mean())
-        # the networks may be on different devices (--place)
-        return torch.stack([part.to(logits.device) for part in parts]).sum()
+        return torch.stack(parts).sum()
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Counts of each image, from which `summarize` makes the mean IoU of all pixels of all images."""
@@ -170,7 +169,7 @@ class Segment(Task):
         images, masks = batch
         logits = labelled(model["segmenter"], images)
         return {
-            "confusion": confusion(logits.argmax(1), masks.to(logits.device)),
+            "confusion": confusion(logits.argmax(1), masks),
             "loss": pixel_loss(logits, masks).mean(1),
             "adversarial": verdict_loss(model["discriminator"](logits.softmax(1)), True),
         }
@@ -269,7 +268,7 @@ def pixel_loss(logits: Tensor, masks: Tensor) -> Tensor:
     """Cross-entropy of each pixel, [n, h * w]. Flat, because on GPUs torch's two-dimensional one has no deterministic
     algorithm."""
     flat = logits.flatten(2).transpose(1, 2)
-    masks = masks.to(logits.device).flatten(1)
+    masks = masks.flatten(1)
     return F.cross_entropy(flat.flatten(0, 1), masks.flatten(), reduction="none").view_as(masks)
 
 
