@@ -146,9 +146,9 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Linear(4, 4), "Linear can be cut at 0 places only"),
-        (Forked, "Forked can be cut at 0 places only; elsewhere an operation combines what is before and behind"),
-        (tied, "Sequential can be cut at 0 places only"),
+        (lambda: nn.Linear(4, 4), "Linear has 1 modules with weights and 0 places"),
+        (Forked, "Forked has 2 modules with weights and 0 places between them"),
+        (tied, "Sequential has 2 modules with weights and 0 places"),
         (Undecided, "Undecided cannot be cut, because torch.fx does not see how its data flows (TraceError: "),
     ],
 )

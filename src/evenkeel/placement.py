@@ -190,10 +190,10 @@ class _Flow:
         closed = {place for group in self._together for place in range(min(group) + 1, max(group) + 1)}
         allowed = [place for place in range(1, len(self.units)) if place not in closed]
         if len(allowed) < parts - 1:
-            count = f"{len(allowed)} place{'s' * (len(allowed) != 1)}"
             raise Refusal(
-                f"{self.typed} can be cut at {count} only; elsewhere an operation combines what is before and behind, "
-                f"as in a residual block; use --model-parallel {len(allowed) + 1} or less"
+                f"{self.typed} has {len(self.units)} modules with weights and {len(allowed)} places between them at which "
+                "it may be cut (elsewhere an operation combines what is before and behind, as in a residual block); "
+                + (f"use --model-parallel {len(allowed) + 1} or less" if allowed else "leave --model-parallel out")
             )
         return balanced(self._weights, allowed, parts)
 
