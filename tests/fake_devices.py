@@ -7,6 +7,7 @@ is called `lazy`, because the autograd engine needs a real driver for a fake `cu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ DEVICES = [torch.device("lazy", number) for number in range(3)]
 
 def fake() -> FakeTensorMode:
     """A context in which all tensors are fake."""
-    return FakeTensorMode()
+    mode: Any = FakeTensorMode()
+    mode.__deepcopy__ = lambda _memo: mode  # a copy of a tensor is of the same world
+    return mode  # type: ignore[no-any-return]
 
 
 def spread(model: nn.Module, placement: Placement, devices: Sequence[torch.device] = DEVICES) -> None:

@@ -23,6 +23,7 @@ from evenkeel.gradients import Gradients, Loss, clip
 from evenkeel.nonfinite import Verdict
 from evenkeel.placement import Placement, balanced, cut, devices_explained, named
 from evenkeel.plan import Plan
+from evenkeel.precision import Scaler
 from evenkeel.segment import Segment
 from evenkeel.state import State
 from evenkeel.weights import load_weights
@@ -146,9 +147,9 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Linear(4, 4), "Linear has 1 modules with weights and 0 places"),
-        (Forked, "Forked has 2 modules with weights and 0 places between them"),
-        (tied, "Sequential has 2 modules with weights and 0 places"),
+        (lambda: nn.Linear(4, 4), "Linear can be cut at 0 of the 0 places between its modules with weights"),
+        (Forked, "Forked can be cut at 0 of the 1 places"),
+        (tied, "Sequential can be cut at 0 of the 1 places"),
         (Undecided, "Undecided cannot be cut, because torch.fx does not see how its data flows (TraceError: "),
     ],
 )
@@ -239,7 +240,9 @@ def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkey
     with fake():
         spread(model, found)
         found.connect(model, DEVICES)
-        state = State(model, [])  # no optimizer, because those for fake tensors ask whether a step is finite
+        # no optimizer, because those for fake tensors ask whether a step is finite
+        scaler = Scaler(DEVICES[0]) if reduce == "ring" else None
+        state = State(model, [], scaler=scaler, ema=0.9)
         world = World(0, 0, 1, 1, DEVICES[0], False, tuple(DEVICES[1:]))
         gradients = Gradients(task, state, world, plan, reduce=reduce)
         batches = [(torch.rand(4, 1, 32, 32), torch.zeros(4, 32, 32, dtype=torch.int64)) for _ in range(2)]
@@ -251,16 +254,18 @@ def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkey
         assert {name: value.device for name, value in done.buffers.items()} == {
             name: buffer.device for name, buffer in model.named_buffers()
         }
-        state.commit(done.buffers, norm)
+        state.commit(done.buffers, norm, done.judge)
         assert state.step == 1
-        assert [number.device for number in state._seqlock.done] == list(
-            dict.fromkeys(p.device for p in model.parameters())
-        )
+        assert {number.device for number in state._seqlock.done} == devices | ({DEVICES[0]} if scaler else set())
+        assert [p.device for p in state.best_model.parameters()] == [p.device for p in model.parameters()]
         model.zero_grad()
         gradients.wrapped(None).backward()
-        model.eval()
         images, masks = (values.to(DEVICES[0]) for values in batches[0])
-        assert set(task.metrics(model, (images, masks))) == {"confusion", "loss", "adversarial"}
+        for evaluated in (model.eval(), state.best_model):
+            metrics = task.metrics(evaluated, (images, masks))
+            assert {name: value.device for name, value in metrics.items()} == dict.fromkeys(
+                ["confusion", "loss", "adversarial"], DEVICES[0]
+            )
 
 
 def test_a_loss_that_combines_tensors_of_two_devices_is_explained() -> None:

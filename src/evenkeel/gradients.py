@@ -58,7 +58,8 @@ class Loss(nn.Module):
         if batch is None:
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
-        with autocast(self._precision, self._device_type), devices_explained(self.model):  # so that every replica has it
+        # autocast is here, so that every replica has it
+        with autocast(self._precision, self._device_type), devices_explained(self.model):
             loss = self._task.loss(self.model, batch)
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
@@ -127,7 +128,7 @@ class Gradients:
                     if last:
                         activity.enter(REDUCTION)
                     # the scale, or NaN where the loss is not finite: its gradient might be, and all ranks must hear it
-                    part.backward(self._scale + 0 * part.detach())
+                    part.backward(self._scale(part.device) + 0 * part.detach())
                 small.push(Node(0, micro_batch.id), self._collect(part.detach(), weight))
                 if not last:
                     self.reduction.keep(micro_batch.id)
@@ -142,10 +143,9 @@ class Gradients:
             self.state.scaler.unscale(self.state.model.parameters())
         return Step(self, small, runs)
 
-    @property
-    def _scale(self) -> Tensor | float:
+    def _scale(self, device: torch.device) -> Tensor | float:
         """What the loss is multiplied by for the backward pass."""
-        return self.state.scaler.scale if self.state.scaler else 1.0
+        return self.state.scaler.scale.to(device) if self.state.scaler else 1.0
 
     @torch.no_grad()
     def _collect(self, loss: Tensor, weight: float) -> Tensor:

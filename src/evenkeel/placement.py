@@ -191,8 +191,9 @@ class _Flow:
         allowed = [place for place in range(1, len(self.units)) if place not in closed]
         if len(allowed) < parts - 1:
             raise Refusal(
-                f"{self.typed} has {len(self.units)} modules with weights and {len(allowed)} places between them at which "
-                "it may be cut (elsewhere an operation combines what is before and behind, as in a residual block); "
+                f"{self.typed} can be cut at {len(allowed)} of the {max(0, len(self.units) - 1)} places between its "
+                "modules with weights (at the others an operation combines what is before and behind, as in a residual "
+                "block); "
                 + (f"use --model-parallel {len(allowed) + 1} or less" if allowed else "leave --model-parallel out")
             )
         return balanced(self._weights, allowed, parts)
@@ -271,7 +272,11 @@ def _enter(value: Any, module: str) -> Any:
 
 
 class _Tracer(fx.Tracer):
-    """Traces down to torch's own modules, and notes where values enter those that it looks into."""
+    """Traces down to torch's own modules and innermost ones, and notes where values enter those that it looks into."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is taken as a whole."""
+        return super().is_leaf_module(m, module_qualified_name) or not any(True for _ in m.children())
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Trace a call of a module."""
