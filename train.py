@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from evenkeel import data, launchers
 from evenkeel.arithmetic import fix_arithmetic, operations_named
 from evenkeel.cli import parse
-from evenkeel.config import Config, validate
+from evenkeel.config import Config, devices_per_rank, validate
 from evenkeel.data import ElasticSampler
 from evenkeel.errors import FAILED, exit_code, leave
 from evenkeel.eval_only import evaluate_only
@@ -28,7 +28,8 @@ from evenkeel.gradients import Gradients, clip
 from evenkeel.interruption import Interruption
 from evenkeel.memory import explaining
 from evenkeel.mistakes import check_model
-from evenkeel.optimization import rate, set_rate
+from evenkeel.optimization import set_rate
+from evenkeel.placement import place
 from evenkeel.plan import Plan
 from evenkeel.precision import Scaler
 from evenkeel.probe import Probe
@@ -51,7 +52,7 @@ def main() -> int:
     config, task = parse(sys.argv[1:])
     interruption = Interruption(config.grace)  # takes the signals from here on
     fix_arithmetic(config.deterministic or config.reduce == "tree", config.threads, config.precision == "tf32")
-    world = World.from_environment(config.strategy)
+    world = World.from_environment(devices_per_rank(config), config.strategy)
     limit = config.limit_batches * config.batch_size
     train_set, test_set = data.limited(task.train_dataset(), limit), data.limited(task.test_dataset(), limit, "test")
     validate(config, len(train_set), len(test_set))
@@ -88,11 +89,11 @@ def build(config: Config, task: Task, world: World, plan: Plan) -> State:
     freeze(model, config.freeze)
     if config.sync_batchnorm:
         synchronise(model, plan, world)
-    model.to(world.device)
+    placed = place(model, config, world.devices)
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
     optimizers = task.optimizers(model, config)
-    return State(model, optimizers, config.on_nonfinite == "skip", origin, scaler, config.ema, stopping)
+    return State(model, optimizers, config.on_nonfinite == "skip", origin, scaler, config.ema, stopping, placed)
 
 
 def train(
@@ -130,7 +131,7 @@ def train(
             state.clear_gradients()
             done = gradients.of_step(step, micro_batches, their_batches)
             norm = clip(state.model, config.clip_norm)
-            set_rate(state.optimizers, rate(config, step, plan.total_steps))
+            set_rate(state.optimizers, task.rates(config, step, plan.total_steps))
             state.commit(done.buffers, norm, done.judge)
 
             if state.step % config.log_every == 0:

@@ -158,7 +158,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     hints = get_type_hints(Config)
     on = ("fresh", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
     switches = dict.fromkeys(on, True)
-    apart = ("task", "config", "eval_only", "strategy", *on)
+    apart = ("task", "config", "eval_only", "strategy", "place", *on)  # --place and --model-parallel exclude each other
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
@@ -168,6 +168,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     assert parse(["--eval-only"])[0].eval_only
     config, _ = parse(["--strategy", "dp", "--micro-batch", "auto"])  # the first does not go with --reduce tree
     assert (config.strategy, config.micro_batch) == ("dp", "auto")
+    assert parse(["--place", "a=0,b=1"])[0].place == "a=0,b=1"
 
 
 def test_the_options_of_a_task(folder: Path) -> None:
@@ -334,7 +335,7 @@ def test_a_whole_number_is_a_float_too(folder: Path) -> None:
         ("classify", "fresh", 1, "bool"),
         ("classify", "fresh", "true", "bool"),
         ("classify", "optimizer", "lion", "Literal['sgd', 'adam', 'adamw']"),
-        ("classify", "schedule", 1, "Literal['constant', 'linear', 'cosine', 'step']"),
+        ("classify", "schedule", 1, "Literal['constant', 'linear', 'cosine', 'step', 'poly']"),
         ("classify", "run_dir", 1, "Path | None"),
         ("classify", "width", 1.5, "int"),
         ("../tasks_of_mine.py:Rich", "sizes", 3, "tuple[int, ...]"),

@@ -139,6 +139,7 @@ def test_which_options_are_harmless() -> None:
     watching = {"digest_every", "strict_bits", "threads"}
     # a run that was stopped by a NaN may go on without that step; the same data may lie elsewhere
     free = tuning | watching | {"on_nonfinite", "data_dir"}
+    free |= {"place", "model_parallel"}  # where something is computed, as is the number of ranks
     assert free == HARMLESS - UNSAVED
     assert {"micro_batch", "strategy"} == CUTTING, (
         "how a batch is cut, which a run out of memory must be able to change"

@@ -181,8 +181,14 @@ def test_processes_for_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert launch.count_processes(3) == 3
     with pytest.raises(Refusal, match=r"-g 5.*CUDA_VISIBLE_DEVICES.*0,1,2,3"):
         launch.count_processes(5)
+    assert (launch.count_processes(None, 2), launch.count_processes(2, 2), launch.count_processes(None, 3)) == (2, 1, 1)
+    with pytest.raises(Refusal, match=r"-g 3: each process takes 2 GPUs"):
+        launch.count_processes(3, 2)
+    with pytest.raises(Refusal, match=r"1 process on this node with 5 GPUs each .* but 4 visible GPUs"):
+        launch.count_processes(None, 5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launch.count_processes(5) == 5
+    assert launch.count_processes(5, 2) == 5, "on the CPU nothing is divided"
     assert capsys.readouterr().err == ""
     assert launch.count_processes(None) == 2
     assert "no GPU" in capsys.readouterr().err

@@ -168,39 +168,47 @@ def test_a_commit_that_hangs_is_waited_for_with_patience() -> None:
     assert state.capture(patience=0.1)["step"] == 1
 
 
-def test_the_device_s_numbers_tell_whole_copies_from_torn_ones() -> None:
-    """A thread plays the GPU: it goes through its steps and asks nobody. And the control: without the numbers, most
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_devices_numbers_tell_whole_copies_from_torn_ones(devices: int) -> None:
+    """A thread plays each GPU: it goes through its steps and asks nobody. And the control: without the numbers, most
     copies are mixtures."""
-    seqlock, staging = Seqlock(CPU), Staging(CPU)
-    weights = [torch.zeros(500_000) for _ in range(4)]
+    seqlock, staging = Seqlock(*[CPU] * devices), Staging(CPU)
+    weights = [[torch.zeros(500_000) for _ in range(4 // devices)] for _ in range(devices)]
     ended = threading.Event()
+    together = threading.Barrier(devices)  # as an exchange of gradients makes them wait for each other
 
-    def device() -> None:
-        for step in itertools.count(1):
-            if ended.is_set():
-                break
-            seqlock.begun.fill_(step)
-            for weight in weights:
-                weight.fill_(step)
-            seqlock.done.fill_(step)
-            time.sleep(0.002 * (step % 2))
+    def device(number: int) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            for step in itertools.count(1):
+                together.wait()
+                seqlock.begun[number].fill_(step)
+                for weight in weights[number]:
+                    weight.fill_(step)
+                seqlock.done[number].fill_(step)
+                time.sleep(0.002 * (step % 2))
+                if ended.is_set():
+                    together.abort()
 
-    thread = threading.Thread(target=device)
-    thread.start()
+    threads = [threading.Thread(target=device, args=(number,)) for number in range(devices)]
+    for thread in threads:
+        thread.start()
     try:
         told = {True: 0, False: 0}
         mixtures, deadline = 0, time.monotonic() + 240
         while min(told.values()) < 20 and time.monotonic() < deadline:
-            copied = copy(staging, {"done": seqlock.done, "weights": weights, "begun": seqlock.begun})
-            seen = {int(bound) for weight in copied["weights"] for bound in torch.aminmax(weight)}
-            whole = bool(copied["done"] == copied["begun"])
-            if whole:
-                assert seen == {int(copied["done"])}
+            live = {"done": seqlock.done, "weights": weights, "begun": seqlock.begun}
+            copied, fill = staging.place(live, ends=devices)
+            fill()
+            seen = {int(bound) for part in copied["weights"] for weight in part for bound in torch.aminmax(weight)}
+            numbers = {int(number) for number in [*copied["done"], *copied["begun"]]}
+            if len(numbers) == 1:
+                assert seen == numbers
             mixtures += len(seen) > 1
-            told[whole] += 1
+            told[len(numbers) == 1] += 1
     finally:
         ended.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
     assert min(told.values()) >= 20
     assert mixtures
 

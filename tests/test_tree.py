@@ -88,7 +88,7 @@ def test_a_missing_leaf_is_no_zero() -> None:
 def test_an_error_in_the_pipeline_reaches_all_that_wait() -> None:
     """There is no process group, so the first exchange fails; backward would wait for the futures of all buckets."""
     cpu = torch.device("cpu")
-    pipeline, world = _Pipeline(cpu), World(0, 0, 2, 2, cpu, launched=True)
+    pipeline, world = _Pipeline([cpu]), World(0, 0, 2, 2, cpu, launched=True)
     for last in (False, False, True), (True,):
         futures: list[Future[Tensor]] = [Future() for _ in last]
         for future, is_last in zip(futures, last, strict=True):

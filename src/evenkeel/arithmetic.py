@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .errors import Ended
 
@@ -52,3 +53,12 @@ def operations_named() -> Iterator[None]:
             f"{found[1]} has no deterministic algorithm on this device, and --deterministic and --reduce tree need "
             "one; use another operation in its place, or run without them"
         ) from error
+
+
+def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors, in place, by a scalar of any device; they may be on several."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(device))

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from .arithmetic import multiply
+
 
 class Average:
     """A copy of a model whose parameters are averages over the steps and whose buffers are the model's.
@@ -39,7 +41,7 @@ class Average:
         """
         weight = torch.where(bad, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
         change = torch._foreach_sub(self._live, self._mean)
-        torch._foreach_mul_(change, weight)
+        multiply(change, weight)
         torch._foreach_add_(self._mean, list(change))
         for name, value in buffers.items():
             self._buffers[name].copy_(value)

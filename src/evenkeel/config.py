@@ -52,6 +52,12 @@ class Config:
     loss_scale: float = 65536.0
     """First factor of the loss with --precision fp16, a power of two. Halved in a step whose gradient overflows, which
     is left out; doubled after 2,000 that do not."""
+    place: str = ""
+    """Networks on GPUs of their own, for example segmenter=0,discriminator=1: each process then has as many GPUs as are
+    named, numbered from 0; networks that are not named are on 0. Without GPUs it changes nothing."""
+    model_parallel: int = 1
+    """Cut the network into this many consecutive parts of about equal memory, and give each process as many GPUs.
+    Without GPUs it changes nothing."""
     micro_batch: int | Literal["auto"] = 0
     """Samples that a process computes at a time. Bounds memory, and batch size / micro-batch bounds the number
     of processes with work. 0: an eighth of the batch size, so that up to 8 processes share a step. auto: the largest
@@ -70,9 +76,9 @@ class Config:
     """Decay all parameters. Without it, those of fewer than two dimensions (norms, biases) are left out."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0 in a straight line."""
-    schedule: Literal["constant", "linear", "cosine", "step"] = "cosine"
-    """Course of the learning rate after the warm-up. linear, cosine: to 0 at the last step; step: a tenth after each
-    third of the steps."""
+    schedule: Literal["constant", "linear", "cosine", "step", "poly"] = "cosine"
+    """Course of the learning rate after the warm-up. linear, cosine: to 0 at the last step; poly: DeepLab's, the linear
+    one to the power of 0.9; step: a tenth after each third of the steps."""
     clip_norm: float = 0.0
     """Largest 2-norm of the whole gradient. 0: no clipping."""
     ema: float = 0.0
@@ -146,6 +152,8 @@ HARMLESS = frozenset(
         "data_dir",
         "num_workers",
         "threads",
+        "place",
+        "model_parallel",
         "checkpoint_every",
         "grace",
         "hang_timeout",
@@ -184,7 +192,7 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     Raises:
         Refusal: names the flag, the value and the remedy.
     """
-    counts = ["epochs", "batch_size", "micro_batch", "keep", "log_every", "grace"]
+    counts = ["epochs", "batch_size", "micro_batch", "keep", "log_every", "grace", "model_parallel"]
     may_be_zero = ["max_steps", "warmup_steps", "clip_norm", "num_workers", "threads", "checkpoint_every", "eval_every"]
     may_be_zero += ["digest_every", "hang_timeout", "lr", "weight_decay", "seed", "ema", "patience", "limit_batches"]
     for name, least in (dict.fromkeys(counts, 1) | dict.fromkeys(may_be_zero, 0)).items():
@@ -229,6 +237,45 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         raise Refusal(f"--init-from {config.init_from}: no such file or folder")
     if config.init_partial and not config.init_from:
         raise Refusal("--init-partial: there is no --init-from that it could be about; name a file or leave it out")
+    placed_networks(config)
+    if config.place and config.model_parallel > 1:
+        raise Refusal(
+            f"--place {config.place} --model-parallel {config.model_parallel}: whole networks are placed or one is "
+            "cut; leave one of them out"
+        )
+    if config.strategy == "dp" and devices_per_rank(config) > 1:
+        raise Refusal(
+            "--strategy dp: gives each GPU a copy of the whole network, which --place and --model-parallel divide; "
+            "leave one of them out"
+        )
+
+
+def placed_networks(config: Config) -> dict[str, int]:
+    """Network -> number of its device within the process, as --place says.
+
+    Raises:
+        Refusal: it does not say that.
+    """
+    found: dict[str, int] = {}
+    for item in filter(None, config.place.split(",")):
+        name, _, number = (part.strip() for part in item.partition("="))
+        if not name or not number.isdecimal() or name in found:
+            raise Refusal(
+                f"--place {config.place}: '{item.strip()}' is not NETWORK=NUMBER, once for each network; for example "
+                "segmenter=0,discriminator=1"
+            )
+        found[name] = int(number)
+    if missing := set(range(1, max(found.values(), default=0))) - set(found.values()):
+        raise Refusal(
+            f"--place {config.place}: device {min(missing)} has no network; number the devices of a process without "
+            "gaps"
+        )
+    return found
+
+
+def devices_per_rank(config: Config) -> int:
+    """GPUs that each process has, k: local rank r has numbers r * k up to r * k + k - 1."""
+    return max(config.model_parallel, *(number + 1 for number in placed_networks(config).values()), 1)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

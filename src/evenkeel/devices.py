@@ -41,17 +41,28 @@ def name_visible(gpus: int) -> str:
     return ", ".join(device_name(torch.device("cuda", i)) for i in range(gpus)) or "none"
 
 
-def explain_devices(local_world_size: int, gpus: int) -> str:
-    """Why so many processes do not fit on so many visible GPUs, and which GPU each would get."""
-    got = ", ".join(
-        f"local rank {r} -> " + (device_name(torch.device("cuda", r)) if r < gpus else "none")
-        for r in range(local_world_size)
-    )
+def explain_devices(local_world_size: int, gpus: int, each: int = 1) -> str:
+    """Why so many processes do not fit on so many visible GPUs, and which GPUs each would get.
+
+    Args:
+        local_world_size: processes.
+        gpus: visible ones.
+        each: GPUs that each process needs.
+    """
+
+    def share(rank: int) -> str:
+        numbers = range(rank * each, rank * each + each)
+        return " and ".join(device_name(torch.device("cuda", n)) if n < gpus else "none" for n in numbers)
+
+    got = ", ".join(f"local rank {rank} -> {share(rank)}" for rank in range(local_world_size))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    needs = f" with {each} GPUs each (--place or --model-parallel)" if each > 1 else ""
+    most = f"start at most {gpus // each}" if gpus >= each else "use fewer for each process"
     return (
-        f"{local_world_size} processes on this node but {gpus} visible GPU{'s' * (gpus != 1)} "
-        f"(CUDA_VISIBLE_DEVICES={'unset' if visible is None else visible}): {got}{_missing(gpus)}; "
-        f"start at most {gpus} (--nproc_per_node or -g), or hide all with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        f"{local_world_size} process{'es' * (local_world_size != 1)} on this node{needs} but {gpus} visible "
+        f"GPU{'s' * (gpus != 1)} (CUDA_VISIBLE_DEVICES={'unset' if visible is None else visible}): "
+        f"{got}{_missing(gpus)}; {most} (--nproc_per_node or -g), or hide all with CUDA_VISIBLE_DEVICES= to train on "
+        "the CPU"
     )
 
 

@@ -18,6 +18,7 @@ from .config import Config
 from .data import SizedDataset
 from .errors import Refusal
 from .evaluation import Evaluation
+from .placement import place
 from .precision import substitute
 from .run_directory import read_config
 from .tasks import Task
@@ -46,10 +47,11 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
         if world.broadcast(_is_its_own_origin(config, checkpoints)):
             config = replace(config, init_from=None)
         origin = _load(config, run_dir, checkpoints, model, world)
-        model.to(world.device)
+        placed = place(model, config, world.devices)
         metrics = Evaluation(task, model, test_set, config, world)()
         if world.rank == 0:
-            _print(origin, metrics, len(test_set), substitute(config.precision, world.device))
+            notes = [note for note in (placed, substitute(config.precision, world.device)) if note]
+            _print(origin, metrics, len(test_set), notes)
     return 0
 
 
@@ -102,11 +104,11 @@ def _nothing(run_dir: Path) -> Refusal:
     return Refusal(f"--eval-only: {run_dir} has no checkpoint; train first, or name weights with --init-from")
 
 
-def _print(origin: str, metrics: dict[str, float], samples: int, note: str) -> None:
+def _print(origin: str, metrics: dict[str, float], samples: int, notes: list[str]) -> None:
     weights = re.split(r": (?:all )?\d+ (?:tensors )?of the model", origin)[0]
     step = re.search(r"\bstep-(\d+)", weights)
     shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    if note:
+    for note in notes:
         print(f"evenkeel: {note}")
     print(f"evenkeel: {origin}")
     print(f"evenkeel: evaluated {samples} samples: {shown}")

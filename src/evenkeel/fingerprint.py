@@ -71,6 +71,7 @@ NOT_COMPUTING = frozenset(
         "mistakes",
         "network",
         "planning",
+        "placement",
         "probe",
         "processes",
         "rendezvous",

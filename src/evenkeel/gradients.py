@@ -27,6 +27,7 @@ from .data import divide, samples_in, to_device
 from .devices import replicas
 from .memory import note_batch
 from .mistakes import check_gradients, checked_loss, explain
+from .placement import devices_explained
 from .plan import MicroBatch, Plan, chunks
 from .precision import Precision, autocast
 from .randomness import derive, seed_everything
@@ -58,8 +59,10 @@ class Loss(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter."""
         if batch is None:
-            return torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum() * 0
-        with autocast(self._precision, self._device_type):  # here, so that every replica has it
+            sums = [p.sum() for p in self.parameters() if p.requires_grad]
+            return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
+        # autocast is here, so that every replica has it
+        with autocast(self._precision, self._device_type), devices_explained(self.model):
             loss = checked_loss(self._task.loss(self.model, batch))
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
@@ -174,7 +177,7 @@ class Gradients:
                     if last:
                         activity.enter(REDUCTION)
                     # the scale, or NaN where the loss is not finite: its gradient might be, and all ranks must hear it
-                    part.backward(self._scale + 0 * part.detach())
+                    part.backward(self._scale(part.device) + 0 * part.detach())
                 small.push(Node(0, micro_batch.id), self._collect(part.detach(), weight))
                 if not last:
                     self.reduction.keep(micro_batch.id)
@@ -196,10 +199,9 @@ class Gradients:
             self.state.scaler.unscale(self.state.model.parameters())
         return Step(self, small, runs)
 
-    @property
-    def _scale(self) -> Tensor | float:
+    def _scale(self, device: torch.device) -> Tensor | float:
         """What the loss is multiplied by for the backward pass."""
-        return self.state.scaler.scale if self.state.scaler else 1.0
+        return self.state.scaler.scale.to(device) if self.state.scaler else 1.0
 
     @torch.no_grad()
     def _collect(self, loss: Tensor, weight: float) -> Tensor:
@@ -214,7 +216,7 @@ class Gradients:
         if self._used:
             parts.append(self._used.take())
         self.state.rewind_buffers()
-        return torch.cat(parts)
+        return torch.cat([part.to(self.world.device) for part in parts])
 
     def _placed(self, batch: Any) -> Any:
         return batch if isinstance(self.wrapped, Parallel) else to_device(batch, self.world.device)
@@ -254,7 +256,7 @@ class Step:
         for (name, base), change in zip(committed.items(), parts, strict=True):
             # rounded, because thirds of one count need not add up to exactly one
             change = change if base.is_floating_point() else change.round()
-            moved[name] = (base.double() + change.view_as(base)).to(base.dtype)
+            moved[name] = (base.double() + change.view_as(base).to(base.device)).to(base.dtype)
         return moved
 
     @cached_property
@@ -283,7 +285,8 @@ def wrap(
         return module
     ddp = DistributedDataParallel(
         module,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        # a model on several devices moves its inputs itself (`placement`), and DDP must leave them alone
+        device_ids=[world.device.index] if world.device.type == "cuda" and not world.more_devices else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=task.unused_parameters,
         **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `Step.buffers` keeps them equal

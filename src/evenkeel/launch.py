@@ -195,8 +195,16 @@ def _torchrun_has(option: str) -> bool:
     return option in (Path(torch.origin).parent / "distributed" / "run.py").read_text()
 
 
-def count_processes(asked: int | None) -> int:
-    """Return how many processes to start here: as asked, if there are as many GPUs, else one for each GPU."""
+def count_processes(asked: int | None, each: int = 1) -> int:
+    """Return how many processes to start here.
+
+    Args:
+        asked: -g: GPUs to use; without any GPU here, processes. None: all GPUs.
+        each: GPUs that a process takes.
+
+    Raises:
+        Refusal: there are not as many GPUs, or they do not divide.
+    """
     import torch  # takes seconds: not before the cheap refusals
 
     from .devices import explain_devices
@@ -206,9 +214,17 @@ def count_processes(asked: int | None) -> int:
     if asked is None and not present:
         print(f"evenkeel: no GPU here: {CPU_PROCESSES} processes on the CPU; -g sets how many", file=sys.stderr)
         return CPU_PROCESSES
-    if asked is not None and 0 < present < asked:
-        raise Refusal(f"-g {asked}: {explain_devices(asked, present)}")
-    return present if asked is None else asked
+    if not present:
+        return asked or CPU_PROCESSES  # they share the CPU
+    wanted = present if asked is None else asked
+    if max(wanted, each) > present:
+        typed = "" if asked is None else f"-g {asked}: "
+        raise Refusal(typed + explain_devices(max(1, wanted // each), present, each))
+    if asked is not None and asked % each:
+        raise Refusal(
+            f"-g {asked}: each process takes {each} GPUs (--place or --model-parallel); use a multiple of that"
+        )
+    return wanted // each
 
 
 def refuse_useless_gpus(device: Path = Path("/dev/nvidiactl")) -> None:

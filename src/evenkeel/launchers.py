@@ -46,7 +46,8 @@ class SingleNode:
     """
 
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
-    """Processes on this node, one for each GPU. Default: the GPUs present; on a machine without, 2."""
+    """GPUs of this node to use, one process for each, or for as many as --place or --model-parallel need. Default: all;
+    on a machine without, the number of processes, 2 by default."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """How often this node may start its processes again after one of them, or another node, has died."""
     script: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
@@ -200,7 +201,7 @@ def prepare(options: type[SingleNode], argv: Sequence[str], train: Path, *, tell
     if config:
         check_company(config, topology.gpus * topology.max_nodes)
     alone = config is not None and config.strategy == "dp"
-    topology = replace(topology, gpus=count_processes(1 if alone else typed.gpus))
+    topology = replace(topology, gpus=count_processes(1 if alone else typed.gpus, _gpus_of_each(config)))
     return Start(typed, topology, command_for(topology, script, train_args, telling=telling), config)
 
 
@@ -212,6 +213,13 @@ def check_company(config: Config, processes: int) -> None:
         from .devices import refuse_company
 
         refuse_company(processes, torch.cuda.device_count())
+
+
+def _gpus_of_each(config: Config | None) -> int:
+    """GPUs that one process takes."""
+    from .config import devices_per_rank
+
+    return devices_per_rank(config) if config else 1
 
 
 def topology_in(arguments: Sequence[str]) -> list[str]:

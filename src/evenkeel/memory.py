@@ -55,8 +55,9 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
         config: with the micro-batch; None where it is not known yet.
         saved: what has become of the last finished step.
     """
-    if replica := re.search(r"in replica \d+ on device (\d+)", str(error)):  # of nn.DataParallel
-        device = torch.device("cuda", int(replica[1]))
+    # of nn.DataParallel, or with a model on several devices
+    if other := re.search(r"in replica \d+ on device (\d+)|GPU (\d+) has a total capacity", str(error)):
+        device = torch.device("cuda", int(other[1] or other[2]))
     wanted = re.search(r"ried to allocate (\d[\d.]* \w+)", str(error))
     on_host = device.type != "cuda" or "DefaultCPUAllocator" in str(error) or isinstance(error, (MemoryError, OSError))
     place = f"the memory of host {socket.gethostname()}" if on_host else str(describe(device))

@@ -68,6 +68,7 @@ class Verdict:
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
+        self._device = device
         self._answer = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -79,7 +80,7 @@ class Verdict:
         """
         self._answer.copy_(bad, non_blocking=True)
         if self._arrived:
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(self._device))
 
     @property
     def known(self) -> bool:

@@ -52,12 +52,19 @@ def rate(config: Config, step: int, total_steps: int) -> float:
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     if config.schedule == "step":
         return float(0.1 ** int(3 * progress))
+    if config.schedule == "poly":
+        return float((1 - progress) ** 0.9)
     return 1 - progress if config.schedule == "linear" else (1 + cos(pi * progress)) / 2
 
 
-def set_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
-    """Set every parameter group's learning rate to its own peak times a factor."""
-    for optimizer in optimizers:
+def set_rate(optimizers: Sequence[Optimizer], factors: float | Sequence[float]) -> None:
+    """Set every parameter group's learning rate to its own peak times a factor: one for all, or each optimizer's own.
+
+    Raises:
+        ValueError: there are more or fewer factors than optimizers.
+    """
+    each = [factors] * len(optimizers) if isinstance(factors, (int, float)) else factors
+    for optimizer, factor in zip(optimizers, each, strict=True):
         for group in optimizer.param_groups:
             # the peak is kept in the group, as torch's schedulers do, so that it travels with the state
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from .arithmetic import multiply
 from .config import FLOOR
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -66,8 +67,7 @@ class Scaler:
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide the gradients by the scale. After the reduction, before their norm is taken."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, self.scale.reciprocal())
+        multiply(gradients, self.scale.reciprocal())
 
     @torch.no_grad()
     def overflow(self, norm: Tensor, loss: Tensor) -> Tensor:

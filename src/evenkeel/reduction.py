@@ -20,6 +20,7 @@ With one subtree for each rank that moves as many bytes as a ring does.
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -87,7 +88,7 @@ class Tree:
         self._kept = Fold(_add)
         self._memory: dict[tuple[int, int, int], Tensor] = {}
         self._exchanges: dict[tuple[int, int], Exchange] = {}
-        self._pipeline = _Pipeline(world.device)
+        self._pipeline = _Pipeline(world.devices)
         # DDP then asks all ranks what they have used, when it likes; in one group that could meet our exchanges in
         # another order on each rank
         self._group = dist.new_group() if unused and world.world_size > 1 else None
@@ -305,9 +306,10 @@ class _Pipeline:
     buckets alone: scatter 0, scatter 1, gather 0, scatter 2, gather 1, ..., gather of the last.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # on a GPU a stream of its own, for the one that computes is still busy with the rest of backward
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        # on each GPU a stream of its own, for the one that computes is still busy with the rest of backward
+        gpus = [device for device in devices if device.type == "cuda"]
+        self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -322,7 +324,9 @@ class _Pipeline:
         while True:
             taken: list[_Job] = []
             try:
-                with torch.cuda.stream(self._stream):  # nothing without one
+                with ExitStack() as stack:
+                    for stream in self._streams:
+                        stack.enter_context(torch.cuda.stream(stream))
                     self._one_pass(taken)
             except BaseException as error:  # whatever it is, backward waits for the futures and must hear of it
                 while not taken[-1].last:
@@ -338,7 +342,7 @@ class _Pipeline:
             job = self._jobs.get()
             taken.append(job)
             if job.ready:
-                job.ready.wait()
+                job.ready.wait(torch.cuda.current_stream(job.bucket.device))
             handle = job.exchange.scatter(job.rows, job.runs)
             gathered = self._advance(scattered, gathered)
             scattered = job, handle

@@ -32,7 +32,6 @@ from .interruption import STOPPED
 from .ledger import goodput, ledger, read_records
 from .memory import OutOfMemory, explained
 from .mistakes import is_out_of_memory
-from .optimization import rate
 from .plan import Plan
 from .precision import substitute
 from .probe import Probe
@@ -79,7 +78,7 @@ class Run:
         self._skipped_told = 0
         self._logged = 0
         self._writer: Background[float] = Background("checkpoint")
-        self._staging = Staging(world.device)
+        self._staging = Staging(*world.devices)
         self._saving = 0
         self.started = time.monotonic()
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
@@ -204,6 +203,8 @@ class Run:
                 state.restore(self.world.broadcast_tensors(saved, holder))
                 break
         if self.tracker:
+            if state.placed:
+                log.info("%s", state.placed)
             if state.origin and newest == 0:
                 # what has stayed random must not be overlooked
                 log.log(logging.WARNING if self.config.init_partial else logging.INFO, "%s", state.origin)
@@ -246,10 +247,10 @@ class Run:
             self._skipped_told = state.skipped
             log.warning("step %d was not finite and is left out, %d so far", state.last_skipped, state.skipped)
             self.tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
-        lr = rate(self.config, state.step - 1, self.plan.total_steps) * self.config.lr
         more = {}
         if state.scaler:  # of the next step, and how many the run has left out for it
             more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
+        lr = state.optimizers[0].param_groups[0]["lr"]
         self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
         self._logged = state.step
 
@@ -419,7 +420,7 @@ class Run:
         kept = self._staging.take(patience=self.config.grace / 2)
         try:
             # new memory if the writer does not come back with the other
-            staging = self._staging if kept else Staging(self.world.device)
+            staging = self._staging if kept else Staging(*self.world.devices)
             captured = state.capture(self.config.grace / 4, staging, final=True)
             path = self.checkpoints.rescue(captured)
         except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed

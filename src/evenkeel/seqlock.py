@@ -26,19 +26,21 @@ class Torn(Exception):  # noqa: N818
 
 
 class Seqlock:
-    """Guards a state on one device. On a CPU, which has done what it was told when a call returns, it is a lock.
+    """Guards a state on one device or several. On a CPU, which has done what it was told when a call returns, it is a
+    lock.
+
+    Each device has two numbers of its own. The state is whole if all of them are equal.
 
     Args:
-        device: where the state is.
+        devices: where the state is; at least one.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.begun, self.done = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+    def __init__(self, *devices: torch.device) -> None:
+        self.begun, self.done = ([torch.zeros((), dtype=torch.int64, device=d) for d in devices] for _ in range(2))
         self.asked = 0
         """The last step that the host has begun to ask for."""
         self._host = threading.Lock()
-        cuda = device.type == "cuda"
-        self._end = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+        self._ends = {d: torch.cuda.Event() for d in devices if d.type == "cuda"}  # type: ignore[no-untyped-call]
 
     @contextmanager
     def change(self, step: int, undone: Tensor | None = None) -> Iterator[None]:
@@ -46,17 +48,19 @@ class Seqlock:
 
         Args:
             step: what the state's step will be.
-            undone: a boolean scalar on the device; where it is true nothing changes, and the step is the one before.
+            undone: a boolean scalar on a device; where it is true nothing changes, and the step is the one before.
         """
         with self._host:
             self.asked = step
-            self.begun.fill_(step)
+            for begun in self.begun:
+                begun.fill_(step)
             yield
-            if undone is not None:
-                self.begun.sub_(undone.long())
-            self.done.copy_(self.begun)
-            if self._end:
-                self._end.record()
+            for begun, done in zip(self.begun, self.done, strict=True):
+                if undone is not None:
+                    begun.sub_(undone.to(begun.device).long())
+                done.copy_(begun)
+            for device, end in self._ends.items():
+                end.record(torch.cuda.current_stream(device))
 
     @contextmanager
     def hold(self, patience: float, final: bool = False) -> Iterator[None]:
@@ -71,7 +75,7 @@ class Seqlock:
                 of a stream that is stuck, and the device's numbers tell what is whole.
         """
         held = self._host.acquire(timeout=patience)
-        if not held and not self._end:
+        if not held and not self._ends:
             raise Torn("an optimizer step is still at work")
         try:
             yield
@@ -81,16 +85,16 @@ class Seqlock:
 
     def lags(self, step: int, asked: int) -> bool:
         """Whether the device is at another step than the one it was asked for."""
-        return self._end is not None and step != asked
+        return bool(self._ends) and step != asked
 
     def wait(self, patience: float) -> None:
-        """Let the device come to the end of the last change.
+        """Let the devices come to the end of the last change.
 
         Args:
             patience: seconds after which it is taken to hang, at most :data:`STUCK`; negative: as long as it takes.
         """
         deadline = time.monotonic() + min(patience, STUCK)
-        while self._end and not self._end.query():  # type: ignore[no-untyped-call]
+        while not all(end.query() for end in self._ends.values()):  # type: ignore[no-untyped-call]
             if patience >= 0 and deadline < time.monotonic():
                 break
             time.sleep(0.001)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,17 +24,17 @@ class Staging:
     These may be different threads: the one that trains takes it, the one that has written the copy gives it back.
 
     Args:
-        device: where the tensors to be copied are. Those of a GPU are copied on a stream of their own, beside a
+        devices: where the tensors to be copied are. Those of a GPU are copied on a stream of their own, beside a
             compute stream that may be stuck in a collective.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, *devices: torch.device) -> None:
         self._taken = threading.Lock()
         self._buffers: dict[Path, Tensor] = {}
         self.pinned = False
         """Whether :meth:`pin` has been called."""
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        gpus = [device for device in devices if device.type == "cuda"]
+        self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
 
     def take(self, patience: float = -1) -> bool:
         """Keep all others out until :meth:`give_back`.
@@ -64,12 +64,16 @@ class Staging:
         map_tensors(tree, place)
         self.pinned = True
 
-    def place(self, tree: Any) -> tuple[Any, Callable[[], None]]:
+    def place(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
         """Memory for a copy of a tree of dicts, lists and tuples, and the function that copies the tensors into it.
 
         Plain data is copied here. The function may be called in another thread, which holds up no training and is held
-        up by none, because it hands all tensors to torch at once. It copies the tree's first tensor before all others
-        and the last one after them. A tensor that is new or has another shape gets new memory.
+        up by none, because it hands all tensors to torch at once. It copies the tree's first tensors before all others
+        and the last ones after them, on each device. A tensor that is new or has another shape gets new memory.
+
+        Args:
+            tree: what is to be copied.
+            ends: how many tensors are first, and how many last.
         """
         buffers: dict[Path, Tensor] = {}
         sources: list[Tensor] = []
@@ -85,8 +89,8 @@ class Staging:
 
         def copy() -> None:
             targets = list(buffers.values())
-            with self._own_stream():
-                for part in (slice(0, 1), slice(1, -1), slice(-1, None)):
+            with self._own_streams():
+                for part in (slice(0, ends), slice(ends, -ends), slice(-ends, None)):
                     if targets[part]:
                         torch._foreach_copy_(targets[part], sources[part], non_blocking=True)
 
@@ -95,14 +99,15 @@ class Staging:
         return placed, copy
 
     @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        if self._stream is None:
+    def _own_streams(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stream in self._streams:
+                # the device as well, because a new thread starts out with cuda:0
+                stack.enter_context(torch.cuda.device(stream.device))
+                stack.enter_context(torch.cuda.stream(stream))
             yield
-            return
-        # the device as well, because a new thread starts out with cuda:0
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:

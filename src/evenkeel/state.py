@@ -42,6 +42,7 @@ class State:
         scaler: the loss scaling of float16.
         ema: the decay of an average of the weights; 0: there is none.
         stopping: says when the run is over; None: never.
+        placed: how the model is spread over several devices, in a line, if it is.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class State:
         scaler: Scaler | None = None,
         ema: float = 0.0,
         stopping: Stopping | None = None,
+        placed: str = "",
     ) -> None:
         self.model, self.optimizers = model, optimizers
-        self.skip_nonfinite, self.origin = skip_nonfinite, origin
+        self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
         self.scaler, self.stopping = scaler, stopping or Stopping()
         self.average = Average(model, ema) if ema else None
         self.step = 0
@@ -69,9 +71,11 @@ class State:
         """The live buffers, which the forward passes of a step move about."""
         self.committed_buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         """Their values after the last finished step."""
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._seqlock = Seqlock(self._device)
-        self._verdict = Verdict(self._device)
+        # the scaler's is the first, where it is decided whether a step counts
+        tensors = [*([scaler.scale] if scaler else []), *model.parameters(), *self.buffers.values()]
+        self._devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
+        self._seqlock = Seqlock(*self._devices)
+        self._verdict = Verdict(self._devices[0])
 
     def clear_gradients(self) -> None:
         """Forget the last step's gradients."""
@@ -104,12 +108,14 @@ class State:
             NonFinite: this step, or on a GPU the one before, was not finite; `step` is back at the one before it.
         """
         self.settle()
+        norm = norm.to(self._devices[0])
         bad = broken = ~norm.isfinite()
         overflow = None
         if self.scaler:
             assert loss is not None
             overflow = self.scaler.overflow(norm, loss)
             broken = bad & ~overflow
+        on = {device: bad.to(device) for device in self._devices}
         activity.enter(CHECKPOINT)  # which may be copying the state just now
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
             activity.enter(COMMIT)
@@ -117,7 +123,8 @@ class State:
                 step_unless(bad, optimizer)
             with torch.no_grad():
                 for name, value in buffers.items():
-                    self.committed_buffers[name].copy_(torch.where(bad, self.committed_buffers[name], value))
+                    committed = self.committed_buffers[name]
+                    committed.copy_(torch.where(on[committed.device], committed, value))
                     self.buffers[name].copy_(self.committed_buffers[name])
             if self.average:
                 self.average.update(self.step + 1, bad, self.committed_buffers)
@@ -196,16 +203,17 @@ class State:
         with ExitStack() as stack:
             stack.enter_context(self._seqlock.hold(patience, final))
             asked, live = self._seqlock.asked, self._live()
-            captured, copy = (staging or Staging(self._device)).place(live)
+            captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             held = stack.pop_all()
 
         def capture() -> dict[str, Any]:
             with held:
                 self._seqlock.wait(patience)
                 copy()
-            step, begun = captured.pop("done").item(), captured.pop("begun").item()
-            if step != begun:
-                raise Torn(f"the optimizer step to {begun} has not come to its end")
+            done, begun = ([number.item() for number in captured.pop(name)] for name in ("done", "begun"))
+            step = min(done)
+            if len({*done, *begun}) != 1:
+                raise Torn(f"the optimizer step to {max(begun)} has not come to its end")
             if self._seqlock.lags(step, asked) and _on_host(live):
                 raise Torn(f"the device is at step {step}, but an optimizer has tensors on the host: use fused=True")
             return {"step": step, **captured}

@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -31,7 +32,7 @@ from torch.optim import Optimizer
 from .config import Config
 from .data import SizedDataset
 from .errors import Refusal
-from .optimization import build_optimizer
+from .optimization import build_optimizer, rate
 
 
 class Task(ABC):
@@ -76,6 +77,10 @@ class Task(ABC):
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
         """One by --optimizer over all parameters. A task with several networks may return one for each."""
         return [build_optimizer(model.parameters(), config)]
+
+    def rates(self, config: Config, step: int, total_steps: int) -> float | Sequence[float]:
+        """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
+        return rate(config, step, total_steps)
 
     def options(self) -> dict[str, Any]:
         """The task's own options and their values; none unless it is a dataclass."""

@@ -42,23 +42,32 @@ class World:
     """Where this process computes."""
     launched: bool
     """Whether torchrun started it; if not, there is no process group."""
+    more_devices: tuple[torch.device, ...] = ()
+    """Where else it computes, if its model is on several devices (`placement`)."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All of this process's devices, the first one first. On the CPU they are all the same."""
+        return (self.device, *self.more_devices)
 
     @staticmethod
-    def from_environment(strategy: Literal["ddp", "dp"] = "ddp") -> World:
-        """Read torchrun's variables and pick the device; no process group yet.
+    def from_environment(devices_per_rank: int = 1, strategy: Literal["ddp", "dp"] = "ddp") -> World:
+        """Read torchrun's variables and pick the devices; no process group yet.
 
         Args:
+            devices_per_rank: k; local rank r has the visible GPUs r * k up to r * k + k - 1.
             strategy: "dp" if one process must do all.
 
         Raises:
-            Refusal: if there are more processes on this node than visible GPUs, or more than the strategy bears, or
-                variables are missing.
+            Refusal: if the processes on this node need more than the visible GPUs, or there are more than the strategy
+                bears, or variables are missing.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name) for name in names]
         if all(value is None for value in values):
             _refuse_bare_srun()
-            return World(0, 0, 1, 1, _device(0, 1), launched=False)
+            first, *more = _devices(0, 1, devices_per_rank)
+            return World(0, 0, 1, 1, first, False, tuple(more))
         try:
             rank, local_rank, world_size, local_world_size = (int(value or "") for value in values)
         except ValueError:
@@ -66,8 +75,8 @@ class World:
             raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/") from None
         if strategy == "dp":
             refuse_company(world_size, torch.cuda.device_count())
-        device = _device(local_rank, local_world_size)
-        return World(rank, local_rank, world_size, local_world_size, device, launched=True)
+        first, *more = _devices(local_rank, local_world_size, devices_per_rank)
+        return World(rank, local_rank, world_size, local_world_size, first, True, tuple(more))
 
     @contextmanager
     def connected(self, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Store | None]:
@@ -173,12 +182,12 @@ def _refuse_bare_srun() -> None:
         )
 
 
-def _device(local_rank: int, local_world_size: int) -> torch.device:
-    """The GPU numbered by the local rank, among those visible; the CPU where there are none."""
+def _devices(local_rank: int, local_world_size: int, each: int) -> list[torch.device]:
+    """The GPUs that are the local rank's, among those visible; the CPU where there are none."""
     gpus = torch.cuda.device_count()
     refuse_missing(gpus)
     if not gpus:
-        return torch.device("cpu")
-    if local_world_size > gpus:
-        raise Refusal(explain_devices(local_world_size, gpus))
-    return torch.device("cuda", local_rank)
+        return [torch.device("cpu")] * each
+    if local_world_size * each > gpus:
+        raise Refusal(explain_devices(local_world_size, gpus, each))
+    return [torch.device("cuda", local_rank * each + i) for i in range(each)]

@@ -20,7 +20,7 @@ import tyro
 
 from .. import agent
 from ..checkpoint import Checkpoints
-from ..config import Config
+from ..config import Config, devices_per_rank
 from ..errors import REFUSED, Ended, Refusal, exit_code
 from ..files import read_json, write_json
 from ..interruption import STOPPED
@@ -143,7 +143,8 @@ class _Preparation:
         check_job(node.train_args)
         # Slurm says 0 GPUs where it was asked for none, which is not what anybody types
         gpus = (step.gpus or None) if node.gpus is None else node.gpus
-        gpus = count_processes(1 if node.gpus is None and config.strategy == "dp" else gpus)
+        gpus = 1 if node.gpus is None and config.strategy == "dp" else gpus
+        gpus = count_processes(gpus, devices_per_rank(config))
         host, port = parse_master(step.master) if step.master else ("", 0)
         topology = Topology(
             gpus,
@@ -192,7 +193,8 @@ class NodeCommand:
     """
 
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
-    """Processes on each node. Default: as many as GPUs were given; without GPUs, 2."""
+    """GPUs of each node to use, one process for each, or for as many as --place or --model-parallel need. Default:
+    those that were given; without GPUs, 2 processes."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """How often this node may start its processes again after one of them has died."""
     max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = MAX_REQUEUES

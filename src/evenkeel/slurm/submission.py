@@ -51,7 +51,8 @@ class Submit:
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
     """How many nodes; MIN:MAX takes what there is at each start."""
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
-    """Processes on each node, one for each GPU. Default: the GPUs of a node of the partition; without GPUs, 2."""
+    """GPUs of each node, one process for each, or for as many as --place or --model-parallel need. Default: those of a
+    node of the partition; without GPUs, 2 processes."""
     partition: Words = None
     """Default: the cluster's."""
     account: Words = None
