@@ -136,6 +136,9 @@ def test_dp_is_one_process(tmp_path: Path) -> None:
     launcher = [sys.executable, str(ROOT / "launch" / "single_node.py")]
     refused = run([*launcher, "-g", "2", "--dry-run", "--", "--strategy", "dp"], expect=2)
     assert "and this job has 2 processes; start one" in refused.stderr
+    for divided in ("--place=a=0,b=1", "--model-parallel=2"):
+        refused = run([*launcher, "--dry-run", "--", "--strategy", "dp", divided], expect=2)
+        assert "gives each GPU a copy of the whole network" in refused.stderr
     shown = run([*launcher, "--dry-run", "--", "--strategy", "dp"])
     assert "--nproc-per-node 1 " in shown.stdout
 
