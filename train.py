@@ -88,7 +88,7 @@ def build(config: Config, task: Task, world: World, plan: Plan) -> State:
     origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
     freeze(model, config.freeze)
     if config.sync_batchnorm:
-        synchronise(model, plan, world)
+        synchronise(model, plan, world, config.reduce)
     placed = place(model, config, world.devices)
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
@@ -107,9 +107,8 @@ def train(
     test_set: data.SizedDataset,
 ) -> None:
     """Step after step until the plan is done, then the final evaluation and the export."""
-    gradients = Gradients(
-        task, state, world, plan, config.seed, config.reduce, config.precision, config.strategy
-    )  # DDP
+    # DDP, or DataParallel
+    gradients = Gradients(task, state, world, plan, config.seed, config.reduce, config.precision, config.strategy)
     sampler = ElasticSampler(
         train_set,
         config.batch_size,

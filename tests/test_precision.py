@@ -25,7 +25,7 @@ from evenkeel.state import State, sha256
 from evenkeel.tasks import Task
 from evenkeel.world import World
 
-from .processes import ROOT, TRAIN, finish, finish_all, fork_ranks, read, records, wait_until
+from .processes import ROOT, TRAIN, finish, finish_all, fork_ranks, read, records, run_forked, wait_until
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU, launched=False)
@@ -195,7 +195,7 @@ def test_a_state_with_a_scaler_goes_on_as_if_it_had_never_stopped_and_without_it
     for part in ("scaler", "ema"):
         assert sha256(again.state.capture()[part]) == sha256(undisturbed.state.capture()[part])
     # the control
-    forgetful = continued({name: value for name, value in saved.items() if name != "scaler"})
+    forgetful = continued(saved | {"scaler": Scaler(CPU, 2.0**26).state_dict()})
     assert forgetful.weights() != undisturbed.weights()
 
 
@@ -218,6 +218,13 @@ def job(run_dir: Path, *more: object) -> list[str]:
     """Options of a run of 27 steps."""
     shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1]
     return [str(o) for o in ("--task", TASK, "--run-dir", run_dir, "--wandb", "disabled", *shape, *more)]
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_only_looks_for_its_scale_says_so(tmp_path: Path) -> None:
+    options = ["--precision", "fp16", "--loss-scale", 2.0**126, "--max-steps", 12]
+    told = run_forked(TRAIN, *job(tmp_path / "run", *options)).stderr
+    assert told.count("the gradient has overflowed in all of the last 10 steps, and they are left out") == 1
 
 
 @pytest.mark.multiprocess

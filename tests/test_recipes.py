@@ -22,6 +22,7 @@ from evenkeel.config import Config, differences, saved_options, validate
 from evenkeel.data import InMemory, Subset, limited
 from evenkeel.errors import Ended, Refusal
 from evenkeel.freezing import freeze
+from evenkeel.gradients import clip
 from evenkeel.inspection import ExportModel
 from evenkeel.optimization import build_optimizer, load_optimizer, rate
 from evenkeel.state import State, sha256
@@ -46,7 +47,27 @@ def take(state: State, gradient: float = 1.0) -> None:
     state.commit({name: buffer + 1 for name, buffer in state.committed_buffers.items()}, norm)
 
 
+def test_the_gradient_of_a_parameter_that_no_optimizer_has_does_not_add_up() -> None:
+    """It has its part in the norm, and a run that comes back would not have it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    state = State(model, [build_optimizer(model[1].parameters(), Config())])
+    norms = []
+    for _ in range(2):
+        state.clear_gradients()
+        model(torch.ones(3, 2)).sum().backward()
+        norms.append(clip(model, 0.0))
+    assert torch.equal(*norms)
+
+
 # averaged weights
+
+
+def test_a_model_that_cannot_be_copied_has_no_average() -> None:
+    model = nn.utils.weight_norm(nn.Linear(2, 2))
+    with torch.enable_grad():
+        model(torch.ones(1, 2))
+    with pytest.raises(Refusal, match=r"^--ema: the model cannot be copied .*parametrizations\.weight_norm"):
+        State(model, [build_optimizer(model.parameters(), Config())], ema=0.9)
 
 
 def test_the_average_follows_the_weights_and_forgets_the_random_start() -> None:
@@ -82,18 +103,6 @@ def test_a_tied_weight_has_one_average() -> None:
     fresh = Average(model, 0.9)
     fresh.load_state_dict({k: v.clone() for k, v in saved.items()}, model.state_dict())
     assert sha256(fresh.state_dict()) == sha256(saved)
-
-
-def test_a_checkpoint_from_before_the_average_begins_it() -> None:
-    old = State(network(), [])
-    old.step = 3
-    captured = old.capture()
-    assert captured.keys() == {"step", "model", "optimizers"}
-    state = State(network(), [], ema=0.9)
-    with torch.no_grad():
-        captured["model"]["1.bias"].fill_(5)
-    state.restore(captured)
-    assert state.best_model.state_dict()["1.bias"].eq(5).all()
 
 
 # what is decayed

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .arithmetic import multiply
+from .errors import Refusal
 
 
 class Average:
@@ -21,11 +22,14 @@ class Average:
         model: the live model, on its device.
         decay: how much of the average a step keeps, 0 .. 1. At step t it is at most (1 + t) / (10 + t), so that the
             random start is forgotten soon; that is a function of the step, and so no state.
+
+    Raises:
+        Refusal: the model cannot be copied.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        self.model = _copied(model).requires_grad_(False).eval()
         self._live: list[Tensor] = list(model.parameters())
         self._mean: list[Tensor] = list(self.model.parameters())
         self._buffers = dict(self.model.named_buffers())
@@ -60,6 +64,16 @@ class Average:
             model: the state dict of the model then, for the buffers.
         """
         self.model.load_state_dict({**model, **saved})
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise Refusal(
+            f"--ema: the model cannot be copied ({str(error).split('. ')[0]}); the old torch.nn.utils.weight_norm is "
+            "such a case, and torch.nn.utils.parametrizations.weight_norm is not; change it, or leave --ema out"
+        ) from error
 
 
 def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
+from .arithmetic import operations_named
 from .checkpoint import Checkpoints
 from .config import Config
 from .data import SizedDataset
@@ -20,6 +21,7 @@ from .errors import Refusal
 from .evaluation import Evaluation
 from .placement import place
 from .precision import substitute
+from .randomness import derive, seed_everything
 from .run_directory import read_config
 from .tasks import Task
 from .weights import load_weights
@@ -42,8 +44,9 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
     one_node = world.local_world_size == world.world_size
     if one_node and not config.init_from and not checkpoints.newest_name():
         raise _nothing(run_dir)  # before there is a process group
+    seed_everything(derive(config.seed, "weights"))  # for what --init-partial leaves random
     model = task.model()
-    with world.connected():
+    with world.connected(), operations_named():
         if world.broadcast(_is_its_own_origin(config, checkpoints)):
             config = replace(config, init_from=None)
         origin = _load(config, run_dir, checkpoints, model, world)

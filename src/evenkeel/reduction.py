@@ -91,7 +91,7 @@ class Tree:
         self._pipeline = _Pipeline(world.devices)
         # DDP then asks all ranks what they have used, when it likes; in one group that could meet our exchanges in
         # another order on each rank
-        self._group = dist.new_group() if unused and world.world_size > 1 else None
+        self._group = world.new_group(world.world_size) if unused and world.world_size > 1 else None
 
     def begin(self, runs: Sequence[range]) -> None:
         """Forget the last step."""

@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 MICRO_BATCH = "micro_batch"
 """The part of a fingerprint that says how batches are cut. It may change when a run is continued, with a warning."""
 
+MANY_OVERFLOWS = 10
+"""Steps in a row that float16's loss scaling may leave out without a warning: the first scale is a guess."""
+
 LAST_LINE_SECONDS = 0.5
 """How long a stop waits for the line of metrics of the last step. It takes a millisecond, where it comes at all."""
 
@@ -76,6 +79,7 @@ class Run:
         self.tracker: tracking.Tracker | None = None
         self._metrics = self.path / "metrics.jsonl"
         self._skipped_told = 0
+        self._overflows_told = (0, 0)
         self._logged = 0
         self._writer: Background[float] = Background("checkpoint")
         self._staging = Staging(*world.devices)
@@ -250,9 +254,24 @@ class Run:
         more = {}
         if state.scaler:  # of the next step, and how many the run has left out for it
             more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
+            self._tell_overflows(state.step, int(more["overflows"]))
         lr = state.optimizers[0].param_groups[0]["lr"]
         self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
         self._logged = state.step
+
+    def _tell_overflows(self, step: int, overflows: int) -> None:
+        """Some overflows are part of finding the scale; where there is nothing else, nothing is learned."""
+        known, overflows_then = self._overflows_told
+        all_of_them = overflows - overflows_then == step - known
+        if all_of_them and step - known < MANY_OVERFLOWS:
+            return
+        self._overflows_told = (step, overflows)
+        if all_of_them:
+            log.warning(
+                "the gradient has overflowed in all of the last %d steps, and they are left out: lower --lr or "
+                "--loss-scale, or use --precision bf16",
+                step - known,
+            )
 
     def checkpoint(self, state: State, metrics: dict[str, float]) -> None:
         """After each step but the last: tell of an evaluation, and save if it is time or if it was the best so far.

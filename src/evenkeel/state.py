@@ -78,9 +78,9 @@ class State:
         self._verdict = Verdict(self._devices[0])
 
     def clear_gradients(self) -> None:
-        """Forget the last step's gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        """Forget the last step's gradients, those of parameters that no optimizer has too: left to add up, they would
+        have their part in the norm, and be gone after a resume."""
+        self.model.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def rewind_buffers(self) -> None:
@@ -267,9 +267,8 @@ class State:
             for name, buffer in self.buffers.items():
                 self.committed_buffers[name].copy_(buffer)
             if self.average:
-                # older than --ema: the average begins here
-                self.average.load_state_dict(captured.get("ema", {}), captured["model"])
-            if self.scaler and "scaler" in captured:
+                self.average.load_state_dict(captured["ema"], captured["model"])
+            if self.scaler:
                 self.scaler.load_state_dict(captured["scaler"])
             if "stopping" in captured:
                 self.stopping.load_state_dict(captured["stopping"])

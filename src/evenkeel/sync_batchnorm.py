@@ -43,6 +43,7 @@ class Peers:
                 f"{plan.micro_batch}, and each needs a rank of its own, but there {'are' if several else 'is'} only "
                 f"{world.world_size}; start {plan.max_world_size} ranks, or a new run with --micro-batch {enough}"
             )
+        self._world = world
         self.count = 1
         self.group: Any = None
         self._groups: dict[int, Any] = {}
@@ -55,7 +56,7 @@ class Peers:
         """
         for count in sorted(set(counts)):
             # never the default group, in which the reduction is at work at the same time, on a thread of its own
-            self._groups[count] = dist.new_group(range(count)) if count > 1 else None
+            self._groups[count] = self._world.new_group(count) if count > 1 else None
 
     def begin(self, count: int) -> None:
         """A step begins in which so many ranks have a micro-batch."""
@@ -139,12 +140,15 @@ class _Normalise(torch.autograd.Function):
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def synchronise(model: nn.Module, plan: Plan, world: World) -> None:
+def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring") -> None:
     """Give a model's BatchNorm layers the statistics of the global batch. In place; names in its state dict stay.
 
     Raises:
-        Refusal: as :class:`Peers`, or there are no such layers.
+        Refusal: as :class:`Peers`, or there are no such layers, or on GPUs the tree is at work beside them.
     """
+    if reduce == "tree" and world.device.type == "cuda":
+        # two threads then feed two NCCL communicators, in an order that may differ between ranks
+        raise Refusal("--sync-batchnorm --reduce tree: may dead-lock on GPUs; leave one of them out")
     layers = [module for module in model.modules() if type(module) in PLAIN]
     if not layers:
         raise Refusal("--sync-batchnorm: the model has no BatchNorm layer; leave it out")

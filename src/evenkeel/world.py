@@ -104,6 +104,14 @@ class World:
         yield store
         dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, which wait for this rank
 
+    def new_group(self, ranks: int) -> Any:
+        """A process group of the first so many ranks. All must call it, after :meth:`connected`.
+
+        Its collectives may wait for a day, because torch's default of ten minutes or thirty could come before the watch
+        for hangs, and explains nothing.
+        """
+        return dist.new_group(range(ranks), timeout=timedelta(days=1))
+
     def broadcast(self, value: T | None, source: int = 0) -> T:
         """One rank's value to all, by pickle: for small things."""
         box: list[Any] = [value]
