@@ -29,6 +29,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+# CI may have been started by nohup, and jobs heed that
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture(autouse=True)
 def _signals_as_before() -> Iterator[None]:
     """A test that runs `train.main` takes the stop signals; Ctrl-C must end the tests after it all the same."""

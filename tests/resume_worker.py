@@ -30,6 +30,7 @@ class Stock(Gradients):
     def __init__(self, task: Classify, state: State, world: World, plan: Plan) -> None:
         super().__init__(task, state, world, plan)
         self.wrapped = DistributedDataParallel(Loss(state.model, task))
+        task.unused_parameters = True  # there is no hook of ours that would know better
 
 
 def train(kind: type[Gradients], world: World, stops: tuple[int, ...]) -> str:

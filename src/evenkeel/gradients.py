@@ -106,6 +106,9 @@ class Parallel(nn.DataParallel[Share]):
         (batch,) = inputs
         parts = divide(batch, chunks(samples_in(batch), len(self.devices)))
         moved = [(to_device(part, device),) for part, device in zip(parts, self.devices, strict=False)]
+        for number, device in enumerate(self.devices[: len(moved)]):  # or all would draw the same dropout
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(derive(torch.initial_seed(), "replica", number))
         return moved, [{}] * len(moved)
 
 
@@ -137,7 +140,7 @@ class Gradients:
         strategy: Literal["ddp", "dp"] = "ddp",
     ) -> None:
         self.state, self.world, self.plan, self.seed = state, world, plan, seed
-        self._task, self._checked = task, False
+        self._task = task
         self._used = _Used(state.model) if task.unused_parameters and reduce == "tree" else None
         self.reduction: Reduction = Tree(state.model, world, bool(self._used)) if reduce == "tree" else Ring()
         self.wrapped = wrap(state.model, task, world, self.reduction, precision, strategy)
@@ -186,9 +189,9 @@ class Gradients:
             if not micro_batches:
                 self.wrapped(None).backward()
             self.reduction.end()
-            if micro_batches and not self._checked:
-                self._checked = True
-                check_gradients(self.state.model, self._task)
+            if not self._task.unused_parameters:
+                alone = not isinstance(self.wrapped, DistributedDataParallel)
+                check_gradients(self.state.model, alone or self.reduction.complete)
         except Exception as error:
             note_batch(error, batch)
             explain(error, self.state.model)

@@ -10,17 +10,14 @@ import dataclasses
 import errno
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from .errors import Ended, EndedHere, Refusal
-
-if TYPE_CHECKING:
-    from .tasks import Task
+from .errors import EndedHere, Refusal
 
 OUT_OF_MEMORY = (
     "out of memory",
@@ -91,47 +88,54 @@ def checked_loss(loss: Any) -> Tensor:
     """A task's loss, if it is one.
 
     Raises:
-        Ended: it is no scalar tensor with a gradient.
+        EndedHere: it is no scalar tensor with a gradient.
     """
     if not isinstance(loss, Tensor):
         hint = "; add up its values" if isinstance(loss, (Mapping, Sequence)) else ""
-        raise Ended(f"loss() returned {_a(type(loss).__name__)}: it must return one scalar tensor{hint}")
+        raise EndedHere(f"loss() returned {_a(type(loss).__name__)}: it must return one scalar tensor{hint}")
     if loss.numel() != 1:
-        raise Ended(
+        raise EndedHere(
             f"loss() returned a tensor of shape {list(loss.shape)}: it must return a scalar, the mean over the batch's "
             "samples (.mean(), or reduction='mean')"
         )
     if not loss.requires_grad:
-        raise Ended(
+        raise EndedHere(
             "loss() returned a tensor without a gradient: it does not depend on the model's parameters, or was made "
             "under torch.no_grad(), from .detach() or .item(), or made anew by torch.tensor()"
         )
     return loss
 
 
-def check_gradients(model: nn.Module, task: Task) -> None:
-    """After a backward pass: whether all parameters have a gradient, where the task has promised it.
+def check_gradients(model: nn.Module, complete: bool) -> None:
+    """After the backward passes of a step: whether all parameters that learn have a gradient.
+
+    Where DDP waits for one that does not come, it reduces nothing and says so in the next step only. By then this rank
+    would have committed a step of its own, and the others would wait.
+
+    Args:
+        model: the bare one.
+        complete: whether DDP has reduced all; a gradient may also be that of an earlier micro-batch alone.
 
     Raises:
-        Ended: some have none.
+        EndedHere: some have none.
     """
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if missing and not task.unused_parameters:
-        raise Ended(_unused(missing, sum(p.requires_grad for p in model.parameters())))
+    if missing or not complete:
+        raise EndedHere(_unused(missing, sum(p.requires_grad for p in model.parameters())))
 
 
 def explain(error: BaseException, model: nn.Module) -> None:
     """Raise in a line what DDP says in a paragraph; return if it is something else.
 
     Raises:
-        Ended: some parameters had no gradient in the step before.
+        EndedHere: some parameters had no gradient in the step before.
     """
     if "Expected to have finished reduction in the prior iteration" in str(error):
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         places = [int(place) for place in told[1].split()] if told else []
         missing = [names[place] for place in places if place < len(names)]
-        raise Ended(_unused(missing, len(names))) from error
+        raise EndedHere(_unused(missing, len(names))) from error
 
 
 def check_metrics(metrics: Any, samples: int, known: Mapping[str, Any]) -> None:
@@ -143,20 +147,22 @@ def check_metrics(metrics: Any, samples: int, known: Mapping[str, Any]) -> None:
         known: of the batches before, by name; empty for the first one.
 
     Raises:
-        Ended: they have not, or they are not those of the other batches.
+        EndedHere: they have not, or they are not those of the other batches.
     """
     if not isinstance(metrics, Mapping):
-        raise Ended(f"metrics() returned {_a(type(metrics).__name__)}: it must return a dict of tensors")
+        raise EndedHere(f"metrics() returned {_a(type(metrics).__name__)}: it must return a dict of tensors")
     for name, values in metrics.items():
         what = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else _a(type(values).__name__)
         if not isinstance(values, Tensor) or values.shape[:1] != (samples,):
-            raise Ended(
+            raise EndedHere(
                 f"metrics() returned {what} as '{name}' for a batch of {samples} samples: it must have a row for each "
                 f"sample, [{samples}, ...], and not their mean, or the last, smaller batch would count too much"
             )
     if known and metrics.keys() != known.keys():
         other = ", ".join(sorted(metrics.keys() ^ known.keys()))
-        raise Ended(f"metrics() returned other names for one batch than for another ({other}): it must return the same")
+        raise EndedHere(
+            f"metrics() returned other names for one batch than for another ({other}): it must return the same"
+        )
 
 
 def explain_samples(samples: Sequence[Any], error: BaseException) -> str:

@@ -94,7 +94,7 @@ class Probe:
         batch: Any = None
         reserve: list[Tensor] = []
         try:
-            reserve += self._reserve()
+            reserve += self._reserve(size)
             batch = self._batch(size)
             self._two_passes(batch)
         except Exception as error:
@@ -131,16 +131,28 @@ class Probe:
                 for optimizer in self.state.optimizers:
                     optimizer.step()
 
-    def _reserve(self) -> list[Tensor]:
-        """Memory that a step takes besides, held during a trial."""
-        device, held = self.world.device, []
-        if device.type == "cuda":
-            whole = torch.cuda.get_device_properties(device).total_memory
-            held.append(torch.empty(int(whole * RESERVE), dtype=torch.uint8, device=device))
-        if self.config.reduce == "tree" and self.world.world_size > 1:  # what it keeps and exchanges
-            gradients = [p for p in self.state.model.parameters() if p.requires_grad]
-            held += [torch.empty_like(p) for p in gradients for _ in range(3)]
-        return held
+    def _reserve(self, size: int) -> list[Tensor]:
+        """Memory that a step with micro-batches of this size takes besides, held during a trial."""
+        held = []
+        for device in self.world.devices:
+            if device.type == "cuda":
+                whole = torch.cuda.get_device_properties(device).total_memory
+                held.append(torch.empty(int(whole * RESERVE), dtype=torch.uint8, device=device))
+        gradients = [p for p in self.state.model.parameters() if p.requires_grad]
+        return held + [torch.empty_like(p) for p in gradients for _ in range(self._more_gradients(size))]
+
+    def _more_gradients(self, size: int) -> int:
+        """Copies of the whole gradient that a step holds at its worst, besides the one that a trial has.
+
+        DDP keeps one in its buckets. The tree keeps one for each bit of the number of this rank's micro-batches, and on
+        several ranks two or three that it lays out and exchanges.
+        """
+        world_size = self.world.world_size
+        micro_batches = -(-min(self.config.batch_size, len(self.train_set)) // size)
+        levels = (-(-micro_batches // world_size) - 1).bit_length()
+        if self.config.reduce == "ring":
+            return int(world_size > 1)
+        return levels + 3 if world_size > 1 else max(0, levels - 1)
 
 
 @contextmanager

@@ -35,6 +35,9 @@ from .world import World
 class Reduction(Protocol):
     """What becomes of the gradients of the micro-batches of a step."""
 
+    complete: bool
+    """Whether DDP has had all buckets of the step reduced, which it does in their order."""
+
     def begin(self, runs: Sequence[range]) -> None:
         """A step begins.
 
@@ -55,8 +58,11 @@ class Reduction(Protocol):
 class Ring:
     """Linear sums on each rank, and the stock all-reduce."""
 
+    complete = False
+
     def begin(self, runs: Sequence[range]) -> None:
         """Nothing to prepare."""
+        self.complete = False
 
     def keep(self, micro_batch: int) -> None:
         """Autograd adds the next gradient to the one that is there."""
@@ -66,6 +72,7 @@ class Ring:
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Stock all-reduce without the division, for the weights already are in the loss."""
+        self.complete |= bucket.is_last()
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
@@ -82,6 +89,7 @@ class Tree:
 
     def __init__(self, model: nn.Module, world: World, unused: bool) -> None:
         self.world, self.unused = world, unused
+        self.complete = False
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._place = {parameter: i for i, parameter in enumerate(self.parameters)}
         self._runs: Sequence[range] = []
@@ -95,6 +103,7 @@ class Tree:
 
     def begin(self, runs: Sequence[range]) -> None:
         """Forget the last step."""
+        self.complete = False
         self._runs = runs
         self._kept = Fold(_add)
 
@@ -119,6 +128,7 @@ class Tree:
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Fold this rank's gradients, and let the pipeline do the rest."""
+        self.complete |= bucket.is_last()
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if not self._runs:  # the empty pass before the first step
