@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evenkeel.errors import leave
 from evenkeel.plan import Plan, share
+from evenkeel.segment import PooledNorm
 from evenkeel.sync_batchnorm import Peers, peers_of, synchronise
 from evenkeel.world import World
 
@@ -32,6 +33,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
     "large mean": (nn.BatchNorm2d, {}, (4, 3)),
     "float64": (nn.BatchNorm2d, {}, (4, 3)),
     "bfloat16": (nn.BatchNorm2d, {}, (4, 3)),
+    "after pooling": (PooledNorm, {}, (1, 1)),
 }
 
 

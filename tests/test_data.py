@@ -27,7 +27,7 @@ from torch.distributed.elastic.utils.data import ElasticDistributedSampler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from evenkeel import data
-from evenkeel.data import ElasticSampler, Indices, InMemory, by_step, loader, to_device
+from evenkeel.data import ElasticSampler, Indices, InMemory, by_step, limited, loader, to_device
 from evenkeel.order import shuffled
 from evenkeel.plan import MicroBatch
 
@@ -541,6 +541,46 @@ def test_augmentation_of_whole_micro_batches_is_the_same_at_any_world_size_and_d
 
 
 # ----------------------------------------------------------------------------------------------------------- batches
+
+
+class Ragged(Dataset[Any]):
+    """Samples of many lengths, of which only the data set itself makes a batch; it keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, list[int]]] = []
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((index % 5 + 1,), index)
+
+    def __getitems__(self, indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append((indices.epoch, indices.micro_batch.start, list(indices)))
+        return torch.tensor([int(self[index][0]) for index in indices]), torch.rand(len(indices))
+
+
+def test_some_samples_of_a_data_set_that_collates_for_itself_are_collated_by_it() -> None:
+    sampler = elastic(Job(samples=6, global_batch=4, micro_batch=2), shuffle=False)
+    ragged = Ragged()
+    few = limited(ragged, 6)
+    batches = list(loader(few, sampler, "train", 0, CPU))
+    assert [values.tolist() for values, _ in batches] == [[0, 10], [20, 30], [40, 50]]
+    assert ragged.asked == [(0, 0, [0, 10]), (0, 2, [20, 30]), (0, 4, [40, 50])]
+    again = list(loader(limited(few, 5), elastic(Job(5, 4, 2), shuffle=False), "train", 0, CPU))
+    assert [values.tolist() for values, _ in again] == [[0, 10], [20, 30], [40]]
+    assert torch.equal(again[0][1], batches[0][1]), "seeded from where the micro-batch starts"
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_augmentation_of_some_samples_belongs_to_the_sample_too(subset: bool) -> None:
+    def noise(job: Job) -> dict[int, tuple[Any, ...]]:
+        sampler = elastic(job)
+        base: Any = Subset(Augmenting(60), range(1, 59)) if subset else Augmenting(58)
+        return by_sample(epoch_of(loader(limited(base, 29), sampler, "train", 0, CPU), sampler, 1))
+
+    assert noise(AUGMENTED) == noise(AUGMENTED._replace(global_batch=10, micro_batch=7))
+    assert len({str(values) for values in noise(AUGMENTED).values()}) == 29
 
 
 def test_in_memory_samples_and_micro_batches() -> None:

@@ -70,6 +70,11 @@ def test_plan_prints_the_shares_of_the_gpus(
     out = capsys.readouterr().out
     assert "micro-batch 10, if that fits (auto): " in out
     assert "  rank 2: 10 samples as 10\n" in out
+    # one process, whose probe begins with the whole batch
+    PlanCommand(world_size=3)([*task, "--batch-size", "30", "--micro-batch", "auto", "--strategy", "dp"])
+    out = capsys.readouterr().out
+    assert "micro-batch 30, if that fits (auto): " in out
+    assert "  GPU 2: 10 samples as 10\n" in out
 
 
 def by_hand(model: nn.Module, task: Classification, batch: Any, devices: int) -> Tensor:

@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from evenkeel import devices
+from evenkeel.activity import CHECKPOINT, COMMIT, COMPUTING, activity
 from evenkeel.config import Config
 from evenkeel.data import InMemory
+from evenkeel.evaluation import Evaluation
 from evenkeel.memory import OutOfMemory, explained, explaining, name_processes, note_batch, remedy, shapes
 from evenkeel.optimization import build_optimizer
 from evenkeel.plan import Plan, next_smaller
@@ -88,6 +91,51 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
         assert part in text
     assert "is 1 already" in remedy(Config(batch_size=64, micro_batch=1))
     note_batch(ValueError("something else"), None)
+
+
+class Greedy(Classification):
+    """Has room for training only."""
+
+    def train_dataset(self) -> InMemory:
+        return InMemory(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long))
+
+    test_dataset = train_dataset
+
+    def model(self) -> nn.Module:
+        return nn.Linear(6, 3)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": torch.empty(1 << 60, dtype=torch.uint8)}
+
+
+def test_the_message_names_the_phase_in_which_it_was_and_not_the_one_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time that it is told, the evaluation is over."""
+    monkeypatch.setattr(activity, "phase", COMMIT)
+    monkeypatch.setattr(activity, "step", 7)
+    task, config = Greedy(), Config(batch_size=4, micro_batch=2)
+    with pytest.raises(RuntimeError) as caught:
+        Evaluation(task, task.model(), task.test_dataset(), config, ALONE)()
+    assert activity.phase == COMMIT
+    assert "it was in evaluation after step 7;" in explained(caught.value, CPU, config)
+
+    with pytest.raises(MemoryError) as held, activity.during(CHECKPOINT):
+        raise MemoryError
+    assert "it was in checkpoint after step 7;" in explained(held.value, CPU, config)
+
+    activity.enter(COMPUTING)
+    note_batch(error := MemoryError(), None)
+    activity.enter(COMMIT)  # a rescue
+    assert "it was in forward and backward of step 8;" in explained(error, CPU, config)
+
+
+def test_the_device_is_the_first_of_this_process_where_each_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "_chosen", [])
+    assert devices.own_device() == CPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert World.from_environment(2).device == devices.own_device() == torch.device("cuda", 2)
 
 
 def test_other_processes_on_the_gpu_are_named() -> None:

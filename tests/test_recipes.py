@@ -19,7 +19,7 @@ from evenkeel.arithmetic import operations_named
 from evenkeel.average import Average, averaged
 from evenkeel.checkpoint import Checkpoints, load
 from evenkeel.config import Config, differences, saved_options, validate
-from evenkeel.data import InMemory, Subset, limited
+from evenkeel.data import InMemory, Limited, limited
 from evenkeel.errors import Ended, Refusal
 from evenkeel.freezing import freeze
 from evenkeel.gradients import clip
@@ -227,7 +227,7 @@ def test_a_smoke_run_takes_samples_from_everywhere() -> None:
     few = limited(data, 10)
     assert [int(few[i][0]) for i in range(len(few))] == list(range(0, 100, 10))
     assert limited(data, 0) is limited(data, 100) is limited(data, 1000) is data
-    assert isinstance(few, Subset)
+    assert isinstance(few, Limited)
 
 
 # early stopping

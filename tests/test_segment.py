@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from evenkeel.classify import Classify
 from evenkeel.config import Config
@@ -18,6 +19,7 @@ from evenkeel.datasets import digits
 from evenkeel.errors import Refusal
 from evenkeel.optimization import set_rate
 from evenkeel.segment import CLASSES, PooledNorm, Segment, confusion, discriminator, one_hot, pixel_loss, segmenter
+from evenkeel.tasks import constants
 
 from . import processes
 from .processes import TRAIN, finish_all, fork_ranks, read, records, wait_until
@@ -111,6 +113,56 @@ def test_each_network_learns_from_its_own_loss_only() -> None:
     for name, right in (("segmenter", segmenter_alone), ("discriminator", alone)):
         error, wrong = (sum((a - b).norm() for a, b in zip(g[name], right, strict=True)) for g in (both, control))
         assert wrong > 20 * error, f"without detaching, {name} learns something else"
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """As `torch.nn.parallel.replicate` makes it for each GPU, here on the CPU."""
+    modules: list[Any] = list(module.modules())
+    copies = {id(each): each._replicate_for_data_parallel() for each in modules}
+    views = {id(parameter): parameter.view_as(parameter) for parameter in module.parameters()}
+    for each in modules:
+        copied = copies[id(each)]
+        copied._former_parameters = {}
+        for name, child in each._modules.items():
+            setattr(copied, name, copies[id(child)])
+        for name, parameter in each._parameters.items():
+            if parameter is None:
+                copied._parameters[name] = None
+            else:
+                copied._former_parameters[name] = views[id(parameter)]
+                setattr(copied, name, copied._former_parameters[name])
+        for name, buffer in each._buffers.items():
+            setattr(copied, name, buffer)
+    return copies[id(module)]  # type: ignore[no-any-return]
+
+
+def test_each_network_learns_from_its_own_loss_only_in_a_replica_of_data_parallel_too() -> None:
+    """Such a one has no parameters by `named_parameters`, so there would be none to detach."""
+    torch.manual_seed(0)
+    task = Segment(backbone="small", canvas=32, digit_size=16, adversarial=1.0)
+    model, images_and_masks = task.model(), batch(SMALL, [0, 1, 2, 3])
+    assert isinstance(model, nn.ModuleDict)
+    found = []
+    for module in (model, replica(model)):
+        torch.manual_seed(7)  # dropout
+        found.append(gradients(task, model, task.loss(module, images_and_masks)))
+    assert not list(replica(model).parameters())
+    for name in model:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-5, atol=1e-7)
+
+
+def test_the_constants_of_a_network_are_its_parameters_and_tied_ones_stay_one() -> None:
+    network = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3))
+    network[2].weight = network[0].weight
+    for module in (network, replica(network)):
+        found = constants(module)
+        assert found.keys() == {"0.weight", "2.weight", "2.bias"}
+        assert found["0.weight"] is found["2.weight"]
+        assert not any(value.requires_grad for value in found.values())
+        x = torch.randn(2, 3, requires_grad=True)
+        functional_call(module, found, (x,)).sum().backward()
+        assert x.grad is not None
+        assert all(parameter.grad is None for parameter in network.parameters())
 
 
 def test_two_optimizers_with_a_schedule_of_their_own() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from evenkeel.errors import Refusal
 from evenkeel.plan import Plan
-from evenkeel.sync_batchnorm import peers_of, synchronise
+from evenkeel.segment import PooledNorm, segmenter
+from evenkeel.sync_batchnorm import SyncBatchNorm, peers_of, synchronise
 from evenkeel.world import World
 
 from .processes import TRAIN, checked, finish, finish_all, fork_ranks, kill_group, read, wait_until
@@ -28,7 +29,7 @@ def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
     """Outputs, all gradients and running statistics, on three ranks and an idle one, relative to float64."""
     finish_all(fork_ranks(4, WORKER, tmp_path / "out.json"))
     found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found) == 11
+    assert len(found) == 12
     for name, distances in found.items():
         # what float32 has of numbers around 1e4, and what bfloat16 has of any
         limit = {"bfloat16": 2e-2, "large mean": 2e-3, "float64": 1e-12}.get(name, 1e-5)
@@ -64,6 +65,33 @@ def test_what_cannot_be_synchronised_is_refused() -> None:
     on_gpu = World(0, 0, 4, 4, torch.device("cuda", 0), launched=True)
     with pytest.raises(Refusal, match="--sync-batchnorm --reduce tree: may dead-lock on GPUs"):
         synchronise(nn.BatchNorm1d(3), plan, on_gpu, "tree")
+
+
+class Odd(nn.BatchNorm2d):
+    """May compute anything."""
+
+
+class Odder(PooledNorm):
+    """Does not say what it becomes, whatever its base class says."""
+
+
+@pytest.mark.parametrize("kind", [Odd, Odder])
+def test_a_batchnorm_of_its_own_kind_is_refused_by_name_and_nothing_is_changed(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.ReLU(), kind(3)))
+    with pytest.raises(Refusal, match=rf"--sync-batchnorm: 1\.1 is a {kind.__name__}, a BatchNorm of its own kind"):
+        synchronise(model, Plan(6, 6, 6, 1), World(0, 0, 1, 1, CPU, launched=False))
+    assert type(model[0]) is nn.BatchNorm2d
+
+
+def test_deeplabs_pooled_layer_is_synchronised_and_still_takes_a_single_sample() -> None:
+    net = segmenter("small")
+    names = list(net.state_dict())
+    synchronise(net, Plan(6, 6, 6, 1), World(0, 0, 1, 1, CPU, launched=False))
+    norms = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    assert all(isinstance(norm, SyncBatchNorm) for norm in norms)
+    assert sum(isinstance(norm, PooledNorm) for norm in norms) == 1
+    assert list(net.state_dict()) == names
+    assert net(torch.rand(1, 3, 32, 32))["out"].isfinite().all()
 
 
 @pytest.mark.multiprocess

@@ -10,7 +10,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .processes import stat
@@ -35,6 +35,9 @@ ACCOUNTS = {
     HANGING: "dead",
 }
 """The ledger's account of each phase. Productive time is "redone" time in steps that an earlier attempt had done."""
+
+NOTE = "evenkeel_phase"
+"""The attribute of an error in which its phase is noted."""
 
 
 class Activity:
@@ -69,8 +72,21 @@ class Activity:
         self.enter(phase)
         try:
             yield
+        except Exception as error:
+            self.note(error)
+            raise
         finally:
             self.enter(before)
+
+    def note(self, error: BaseException) -> None:
+        """Let an error know of the present phase, which may be over by the time that somebody asks where it was."""
+        if not hasattr(error, NOTE):
+            with suppress(AttributeError):  # one with __slots__
+                setattr(error, NOTE, self.phase)
+
+    def phase_of(self, error: BaseException) -> str:
+        """The phase in which an error came; the present one if nobody noted it."""
+        return str(getattr(error, NOTE, self.phase))
 
     def spent(self) -> dict[str, float]:
         """Seconds by account since the process began; they add up to its age."""

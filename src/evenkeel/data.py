@@ -156,8 +156,44 @@ def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] 
     size = length(dataset, f"{part}_dataset")
     if not 0 < samples < size:
         return dataset
-    chosen: Any = Subset(dataset, [i * size // samples for i in range(samples)])  # type: ignore[arg-type]
-    return chosen  # type: ignore[no-any-return]
+    return Limited(dataset, [i * size // samples for i in range(samples)])
+
+
+class Limited(Dataset[Any]):
+    """Some samples of a data set, which makes whole micro-batches of them if it does so of all.
+
+    torch's `Subset` goes sample by sample here (see :class:`Seeded`), and those of a data set that collates for itself
+    may not make a batch without it.
+
+    Args:
+        dataset: the base.
+        indices: the samples' numbers in it.
+    """
+
+    def __init__(self, dataset: SizedDataset, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+    def __getitems__(self, indices: Indices) -> Any:
+        """What the base makes of a micro-batch, or a list of samples."""
+        if (fetch_all := whole_fetch(self.dataset)) is None:
+            return [self[index] for index in indices]
+        return fetch_all(Indices([self.indices[index] for index in indices], indices.epoch, indices.micro_batch))
+
+
+def whole_fetch(dataset: SizedDataset) -> Callable[[Indices], Any] | None:
+    """A data set's own way to fetch a whole micro-batch; None if it goes sample by sample."""
+    # these of torch only loop over samples, which then had better be seeded one by one
+    if isinstance(dataset, (Subset, StackDataset)) or (
+        isinstance(dataset, Limited) and whole_fetch(dataset.dataset) is None
+    ):
+        return None
+    return getattr(dataset, "__getitems__", None)
 
 
 class Seeded(Dataset[Any]):
@@ -177,11 +213,7 @@ class Seeded(Dataset[Any]):
 
     def __getitems__(self, indices: Indices) -> Any:
         """A list of samples, or a collated micro-batch from a data set that makes one."""
-        # these two of torch only loop over samples, which then had better be seeded one by one
-        fetch_all = (
-            None if isinstance(self.dataset, (Subset, StackDataset)) else getattr(self.dataset, "__getitems__", None)
-        )
-        if fetch_all is not None:
+        if (fetch_all := whole_fetch(self.dataset)) is not None:
             self._seed(indices.epoch, indices.micro_batch.start)
             return fetch_all(indices)
         return [self._sample(indices.epoch, index) for index in indices]

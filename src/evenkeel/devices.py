@@ -26,6 +26,19 @@ HIDDEN = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose."""
 
 
+_chosen: list[torch.device] = []
+
+
+def choose(devices: Sequence[torch.device]) -> None:
+    """Note which devices this process computes on, the first one first."""
+    _chosen[:] = devices
+
+
+def own_device() -> torch.device:
+    """The first of this process's devices; the CPU until they are known, because nothing is on another one then."""
+    return _chosen[0] if _chosen else torch.device("cpu")
+
+
 def device_name(device: torch.device) -> str:
     """A device by both its names: "cuda:0 (GPU 2)", "cuda:0 (MIG-...)"; "cpu" is itself."""
     if device.type != "cuda":

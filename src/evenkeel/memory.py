@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from .activity import activity
+from .activity import CHECKPOINT, EVALUATION, activity
 from .config import Config
 from .data import tensors_in
-from .devices import GIB, describe
+from .devices import GIB, describe, own_device
 from .errors import EndedHere
 from .mistakes import is_out_of_memory
 from .plan import next_smaller
@@ -34,8 +34,9 @@ class OutOfMemory(EndedHere):
 
 
 def note_batch(error: BaseException, batch: Any) -> None:
-    """Let an out-of-memory error know of the batch at which it came. Called where it is at hand, on the way out."""
+    """Let an out-of-memory error know of its batch and phase. Called where they are at hand, on the way out."""
     if is_out_of_memory(error):
+        activity.note(error)
         with contextlib.suppress(AttributeError):
             error.shapes = shapes(batch)  # type: ignore[attr-defined]
 
@@ -64,7 +65,7 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
     batch = getattr(error, "shapes", "")
     parts = [
         f"out of memory on rank {os.environ.get('RANK', '0')} ({place})",
-        f"it was in {activity.phase} of step {activity.step + 1}",
+        _when(activity.phase_of(error)),
         f"{wanted[1]} more were wanted" if wanted else "",
         f"the batch was {batch}" if batch else "",
         _held_on_host() if on_host else _held_on_gpu(device),
@@ -72,6 +73,13 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
         saved,
     ]
     return "; ".join(filter(None, parts))
+
+
+def _when(phase: str) -> str:
+    """Which of the steps a phase belongs to: a step is done before its checkpoint and its evaluation."""
+    if phase in (EVALUATION, CHECKPOINT):
+        return f"it was in {phase} after step {activity.step}"
+    return f"it was in {phase} of step {activity.step + 1}"
 
 
 def remedy(config: Config) -> str:
@@ -98,9 +106,7 @@ def explaining(main: Callable[[], T]) -> Callable[[], T]:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-            device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-            raise OutOfMemory(explained(error, device)) from error
+            raise OutOfMemory(explained(error, own_device())) from error
 
     return call
 

@@ -31,10 +31,10 @@ class PlanCommand:
         config, task = parse(train_options)
         samples = len(limited(task.train_dataset(), config.limit_batches * config.batch_size))
         plan = Plan.of(config, samples)
-        if config.micro_batch == "auto":
-            plan = replace(plan, micro_batch=-(-plan.global_batch // self.world_size))
-        cut = f"{plan.micro_batch}{', if that fits (auto)' if config.micro_batch == 'auto' else ''}"
         dp = config.strategy == "dp"
+        if config.micro_batch == "auto":  # where the probe begins
+            plan = replace(plan, micro_batch=-(-plan.global_batch // (1 if dp else self.world_size)))
+        cut = f"{plan.micro_batch}{', if that fits (auto)' if config.micro_batch == 'auto' else ''}"
         share_out = (
             "each micro-batch is divided among the GPUs" if dp else f"up to {plan.max_world_size} ranks have work"
         )

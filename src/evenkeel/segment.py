@@ -23,7 +23,8 @@ from .config import Config
 from .errors import Refusal
 from .optimization import build_optimizer, rate
 from .randomness import derive
-from .tasks import Task
+from .sync_batchnorm import SyncBatchNorm
+from .tasks import Task, constants
 
 CLASSES = 11
 """Background and ten digits."""
@@ -156,8 +157,7 @@ class Segment(Task):
         parts = [pixel_loss(logits, masks).mean()]
         if self.adversarial:
             # through the discriminator, but not into it: as if its parameters were constants
-            constant = {name: parameter.detach() for name, parameter in model["discriminator"].named_parameters()}
-            verdict = functional_call(model["discriminator"], constant, (made,))
+            verdict = functional_call(model["discriminator"], constants(model["discriminator"]), (made,))
             parts.append(self.adversarial * verdict_loss(verdict, True).mean())
         parts.append(verdict_loss(model["discriminator"](made.detach()), False).mean())
         parts.append(verdict_loss(model["discriminator"](one_hot(masks)), True).mean())
@@ -242,11 +242,21 @@ class PooledNorm(nn.BatchNorm2d):
     running statistics, which it leaves alone. Names and everything else are as in `nn.BatchNorm2d`.
     """
 
+    synchronised: ClassVar[type[SyncBatchNorm]]
+    """What `sync_batchnorm.synchronise` makes of it."""
+
     def forward(self, values: Tensor) -> Tensor:
         """Normalise [n, channels, 1, 1]."""
         if values.numel() > values.shape[1] or not self.training:
             return super().forward(values)
         return F.batch_norm(values, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+
+class SyncPooledNorm(SyncBatchNorm, PooledNorm):
+    """The same over the global batch (--sync-batchnorm); a step of one sample is computed as there."""
+
+
+PooledNorm.synchronised = SyncPooledNorm
 
 
 def allow_single_samples(net: nn.Module) -> None:

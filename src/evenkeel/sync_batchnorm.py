@@ -144,19 +144,35 @@ def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring"
     """Give a model's BatchNorm layers the statistics of the global batch. In place; names in its state dict stay.
 
     Raises:
-        Refusal: as :class:`Peers`, or there are no such layers, or on GPUs the tree is at work beside them.
+        Refusal: as :class:`Peers`, or there are no such layers, or one of a kind of its own that does not say in a
+            class attribute `synchronised` what it becomes, or on GPUs the tree is at work beside them.
     """
     if reduce == "tree" and world.device.type == "cuda":
         # two threads then feed two NCCL communicators, in an order that may differ between ranks
         raise Refusal("--sync-batchnorm --reduce tree: may dead-lock on GPUs; leave one of them out")
-    layers = [module for module in model.modules() if type(module) in PLAIN]
+    layers = [(module, _kind(module, name)) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     if not layers:
         raise Refusal("--sync-batchnorm: the model has no BatchNorm layer; leave it out")
     peers = Peers(plan, world)
-    for layer in layers:
-        layer.__class__ = SyncBatchNorm  # keeps what refers to it, and hooks
+    for layer, kind in layers:
+        layer.__class__ = kind  # keeps what refers to it, and hooks
         synced: Any = layer
         synced.peers = peers
+
+
+def _kind(layer: nn.Module, name: str) -> type[SyncBatchNorm]:
+    """The class that a BatchNorm layer gets."""
+    own = type(layer)
+    if own in PLAIN:
+        return SyncBatchNorm
+    # not what a base class says: who derives from it may compute something else
+    found = own if isinstance(layer, SyncBatchNorm) else vars(own).get("synchronised")
+    if not (isinstance(found, type) and issubclass(found, SyncBatchNorm)):
+        raise Refusal(
+            f"--sync-batchnorm: {name or 'the model'} is a {own.__name__}, a BatchNorm of its own kind, which would go "
+            "on with the statistics of its micro-batch; use nn.BatchNorm1d, 2d or 3d there, or leave it out"
+        )
+    return found
 
 
 def peers_of(model: nn.Module) -> Peers | None:

@@ -106,6 +106,24 @@ class Classification(Task):
         }
 
 
+def constants(module: nn.Module) -> dict[str, Tensor]:
+    """A network's parameters by name, detached: what goes through it with these does not reach its own gradients.
+
+    For `torch.func.functional_call(network, constants(network), inputs)` in a loss of one network by way of another.
+    With --strategy dp the loss gets a replica of the network. That has no parameters as torch counts them
+    (`named_parameters()` is empty), but they are there, by the names they had.
+    """
+    detached: dict[int, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    # one that has two names stays one, as `functional_call` demands
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, parameter in getattr(part, "_former_parameters", part._parameters).items():
+            if parameter is not None:
+                constant = detached.setdefault(id(parameter), parameter.detach())
+                found[f"{prefix}.{name}" if prefix else name] = constant
+    return found
+
+
 BUILT_IN = {
     "classify": "evenkeel.classify:Classify",
     "regress": "evenkeel.regress:Regress",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from .devices import explain_devices, refuse_company, refuse_missing
+from .devices import choose, explain_devices, refuse_company, refuse_missing
 from .errors import REFUSED, Refusal
 from .rendezvous import fresh_store
 
@@ -195,7 +195,10 @@ def _devices(local_rank: int, local_world_size: int, each: int) -> list[torch.de
     gpus = torch.cuda.device_count()
     refuse_missing(gpus)
     if not gpus:
-        return [torch.device("cpu")] * each
-    if local_world_size * each > gpus:
+        mine = [torch.device("cpu")] * each
+    elif local_world_size * each > gpus:
         raise Refusal(explain_devices(local_world_size, gpus, each))
-    return [torch.device("cuda", local_rank * each + i) for i in range(each)]
+    else:
+        mine = [torch.device("cuda", local_rank * each + i) for i in range(each)]
+    choose(mine)
+    return mine
