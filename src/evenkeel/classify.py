@@ -18,7 +18,7 @@ from .config import Flag
 from .data import SizedDataset
 from .datasets import ABOUT, OnBadSample
 from .downloads import fetch_weights
-from .errors import Refusal
+from .errors import Ended, Refusal
 from .tasks import Classification
 
 PHOTOGRAPH = 224
@@ -137,7 +137,7 @@ class Classify(Classification):
         """The means over the images that decode, and the share of those that do not, if there are any."""
         left_out = float(means.get("left_out", 0.0))
         if left_out == 1:
-            raise datasets.BadSample("not one of the test images decodes")
+            raise Ended("not one of the test images decodes")
         found = {name: float(mean) / (1 - left_out) for name, mean in means.items() if name != "left_out"}
         return {**found, "left_out": left_out} if left_out else found
 

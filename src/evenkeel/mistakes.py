@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from .errors import Ended, EndedHere, Refusal
+from .errors import Ended, EndedByData, Refusal
 
 if TYPE_CHECKING:
     from .tasks import Task
@@ -33,11 +33,8 @@ MANY = 5
 """Names of parameters that a line bears."""
 
 
-class Uncollated(EndedHere):
-    """Samples that do not make a batch. A loading process puts its traceback around the line, which is taken off."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text.strip().rpartition("Uncollated: ")[2])
+class Uncollated(EndedByData):
+    """Samples that do not make a batch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
