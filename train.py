@@ -60,7 +60,7 @@ def main() -> int:
         return evaluate_only(config, task, world, test_set)
     plan = Plan.of(config, len(train_set))
     state = build(config, task, world, plan)
-    run = Run(config, task, plan, world)  # the last that may refuse; nothing has been touched so far
+    run = Run(config, task, plan, world, len(test_set))  # the last that may refuse; nothing has been touched so far
 
     # a collective's time-out explains nothing, so the watch for hangs must be earlier
     with world.connected(timedelta(seconds=max(600, config.hang_timeout) + 300)) as store:

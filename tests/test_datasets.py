@@ -190,7 +190,7 @@ def test_pixels_without_a_white_are_bad(tmp_path: Path, kind: Any) -> None:
     Image.fromarray(np.ones((4, 4), kind)).save(tmp_path / "train" / "class-0" / "000.tif")
     train = ImageFolder(tmp_path, "train")
     number = [os.fsdecode(path) for path in train.paths].index("class-0/000.tif")
-    with pytest.raises(BadSample, match="its pixels are .* numbers of 32 bits"):
+    with pytest.raises(BadSample, match=r"its pixels are .* numbers of 32 bits"):
         train[number]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,8 @@ class Classify(Classification):
     fake_classes: int = 10
     """Classes of --dataset fake."""
 
+    harmless: ClassVar[frozenset[str]] = frozenset({"on_bad_sample"})  # a run that one has ended must be able to go on
+
     def __post_init__(self) -> None:
         if self.width < 1 or not 0 <= self.dropout < 1:
             raise Refusal(f"--width {self.width} --dropout {self.dropout}: need width >= 1 and 0 <= dropout < 1")
@@ -82,6 +85,8 @@ class Classify(Classification):
         models.check_model_name(self.model_)
         if self.pretrained:
             models.published_weights(self.model_)
+        if self.mixup or self.cutmix:
+            importlib.import_module("torchvision")  # before the run is begun, so that the fingerprint has its version
 
     def train_dataset(self) -> SizedDataset:
         """Images [C, H, W] in uint8, and labels; whole micro-batches of them where there is nothing to do for each."""

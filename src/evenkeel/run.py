@@ -57,21 +57,27 @@ LAST_LINE_SECONDS = 0.5
 class Run:
     """A run's folder and what is written into it.
 
+    Args:
+        config: the options.
+        task: what is trained.
+        plan: how it is cut.
+        world: who takes part.
+        test_samples: size of the test data. None: it is not looked at.
+
     Raises:
         Refusal: on rank 0, if the run directory cannot be this run's.
     """
 
-    def __init__(self, config: Config, task: Task, plan: Plan, world: World) -> None:
+    def __init__(self, config: Config, task: Task, plan: Plan, world: World, test_samples: int | None = None) -> None:
         assert config.run_dir is not None  # resolved
         self.path = config.run_dir
         self.config, self.plan, self.world = config, plan, world
         self.options = saved_options(config, task.options())
-        if world.rank == 0:
-            self.directory: RunDirectory | None = claim(self.path, self.options, config.fresh)
-        else:
-            self.directory = None
-            if world.local_rank == 0:
-                check(self.path, self.options, config.fresh)
+        self.samples = {"training": plan.samples} | ({} if test_samples is None else {"test": test_samples})
+        mine = (self.path, self.options, config.fresh, task.harmless, self.samples)
+        self.directory: RunDirectory | None = claim(*mine) if world.rank == 0 else None
+        if world.local_rank == 0 and world.rank != 0:
+            check(*mine)
         kept = fingerprint(task, world.device)
         if (gpus := len(replicas(config.strategy, world.device))) > 1:
             kept["strategy"] = f"dp on {gpus} GPUs"
@@ -116,8 +122,8 @@ class Run:
             status = self.directory.status
             finished = self._finished(status)
             if not finished:
-                facts = {"total_steps": self.plan.total_steps, "micro_batch": self.plan.micro_batch}
-                self.directory.begin(self.options, tokens, **facts)
+                facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "micro_batch": self.plan.micro_batch}
+                self.directory.begin(self.options, tokens, samples=self.samples, **facts)
             news = finished, self.directory.status
         finished, status = self.world.broadcast(news)
         if finished:

@@ -48,6 +48,10 @@ class Task(ABC):
     unused_parameters: ClassVar[bool] = False
     """Set it if some parameters get no gradient in some steps; DDP then looks for them, which costs time."""
 
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Options of the task, as config.toml names them, that may change when a run is continued. All others shape the
+    result; only `data_dir` may always change."""
+
     @abstractmethod
     def train_dataset(self) -> SizedDataset:
         """Any map-style data set; random augmentation may use torch's, NumPy's or Python's generator."""
