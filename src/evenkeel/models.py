@@ -111,10 +111,12 @@ def torchvision_model(name: str, classes: int, size: int, weights: Any = None) -
         options["image_size"] = size  # is part of its shape
     if name.startswith("maxvit"):
         options["input_size"] = (size, size)
-    if name in AUXILIARY:
-        options |= {"aux_logits": weights is None, "init_weights": weights is None}
+    if name in AUXILIARY and weights is None:  # with weights torchvision decides, and wants to hear of neither
+        options |= {"aux_logits": True, "init_weights": True}
     if weights is not None:
         model = _pretrained(name, weights, options)
+        if name in AUXILIARY:
+            _without_auxiliary(model)
         replace_head(model, len(weights.meta["categories"]), classes)
     try:
         if weights is None:
@@ -137,6 +139,14 @@ def _pretrained(name: str, weights: Any, options: dict[str, Any]) -> nn.Module:
         raise Refusal(
             f"--pretrained --model {name}: {file} cannot be read ({reason}); remove it, to download it again"
         ) from None
+
+
+def _without_auxiliary(model: Any) -> None:
+    """Take the auxiliary outputs off; the ways in which torchvision does it differ between the networks."""
+    model.aux_logits = False
+    for head in ("AuxLogits", "aux1", "aux2"):
+        if hasattr(model, head):
+            setattr(model, head, None)
 
 
 @contextlib.contextmanager
