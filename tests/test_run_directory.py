@@ -97,9 +97,7 @@ def test_the_number_of_samples_must_stay(path: Path) -> None:
     del directory
     claim(path, OPTIONS, fresh=False, samples=before)
     for check_it in (claim, check):  # rank 0, and the first rank of another node
-        with pytest.raises(
-            Refusal, match=r"the training data had 96 samples and has 95 now, .*--fresh$"
-        ):
+        with pytest.raises(Refusal, match=r"the training data had 96 samples and has 95 now, .*--fresh$"):
             check_it(path, OPTIONS, fresh=False, samples=now)
     with pytest.raises(Refusal, match="the test data had 20 samples and has 21 now"):
         claim(path, OPTIONS, fresh=False, samples=before | {"test": 21})
