@@ -35,6 +35,7 @@ from evenkeel.precision import Scaler
 from evenkeel.probe import Probe
 from evenkeel.randomness import derive, seed_everything
 from evenkeel.run import Run
+from evenkeel.single_samples import refuse_single_samples
 from evenkeel.state import State
 from evenkeel.stopping import Stopping
 from evenkeel.sync_batchnorm import synchronise
@@ -87,6 +88,7 @@ def build(config: Config, task: Task, world: World, plan: Plan) -> State:
     check_model(model)
     origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
     freeze(model, config.freeze)
+    refuse_single_samples(config, task, model, plan, world)
     if config.sync_batchnorm:
         synchronise(model, plan, world, config.reduce)
     placed = place(model, config, world.devices)

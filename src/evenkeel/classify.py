@@ -20,6 +20,7 @@ from .data import SizedDataset
 from .datasets import ABOUT, OnBadSample
 from .downloads import fetch_weights
 from .errors import Ended, Refusal
+from .mistakes import TOO_FEW
 from .tasks import Classification
 
 PHOTOGRAPH = 224
@@ -145,6 +146,17 @@ class Classify(Classification):
             raise Ended("not one of the test images decodes")
         found = {name: float(mean) / (1 - left_out) for name, mean in means.items() if name != "left_out"}
         return {**found, "left_out": left_out} if left_out else found
+
+    def takes_one_sample(self, model: nn.Module) -> bool:
+        """Whether the network can be trained on one image, which depends on how small it makes it. It is tried."""
+        channels = ABOUT[self.dataset].channels if self.model_ == models.OWN else 3
+        try:
+            models.try_shape(model, (1, channels, self.size, self.size))
+        except ValueError as error:
+            return TOO_FEW not in str(error)
+        except Exception:  # a network of a subclass, say, that cannot do without values
+            return True
+        return True
 
     def inputs(self, images: Tensor) -> Tensor:
         """What the network sees of uint8 images [n, C, H, W], on their device: enlarged, in float32, normalised.

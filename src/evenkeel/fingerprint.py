@@ -78,6 +78,7 @@ NOT_COMPUTING = frozenset(
         "run",
         "run_directory",
         "seqlock",
+        "single_samples",
         "staging",
         "tracking",
         "weights",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from .errors import Ended, EndedByData, Refusal
+from .errors import Ended, EndedByData, EndedHere, Refusal
 
 if TYPE_CHECKING:
     from .tasks import Task
@@ -28,6 +28,9 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+
+TOO_FEW = "Expected more than 1 value per channel when training"
+"""What BatchNorm says of one sample."""
 
 MANY = 5
 """Names of parameters that a line bears."""
@@ -118,11 +121,17 @@ def check_gradients(model: nn.Module, task: Task) -> None:
 
 
 def explain(error: BaseException, model: nn.Module) -> None:
-    """Raise in a line what DDP says in a paragraph; return if it is something else.
+    """Raise in a line what DDP says in a paragraph, and BatchNorm of itself; return if it is something else.
 
     Raises:
-        Ended: some parameters had no gradient in the step before.
+        Ended: some parameters had no gradient in the step before, or a micro-batch was too small for BatchNorm.
     """
+    if TOO_FEW in str(error):
+        raise EndedHere(
+            f"a micro-batch has too few samples for BatchNorm in training ({error}); take another --batch-size or "
+            "--micro-batch, one that leaves no single sample (python -m evenkeel plan shows the sizes), or freeze the "
+            "layer"
+        ) from error
     if "Expected to have finished reduction in the prior iteration" in str(error):
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))

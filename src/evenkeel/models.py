@@ -121,7 +121,7 @@ def torchvision_model(name: str, classes: int, size: int, weights: Any = None) -
     try:
         if weights is None:
             model = torchvision.models.get_model(name, num_classes=classes, **options)
-        _try_size(model, size)
+        try_shape(model, (2, 3, size, size))
     except (ValueError, RuntimeError, AssertionError) as error:
         raise _refused_size(name, size, str(error).strip().split("\n")[0] or type(error).__name__) from None
     return model
@@ -189,12 +189,12 @@ def _outputs(module: nn.Module) -> int:
     return module.out_channels if isinstance(module, nn.Conv2d) else 0
 
 
-def _try_size(model: nn.Module, size: int) -> None:
+def try_shape(model: nn.Module, shape: tuple[int, ...]) -> None:
     """Run the network on images without values, which takes no time and no memory; raises what that raises."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     empty = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.func.functional_call(model, empty, (torch.empty(2, 3, size, size, device="meta"),))
+        torch.func.functional_call(model, empty, (torch.empty(shape, device="meta"),))
 
 
 def _made_for(name: str) -> int:

@@ -86,6 +86,11 @@ class Task(ABC):
         """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
         return rate(config, step, total_steps)
 
+    def takes_one_sample(self, model: nn.Module) -> bool:
+        """Whether a micro-batch of one sample can be trained on. Asked before the start if there would be one and the
+        model has BatchNorm, which needs two values for each channel: two samples, or an image of more than a pixel."""
+        return True
+
     def options(self) -> dict[str, Any]:
         """The task's own options and their values; none unless it is a dataclass."""
         fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
