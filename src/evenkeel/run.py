@@ -35,7 +35,7 @@ from .mistakes import is_out_of_memory
 from .plan import Plan
 from .precision import substitute
 from .probe import Probe
-from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token
+from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token, refuse_other_data
 from .seqlock import Torn
 from .staging import Staging
 from .state import State, cpu_state_dict, sha256
@@ -103,13 +103,16 @@ class Run:
 
         Raises:
             Ended: the last attempts have all died before they finished a step.
-            Refusal: on all ranks, with --strict-bits, before anything is written: as :meth:`resume`. Not before the
-                process group exists, because the newest checkpoint may be on another node.
+            Refusal: on all ranks, before anything is written: the data of a node has another number of samples; or
+                with --strict-bits, as :meth:`resume`. Not before the process group exists, because another node may
+                know more of the run.
         """
         first_here = self.world.local_rank == 0
         known = self.world.gather((launch_token(), read_json(self.path / "status.json") if first_here else {}))
         tokens = [token for token, _ in known]
-        finished = self._finished(max((status for _, status in known), key=_attempts))
+        newest = max((status for _, status in known), key=_attempts)
+        self._refuse_other_data({} if self.config.fresh else newest.get("samples", {}))
+        finished = self._finished(newest)
         found = self._settle_micro_batch(known, probe)
         if self.config.strict_bits and (self.config.fresh or not finished):
             self._refuse_other_bits()
@@ -383,6 +386,18 @@ class Run:
         activity.write_off()
         self.failed(state, Ended(explained))
         self._watch.kill_frozen()
+
+    def _refuse_other_data(self, before: dict[str, int]) -> None:
+        """Each node has looked at its own copy of the run so far, and at its own data."""
+        everywhere = self.world.gather(self.samples)
+        for rank, there in enumerate(everywhere):
+            refuse_other_data(self.path, before, there)
+            for part, number in there.items():
+                if number != everywhere[0][part]:
+                    raise Refusal(
+                        f"the {part} data has {everywhere[0][part]} samples on rank 0 and {number} on rank {rank}; "
+                        "give all nodes the same data"
+                    )
 
     def _refuse_other_bits(self) -> None:
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)

@@ -161,7 +161,7 @@ def check(
             raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
         if not fresh:
             _refuse_another_run(path, options, harmless)
-            _refuse_other_data(path, samples or {})
+            refuse_other_data(path, _samples_of(path), samples or {})
             _refuse_hidden_checkpoints(path)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # says now whether files can be written here
@@ -187,7 +187,7 @@ def claim(
     lock = _lock(path)
     if not fresh:  # again: the last holder of the lock may have started over
         _refuse_another_run(path, options, harmless)
-        _refuse_other_data(path, samples or {})
+        refuse_other_data(path, _samples_of(path), samples or {})
     return RunDirectory(path, read_json(path / "status.json"), lock)
 
 
@@ -208,6 +208,27 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
         _move_aside(path)
     _write_config(path, options)
     write_json(path / "status.json", status)
+
+
+def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str, int]) -> None:
+    """The order of an epoch is a function of the number of samples, so half an epoch of each order has some of them
+    twice.
+
+    Args:
+        path: the run directory.
+        known: how many samples the run has had, by part of the data; not all need be known.
+        samples: how many there are now.
+
+    Raises:
+        Refusal: they are not as many.
+    """
+    for part, now in samples.items():
+        if (before := known.get(part, now)) != now:
+            raise Refusal(
+                f"--run-dir {path}: the {part} data had {before} samples and has {now} now, and in another number they "
+                "come in another order, some of them twice; bring back the data of the run, name another folder, or "
+                "start over with --fresh"
+            )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -267,17 +288,10 @@ def _refuse_another_run(path: Path, options: dict[str, Any], harmless: frozenset
         )
 
 
-def _refuse_other_data(path: Path, samples: Mapping[str, int]) -> None:
-    """The order of an epoch is a function of the number of samples, so half an epoch of each order has some of them
-    twice. A run that was made before their number was kept has none to compare."""
-    known = read_json(path / "status.json").get("samples", {})
-    for part, now in samples.items():
-        if (before := known.get(part, now)) != now:
-            raise Refusal(
-                f"--run-dir {path}: the {part} data had {before} samples and has {now} now, and in another number they "
-                "come in another order, some of them twice; bring back the data of the run, name another folder, or "
-                "start over with --fresh"
-            )
+def _samples_of(path: Path) -> dict[str, int]:
+    """A run that was made before their number was kept has none."""
+    known: dict[str, int] = read_json(path / "status.json").get("samples", {})
+    return known
 
 
 def _refuse_hidden_checkpoints(path: Path) -> None:
