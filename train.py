@@ -35,6 +35,7 @@ from evenkeel.precision import Scaler
 from evenkeel.probe import Probe
 from evenkeel.randomness import derive, seed_everything
 from evenkeel.run import Run
+from evenkeel.single_samples import refuse_single_samples
 from evenkeel.state import State
 from evenkeel.stopping import Stopping
 from evenkeel.sync_batchnorm import synchronise
@@ -60,7 +61,7 @@ def main() -> int:
         return evaluate_only(config, task, world, test_set)
     plan = Plan.of(config, len(train_set))
     state = build(config, task, world, plan)
-    run = Run(config, task, plan, world)  # the last that may refuse; nothing has been touched so far
+    run = Run(config, task, plan, world, len(test_set))  # the last that may refuse; nothing has been touched so far
 
     # a collective's time-out explains nothing, so the watch for hangs must be earlier
     with world.connected(timedelta(seconds=max(600, config.hang_timeout) + 300)) as store:
@@ -87,6 +88,7 @@ def build(config: Config, task: Task, world: World, plan: Plan) -> State:
     check_model(model)
     origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
     freeze(model, config.freeze)
+    refuse_single_samples(config, task, model, plan, world)
     if config.sync_batchnorm:
         synchronise(model, plan, world, config.reduce)
     placed = place(model, config, world.devices)

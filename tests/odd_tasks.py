@@ -54,6 +54,11 @@ class Usual(Task):
         return {"loss": F.cross_entropy(model(x), y, reduction="none")}
 
 
+class OtherDataOnRank1(Usual):
+    def train_dataset(self) -> Any:
+        return super().train_dataset()[int(os.environ.get("RANK", "0")) :]
+
+
 class OneUnused(Usual):
     def model(self) -> nn.Module:
         return nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)})

@@ -245,10 +245,19 @@ def test_bad_images_end_a_run_or_are_skipped_alike_on_any_number_of_ranks_and_lo
     (failed,) = job(0, tmp_path / "ended", *options, "--num-workers", 2)
     done = finish(failed)
     assert done.returncode == 1
-    line = f"BadSample: training sample 10, {bad}, does not decode: OSError: "
-    assert line in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"evenkeel: training sample 10, {bad}, does not decode: OSError: ")
     status = read(tmp_path / "ended", "status.json")
-    assert line in status["reason"]
+    assert line == f"evenkeel: {status['reason']}"
+
+    content = bad.read_bytes()
+    bad.unlink()
+    (refused,) = job(0, tmp_path / "ended", *skip)
+    line = finish(refused).stderr
+    assert f"the training data had {SAMPLES} samples and has {SAMPLES - 1} now" in line
+    bad.write_bytes(content)
+    finish_all(job(0, tmp_path / "ended", *skip))
+    assert weights_of(tmp_path / "ended") == weights_of(tmp_path / "alone"), "continued as its message advises"
 
 
 def test_the_default_job_does_not_wait_for_torchvision() -> None:

@@ -153,6 +153,11 @@ def test_the_options_of_a_task_shape_the_result() -> None:
     assert differences(old, new) == [("width", 32, 64), ("new", None, 2), ("gone", 1, None)]
 
 
+def test_a_task_names_those_that_do_not() -> None:
+    old, new = (saved_options(config(), {"cache": where, "width": width}) for where, width in (("a", 1), ("b", 2)))
+    assert differences(old, new, frozenset({"cache"})) == [("width", 1, 2)]
+
+
 def test_an_option_that_is_newer_than_the_run_had_its_default() -> None:
     new = saved_options(config(), {})
     old = {name: value for name, value in new.items() if name != "init_partial"}

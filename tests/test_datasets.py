@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._utils import ExceptionWrapper
 from torchvision import datasets as published
 
 from evenkeel import datasets
 from evenkeel.classify import Classify
 from evenkeel.data import InMemory, Seeded
-from evenkeel.datasets import ABOUT, BadSample, Fake, ImageFolder
-from evenkeel.errors import Refusal
+from evenkeel.datasets import ABOUT, BadSample, Fake, ImageFolder, UnreadFile
+from evenkeel.errors import EndedHere, Refusal
 
 from .small_files import TEST, TRAIN, digit_images, write_cifar, write_folder, write_idx
 
@@ -130,7 +134,7 @@ def test_an_image_that_does_not_decode_is_named_with_its_path_and_index(tmp_path
         train[7]
     message = str(caught.value)
     assert message.startswith(f"training sample 7, {bad}, does not decode: OSError: ")
-    assert message.endswith("; mend or remove it, or go on without it by --on-bad-sample skip")
+    assert message.endswith("; mend it, or go on without it by --on-bad-sample skip")
     bad.write_bytes(b"no image at all")
     with pytest.raises(BadSample, match="does not decode: UnidentifiedImageError: cannot identify image file;"):
         train[7]
@@ -141,8 +145,55 @@ def test_a_file_that_cannot_be_read_is_never_skipped(tmp_path: Path) -> None:
     gone = write_folder(tmp_path)[7]
     train = ImageFolder(tmp_path, "train", on_bad_sample="skip")
     gone.unlink()
-    with pytest.raises(FileNotFoundError, match=gone.name):
+    with pytest.raises(UnreadFile) as caught:
         train[7]
+    assert str(caught.value).startswith(f"training sample 7, {gone}, cannot be read: No such file or directory; such")
+    gone.symlink_to(gone.with_name("nowhere"))
+    with pytest.raises(UnreadFile, match="No such file"):
+        train[7]
+
+
+@pytest.mark.parametrize("kind", [BadSample, UnreadFile])
+def test_what_is_wrong_with_a_sample_comes_in_one_line_out_of_a_loading_process(tmp_path: Path, kind: Any) -> None:
+    bad = write_folder(tmp_path)[0]
+    train = ImageFolder(tmp_path, "train")
+    bad.unlink()
+    if kind is BadSample:
+        bad.write_bytes(b"no image at all")
+    with pytest.raises(kind) as caught:
+        train[0]
+    told = pickle.dumps(ExceptionWrapper((kind, caught.value, caught.tb), "in DataLoader worker process 0"))
+    with pytest.raises(kind) as again:
+        pickle.loads(told).reraise()
+    assert isinstance(again.value, EndedHere)
+    assert str(again.value) == str(caught.value)
+    assert str(again.value).startswith(f"training sample 0, {bad}, ")
+    assert "\n" not in str(again.value)
+
+
+@pytest.mark.parametrize("byte_order", ["<", ">"])
+def test_sixteen_bits_of_grey_are_scaled(tmp_path: Path, byte_order: str) -> None:
+    write_folder(tmp_path)
+    values = np.array([[0, 128, 257, 32896, 65279, 65535]])
+    (tmp_path / "train" / "class-0" / "000.jpg").unlink(missing_ok=True)
+    name = "000.png" if byte_order == "<" else "000.tif"
+    path = tmp_path / "train" / "class-0" / name
+    Image.fromarray(values.astype(f"{byte_order}u2")).save(path)
+    train = ImageFolder(tmp_path, "train")
+    image, _ = train[0]
+    assert os.fsdecode(train.paths[0]) == f"class-0/{name}"
+    assert image.dtype == torch.uint8
+    assert image.tolist() == [[[0, 0, 1, 128, 254, 255]]] * 3
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_without_a_white_are_bad(tmp_path: Path, kind: Any) -> None:
+    write_folder(tmp_path)
+    Image.fromarray(np.ones((4, 4), kind)).save(tmp_path / "train" / "class-0" / "000.tif")
+    train = ImageFolder(tmp_path, "train")
+    number = [os.fsdecode(path) for path in train.paths].index("class-0/000.tif")
+    with pytest.raises(BadSample, match=r"its pixels are .* numbers of 32 bits"):
+        train[number]
 
 
 def test_a_bad_sample_has_a_stand_in_of_its_own_in_each_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

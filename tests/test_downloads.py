@@ -6,12 +6,15 @@ import hashlib
 import http.server
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ import pytest
 import torch
 import torchvision
 
-from evenkeel.downloads import FAILURE, LOCK, PARTIAL
+from evenkeel.downloads import LOCK, PARTIAL, failure_note, fetch
+from evenkeel.errors import Refusal
 
 from .processes import ROOT, TRAIN, checked, finish, fork, kill_group, run_forked, start, wait_until
 from .small_files import write_cifar, write_idx
@@ -163,9 +167,50 @@ def test_those_that_waited_for_a_download_that_failed_do_not_try_again(server: S
     assert refusals[0] == refusals[1]
     assert "503" in refusals[0]
     assert server.asked == asked, "the second has not asked the server at all"
-    assert left_over(data) == [FAILURE]
+    assert left_over(data) == [failure_note(data, "--dataset mnist").name]
     server.fails = False
     run_forked(WORKER, "mnist", data)
+
+
+@pytest.mark.parametrize(("of", "clock"), [("b", 0.0), ("a", 3600.0), ("a", -3600.0)])
+def test_a_failure_counts_for_what_failed_and_by_the_clock_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, clock: float
+) -> None:
+    """One waits for `a` while there is a note about `of`, on a host whose clock is this much ahead of the server's."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + clock)
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def fails(_: Path) -> None:
+        raise OSError("no network")
+
+    def whole() -> bool:  # asked before the lock is taken, and again when it is held
+        if waiting.is_set():
+            go_on.wait(120)
+        waiting.set()
+        return False
+
+    def downloads(partial: Path) -> None:
+        (partial / "a").write_text("all of it")
+
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(fetch, tmp_path, whole, downloads, "a", "put a")
+        wait_until(lambda: waiting.is_set() and (tmp_path / LOCK).exists(), "one that has asked")
+        # as the one does for which it has waited
+        failure_note(tmp_path, of).write_text(f"{of}: no network")
+        go_on.set()
+        if of == "a":
+            with pytest.raises(Refusal, match="a: no network"):
+                waits.result(120)
+            failure_note(tmp_path, "a").touch()
+            old = failure_note(tmp_path, "a").stat().st_mtime - 10
+            os.utime(failure_note(tmp_path, "a"), (old, old))
+            fetch(tmp_path, lambda: False, downloads, "a", "put a")  # an old failure is no reason
+        else:
+            waits.result(120)
+    assert (tmp_path / "a").read_text() == "all of it"
+    with pytest.raises(Refusal, match="b: is not here and cannot be downloaded"):
+        fetch(tmp_path, lambda: False, fails, "b", "put b")
 
 
 def test_a_file_with_another_checksum_is_refused_and_archives_by_hand_are_unpacked(

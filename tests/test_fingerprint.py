@@ -53,6 +53,14 @@ def own_task(folder: Path, factor: str) -> dict[str, str]:
         importlib.invalidate_caches()
 
 
+def test_libraries_count_that_the_task_uses_only_later() -> None:
+    """Pillow decodes the first file, and torchvision mixes the first micro-batch, when the run has long begun."""
+    look = "import torch; from evenkeel.fingerprint import fingerprint; from evenkeel.classify import Classify"
+    names = "sorted({'pillow', 'torchvision'} & set(fingerprint(Classify(mixup=mixup), torch.device('cpu'))))"
+    done = run([sys.executable, "-c", f"{look}; print(*({names} for mixup in (0.0, 0.2)))"])
+    assert done.stdout == "[] ['pillow', 'torchvision']\n"
+
+
 def test_it_is_flat_and_the_same_twice() -> None:
     found = fingerprint(Classify(), CPU)
     assert found == fingerprint(Classify(), CPU)

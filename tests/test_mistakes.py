@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from evenkeel.errors import Ended
 from evenkeel.mistakes import Uncollated, check_metrics, checked_loss, explain, explain_samples, is_out_of_memory
 
-from .processes import ROOT, TRAIN, finish, fork_ranks, free_port, kill_group, read, run, run_forked, torchrun
+from .processes import ROOT, TRAIN, checked, finish, fork_ranks, free_port, kill_group, read, run, run_forked, torchrun
 
 TASKS = ROOT / "tests" / "odd_tasks.py"
 
@@ -99,6 +99,22 @@ def test_a_line_about_samples_comes_out_of_a_loading_process(tmp_path: Path) -> 
 def test_what_few_tasks_return_works(tmp_path: Path, task: str) -> None:
     run_forked(TRAIN, *job(task, tmp_path / "run"))
     assert read(tmp_path / "run")["state"] == "finished"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+def test_ranks_with_other_data_are_told_so(tmp_path: Path) -> None:
+    """Their steps would not be the same ones, and in the end one would wait for ever."""
+    ranks = fork_ranks(2, TRAIN, *job("OtherDataOnRank1", tmp_path / "run"))
+    try:
+        refused = checked(finish(ranks[0]), 2)
+    finally:
+        for process in ranks:
+            kill_group(process)  # the other waits for torchrun to end it
+    assert the_line(refused.stderr) == (
+        "the training data has 13 samples on rank 0 and 12 on rank 1; give all nodes the same data"
+    )
+    assert not (tmp_path / "run" / "status.json").exists()
 
 
 @pytest.mark.multiprocess

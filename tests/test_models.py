@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,32 @@ def test_real_ones_give_logits(name: str, size: int) -> None:
     logits = torchvision_model(name, 7, size)(torch.randn(2, 3, size, size))
     assert logits.shape == (2, 7)
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", AUXILIARY)
+def test_pretrained_networks_lose_their_auxiliary_outputs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = published_weights(name)
+    # a file of all of the network's tensors, each of one number; both outputs are in the published files
+    with WithoutMemory():
+        whole = torchvision.models.get_model(name, aux_logits=True, init_weights=False).state_dict()
+    small = {key: torch.full((), 0.5).to(tensor.dtype).expand(tensor.shape) for key, tensor in whole.items()}
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file = tmp_path / "hub" / "checkpoints" / weights.url.rpartition("/")[2]
+    file.parent.mkdir(parents=True)
+    torch.save(small, file)
+    model = torchvision_model(name, 10, _made_for(name), weights)
+    left = dict(model.named_parameters())
+    assert [key for key in left if key.lower().startswith("aux")] == []
+    assert set(left) < set(whole)
+    assert all((left[key] == 0.5).all() for key in left if not key.startswith("fc.") and "conv" in key)
+    assert left["fc.weight"].shape[0] == 10
+    size = _made_for(name)
+    with torch.device("meta"):
+        image = torch.empty(2, 3, size, size)
+    outputs = model.to("meta")(image)
+    assert outputs.shape == (2, 10), "a tensor, also in training"
 
 
 @pytest.mark.parametrize(("channels", "size"), [(1, 8), (1, 28), (3, 32), (3, 224), (3, 2), (3, 45)])

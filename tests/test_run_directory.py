@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from evenkeel import run_directory
+from evenkeel.classify import Classify
 from evenkeel.errors import Refusal
 from evenkeel.files import read_json, write_atomically, write_json
-from evenkeel.run_directory import RunDirectory, claim, launch_token, read_config
+from evenkeel.run_directory import RunDirectory, check, claim, launch_token, read_config
 
 OPTIONS = {"schedule": "cosine", "batch_size": 64, "seed": 0, "task": "digits", "num_workers": 0}
 NOBODY = 65534
@@ -85,6 +86,35 @@ def test_a_run_is_continued(path: Path) -> None:
         del directory
     assert read_json(path / "status.json")["world_sizes"] == [1, 3, 1]
     assert read_json(path / "status.json")["step"] == 7, "facts stay until they are told anew"
+
+
+def test_the_number_of_samples_must_stay(path: Path) -> None:
+    before, now = {"training": 96, "test": 20}, {"training": 95, "test": 20}
+    started(path)
+    claim(path, OPTIONS, fresh=False, samples=now)  # the run is older than the check
+    directory = claim(path, OPTIONS, fresh=False, samples=before)
+    directory.begin(OPTIONS, [""], samples=before)
+    del directory
+    claim(path, OPTIONS, fresh=False, samples=before)
+    for check_it in (claim, check):  # rank 0, and the first rank of another node
+        with pytest.raises(Refusal, match=r"the training data had 96 samples and has 95 now, .*--fresh$"):
+            check_it(path, OPTIONS, fresh=False, samples=now)
+    with pytest.raises(Refusal, match="the test data had 20 samples and has 21 now"):
+        claim(path, OPTIONS, fresh=False, samples=before | {"test": 21})
+    claim(path, OPTIONS, fresh=True, samples=now)
+
+
+def test_an_option_that_the_task_calls_harmless_may_change(path: Path) -> None:
+    started(path, on_bad_sample="raise")
+    assert "--on-bad-sample was raise and is now skip" in refusal(path, OPTIONS | {"on_bad_sample": "skip"})
+    claim(path, OPTIONS | {"on_bad_sample": "skip"}, fresh=False, harmless=Classify.harmless)
+
+
+def test_a_reason_that_is_not_in_utf_8(path: Path) -> None:
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    directory.update("failed", reason=f"no image: {os.fsdecode(b'b' + bytes([0xE9]))}.jpg")
+    assert read_json(path / "status.json")["reason"] == r"no image: b\udce9.jpg"
 
 
 def test_a_file(path: Path) -> None:

@@ -137,9 +137,11 @@ def test_each_rank_has_a_log_and_rank_0_warns_on_stderr(
     start_logs(folder, World(rank, rank, 2, 2, torch.device("cpu"), launched=True))
     log = logging.getLogger("evenkeel.something")
     log.info("quiet")
+    log.info("name%s", os.fsdecode(bytes([0xE9])))
     log.warning("loud")
     written = (folder / f"rank-{rank}.log").read_text()
     assert f"rank {rank} INFO evenkeel.something: quiet" in written
+    assert f"rank {rank} INFO evenkeel.something: name\\udce9" in written
     assert f"rank {rank} WARNING evenkeel.something: loud" in written
     assert capsys.readouterr().err == ("evenkeel: WARNING: loud\n" if rank == 0 else "")
 

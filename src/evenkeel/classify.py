@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,8 @@ from .config import Flag
 from .data import SizedDataset
 from .datasets import ABOUT, OnBadSample
 from .downloads import fetch_weights
-from .errors import Refusal
+from .errors import Ended, Refusal
+from .mistakes import TOO_FEW
 from .tasks import Classification
 
 PHOTOGRAPH = 224
@@ -64,6 +66,8 @@ class Classify(Classification):
     fake_classes: int = 10
     """Classes of --dataset fake."""
 
+    harmless: ClassVar[frozenset[str]] = frozenset({"on_bad_sample"})  # a run that one has ended must be able to go on
+
     def __post_init__(self) -> None:
         if self.width < 1 or not 0 <= self.dropout < 1:
             raise Refusal(f"--width {self.width} --dropout {self.dropout}: need width >= 1 and 0 <= dropout < 1")
@@ -82,6 +86,8 @@ class Classify(Classification):
         models.check_model_name(self.model_)
         if self.pretrained:
             models.published_weights(self.model_)
+        if self.mixup or self.cutmix:
+            importlib.import_module("torchvision")  # before the run is begun, so that the fingerprint has its version
 
     def train_dataset(self) -> SizedDataset:
         """Images [C, H, W] in uint8, and labels; whole micro-batches of them where there is nothing to do for each."""
@@ -137,9 +143,20 @@ class Classify(Classification):
         """The means over the images that decode, and the share of those that do not, if there are any."""
         left_out = float(means.get("left_out", 0.0))
         if left_out == 1:
-            raise datasets.BadSample("not one of the test images decodes")
+            raise Ended("not one of the test images decodes")
         found = {name: float(mean) / (1 - left_out) for name, mean in means.items() if name != "left_out"}
         return {**found, "left_out": left_out} if left_out else found
+
+    def takes_one_sample(self, model: nn.Module) -> bool:
+        """Whether the network can be trained on one image, which depends on how small it makes it. It is tried."""
+        channels = ABOUT[self.dataset].channels if self.model_ == models.OWN else 3
+        try:
+            models.try_shape(model, (1, channels, self.size, self.size))
+        except ValueError as error:
+            return TOO_FEW not in str(error)
+        except Exception:  # a network of a subclass, say, that cannot do without values
+            return True
+        return True
 
     def inputs(self, images: Tensor) -> Tensor:
         """What the network sees of uint8 images [n, C, H, W], on their device: enlarged, in float32, normalised.

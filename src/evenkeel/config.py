@@ -169,8 +169,8 @@ HARMLESS = frozenset(
         "config",
     ]
 )
-"""Options that may change when a run is continued. All others, a task's own included, shape the result. A task's
-`data_dir` does not: the same data may lie elsewhere on another node."""
+"""Options that may change when a run is continued. All others shape the result, a task's own included unless it says
+otherwise (`Task.harmless`). A `data_dir` does not: the same data may lie elsewhere on another node."""
 
 CUTTING = frozenset({"micro_batch", "strategy"})
 """Options that may change as well, with a warning. They decide how a batch is cut and not which samples it has:
@@ -278,19 +278,22 @@ def devices_per_rank(config: Config) -> int:
     return max(config.model_parallel, *(number + 1 for number in placed_networks(config).values()), 1)
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def differences(
+    old: dict[str, Any], new: dict[str, Any], harmless: frozenset[str] = frozenset()
+) -> list[tuple[str, Any, Any]]:
     """Options that shape the result and differ between a saved run and the present command.
 
     Args:
         old: the options in the run's config.toml.
         new: the present ones, as :func:`saved_options` gives them.
+        harmless: options of the task that do not shape the result.
 
     Returns:
         (name, old value, new value) of each. The length of a run (epochs, max_steps) counts only where the
         learning rate depends on it: a run with a constant one may be prolonged. An option that did not exist when the
         run was made had its default.
     """
-    free = HARMLESS | CUTTING | ({"epochs", "max_steps"} if new["schedule"] == "constant" else set())
+    free = HARMLESS | harmless | CUTTING | ({"epochs", "max_steps"} if new["schedule"] == "constant" else set())
     free -= {"eval_every"} if new.get("patience") else set()  # it then decides when the run ends
     names = [name for name in [*new, *(k for k in old if k not in new)] if name not in free]
     defaults = {f.name: list(f.default) if isinstance(f.default, tuple) else f.default for f in fields(Config)}

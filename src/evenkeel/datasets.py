@@ -6,6 +6,7 @@ read while training goes on, and so only they can have a file that does not deco
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.utils.data import Dataset
 from .augmentation import Transform
 from .data import InMemory, SizedDataset
 from .downloads import fetch_torchvision_data
-from .errors import Refusal
+from .errors import EndedByData, Refusal
 
 Name = Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "fake"]
 OnBadSample = Literal["raise", "skip"]
@@ -136,8 +137,12 @@ class Transformed(Dataset[Any]):
         return self.transform(image), label
 
 
-class BadSample(RuntimeError):  # noqa: N818  (it is the sample that is bad)
+class BadSample(EndedByData):
     """A file that is there and does not decode."""
+
+
+class UnreadFile(EndedByData):
+    """A file that cannot be read, which may be otherwise next time."""
 
 
 class ImageFolder(Dataset[Any]):
@@ -181,7 +186,7 @@ class ImageFolder(Dataset[Any]):
             return self._decode(index), int(self.labels[index])
         except BadSample as bad:
             if self.on_bad_sample == "raise":
-                raise BadSample(f"{bad}; mend or remove it, or go on without it by --on-bad-sample skip") from None
+                raise BadSample(f"{bad}; mend it, or go on without it by --on-bad-sample skip") from None
             self._tell(index, bad)
         if self.part == "val":
             return torch.zeros(3, 8, 8, dtype=torch.uint8), -1
@@ -201,15 +206,23 @@ class ImageFolder(Dataset[Any]):
 
         Raises:
             BadSample: what is in the file is not a whole image.
-            OSError: the file cannot be read, which may be otherwise next time; so it is never skipped.
+            UnreadFile: the file cannot be read, which may be otherwise next time; so it is never skipped.
         """
         from PIL import Image
-        from torchvision.transforms.v2.functional import pil_to_tensor
 
-        content = (self.folder / os.fsdecode(self.paths[index])).read_bytes()
+        try:
+            content = (self.folder / os.fsdecode(self.paths[index])).read_bytes()
+        except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise
+            reason = error.strerror or type(error).__name__
+            raise UnreadFile(
+                f"{self._name(index)} cannot be read: {reason}; such a file is never skipped, because it may be there "
+                "again next time: bring it back, and run the same command again"
+            ) from None
         try:
             with Image.open(BytesIO(content)) as image:
-                return pil_to_tensor(image.convert("RGB"))  # type: ignore[no-any-return]
+                return _pixels(image)
         except MemoryError:
             raise
         except Exception as error:  # Pillow's decoders raise nearly everything
@@ -226,6 +239,26 @@ class ImageFolder(Dataset[Any]):
         self._told[index] = True
         what = "another stands in for it" if self.part == "train" else "it is left out of the metrics"
         log.warning("%s; %s; %d such so far on this rank", bad, what, int(self._told.sum()))
+
+
+def _pixels(image: Any) -> Tensor:
+    """What Pillow has opened, as [3, H, W] in uint8.
+
+    Raises:
+        ValueError: its pixels have no known white.
+    """
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    sixteen_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # older Pillows' name
+    if sixteen_bits:  # Pillow's conversion takes 255 for white, and all above it as well
+        grey = (np.asarray(image).astype(np.uint32) + 128) // 257
+        return torch.from_numpy(grey.astype(np.uint8)).expand(3, -1, -1).contiguous()
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its pixels are {'whole' if image.mode == 'I' else 'real'} numbers of 32 bits, of which nothing says what "
+            "white is; save it with 8 or 16 bits"
+        )
+    return pil_to_tensor(image.convert("RGB"))  # type: ignore[no-any-return]
 
 
 def folder_classes(root: Path) -> list[str]:

@@ -12,7 +12,6 @@ import shutil
 import socket
 import sys
 import tarfile
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ SILENCE = 60.0
 """Seconds without a byte after which a server is given up."""
 
 LOCK, FAILURE, PARTIAL = ".evenkeel-lock", ".evenkeel-download-failed", ".evenkeel-partial"
-"""What is kept in a folder of downloads beside them."""
+"""What is kept in a folder of downloads beside them. FAILURE is followed by what failed, PARTIAL by who downloads."""
 
 FAILURES = (OSError, RuntimeError, EOFError, zlib.error, tarfile.TarError, http.client.HTTPException)
 """What torchvision and the standard library raise where a download does not come, or not whole."""
@@ -48,14 +47,14 @@ def fetch(folder: Path, whole: Callable[[], bool], download: Callable[[Path], No
     """
     if whole():
         return
-    asked = time.time()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        asked = _now(folder)
         with _alone_in(folder, what):
             if whole():
                 return
-            note = folder / FAILURE
-            if note.exists() and note.stat().st_mtime >= asked:
+            note = failure_note(folder, what)
+            if note.exists() and note.stat().st_mtime_ns >= asked:
                 raise Refusal(note.read_text())
             try:
                 _download(folder, download, what)
@@ -64,6 +63,21 @@ def fetch(folder: Path, whole: Callable[[], bool], download: Callable[[Path], No
                 raise
     except FAILURES as error:  # Refusal is none of them
         raise Refusal(_explain(what, error, remedy)) from None
+
+
+def failure_note(folder: Path, what: str) -> Path:
+    """Where those that wait for a download find why it has failed. Another job may want something else there."""
+    return folder / f"{FAILURE}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+
+
+def _now(folder: Path) -> int:
+    """The present time in nanoseconds by the clock that dates the files of a folder, which may be a file server's."""
+    mark = folder / f".evenkeel-now-{socket.gethostname()}-{os.getpid()}"
+    try:
+        mark.write_bytes(b"\n")
+        return mark.stat().st_mtime_ns
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 def _explain(what: str, error: BaseException, remedy: str) -> str:

@@ -40,6 +40,14 @@ class EndedHere(Ended):
     """As above, but on some ranks only, each of which says it."""
 
 
+class EndedByData(EndedHere):
+    """As above, because of a sample. A loading process puts its traceback around the line, which is taken off here:
+    torch's `DataLoader` makes the error anew from the text of both."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.strip().rpartition(f"{type(self).__module__}.{type(self).__qualname__}: ")[2])
+
+
 def lose_stdout() -> None:
     """Let what is still written to stdout go nowhere: its reader has gone, as that of `--help | head` does."""
     devnull = os.open(os.devnull, os.O_WRONLY)

@@ -78,6 +78,7 @@ NOT_COMPUTING = frozenset(
         "run",
         "run_directory",
         "seqlock",
+        "single_samples",
         "staging",
         "tracking",
         "weights",
@@ -90,8 +91,8 @@ NOT_COMPUTING = frozenset(
 def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
     """All that the bits of a run depend on here, besides the options in its config.toml.
 
-    - torch, torch_build, numpy, torchvision (if the task uses it): kernels change between releases, and the same
-      release is built with other libraries. python: its `random` may shuffle differently.
+    - torch, torch_build, numpy, torchvision and pillow (if the task uses them): kernels and decoders change between
+      releases, and the same release is built with other libraries. python: its `random` may shuffle differently.
     - architecture, cpu_capability: the vector width decides how many partial sums a reduction has. onednn, mkl:
       whose matrix products and convolutions those are.
     - device, device_model: libraries choose kernels and block sizes by the model, on a CPU by its caches as well. For
@@ -133,6 +134,8 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
     }
     if torchvision := sys.modules.get("torchvision"):
         parts["torchvision"] = torchvision.__version__
+    if pillow := sys.modules.get("PIL"):
+        parts["pillow"] = pillow.__version__
     if device.type == "cuda":
         parts |= _gpu_libraries()
     parts |= {f"env:{name}": os.environ[name] for name in ENVIRONMENT if name in os.environ}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from .errors import EndedHere, Refusal
+from .errors import EndedByData, EndedHere, Refusal
 
 OUT_OF_MEMORY = (
     "out of memory",
@@ -26,15 +26,15 @@ OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 
+TOO_FEW = "Expected more than 1 value per channel when training"
+"""What BatchNorm says of one sample."""
+
 MANY = 5
 """Names of parameters that a line bears."""
 
 
-class Uncollated(EndedHere):
-    """Samples that do not make a batch. A loading process puts its traceback around the line, which is taken off."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text.strip().rpartition("Uncollated: ")[2])
+class Uncollated(EndedByData):
+    """Samples that do not make a batch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -125,11 +125,17 @@ def check_gradients(model: nn.Module, complete: bool) -> None:
 
 
 def explain(error: BaseException, model: nn.Module) -> None:
-    """Raise in a line what DDP says in a paragraph; return if it is something else.
+    """Raise in a line what DDP says in a paragraph, and BatchNorm of itself; return if it is something else.
 
     Raises:
-        EndedHere: some parameters had no gradient in the step before.
+        EndedHere: some parameters had no gradient in the step before, or a micro-batch was too small for BatchNorm.
     """
+    if TOO_FEW in str(error):
+        raise EndedHere(
+            f"a micro-batch has too few samples for BatchNorm in training ({error}); take another --batch-size or "
+            "--micro-batch, one that leaves no single sample (python -m evenkeel plan shows the sizes), or freeze the "
+            "layer"
+        ) from error
     if "Expected to have finished reduction in the prior iteration" in str(error):
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))

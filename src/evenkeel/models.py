@@ -111,15 +111,17 @@ def torchvision_model(name: str, classes: int, size: int, weights: Any = None) -
         options["image_size"] = size  # is part of its shape
     if name.startswith("maxvit"):
         options["input_size"] = (size, size)
-    if name in AUXILIARY:
-        options |= {"aux_logits": weights is None, "init_weights": weights is None}
+    if name in AUXILIARY and weights is None:  # with weights torchvision decides, and wants to hear of neither
+        options |= {"aux_logits": True, "init_weights": True}
     if weights is not None:
         model = _pretrained(name, weights, options)
+        if name in AUXILIARY:
+            _without_auxiliary(model)
         replace_head(model, len(weights.meta["categories"]), classes)
     try:
         if weights is None:
             model = torchvision.models.get_model(name, num_classes=classes, **options)
-        _try_size(model, size)
+        try_shape(model, (2, 3, size, size))
     except (ValueError, RuntimeError, AssertionError) as error:
         raise _refused_size(name, size, str(error).strip().split("\n")[0] or type(error).__name__) from None
     return model
@@ -137,6 +139,14 @@ def _pretrained(name: str, weights: Any, options: dict[str, Any]) -> nn.Module:
         raise Refusal(
             f"--pretrained --model {name}: {file} cannot be read ({reason}); remove it, to download it again"
         ) from None
+
+
+def _without_auxiliary(model: Any) -> None:
+    """Take the auxiliary outputs off; the ways in which torchvision does it differ between the networks."""
+    model.aux_logits = False
+    for head in ("AuxLogits", "aux1", "aux2"):
+        if hasattr(model, head):
+            setattr(model, head, None)
 
 
 @contextlib.contextmanager
@@ -179,12 +189,12 @@ def _outputs(module: nn.Module) -> int:
     return module.out_channels if isinstance(module, nn.Conv2d) else 0
 
 
-def _try_size(model: nn.Module, size: int) -> None:
+def try_shape(model: nn.Module, shape: tuple[int, ...]) -> None:
     """Run the network on images without values, which takes no time and no memory; raises what that raises."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     empty = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.func.functional_call(model, empty, (torch.empty(2, 3, size, size, device="meta"),))
+        torch.func.functional_call(model, empty, (torch.empty(shape, device="meta"),))
 
 
 def _made_for(name: str) -> int:

@@ -35,7 +35,7 @@ from .mistakes import is_out_of_memory
 from .plan import Plan
 from .precision import substitute
 from .probe import Probe
-from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token
+from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token, refuse_other_data
 from .seqlock import Torn
 from .staging import Staging
 from .state import State, cpu_state_dict, sha256
@@ -57,21 +57,27 @@ LAST_LINE_SECONDS = 0.5
 class Run:
     """A run's folder and what is written into it.
 
+    Args:
+        config: the options.
+        task: what is trained.
+        plan: how it is cut.
+        world: who takes part.
+        test_samples: size of the test data. None: it is not looked at.
+
     Raises:
         Refusal: on rank 0, if the run directory cannot be this run's.
     """
 
-    def __init__(self, config: Config, task: Task, plan: Plan, world: World) -> None:
+    def __init__(self, config: Config, task: Task, plan: Plan, world: World, test_samples: int | None = None) -> None:
         assert config.run_dir is not None  # resolved
         self.path = config.run_dir
         self.config, self.plan, self.world = config, plan, world
         self.options = saved_options(config, task.options())
-        if world.rank == 0:
-            self.directory: RunDirectory | None = claim(self.path, self.options, config.fresh)
-        else:
-            self.directory = None
-            if world.local_rank == 0:
-                check(self.path, self.options, config.fresh)
+        self.samples = {"training": plan.samples} | ({} if test_samples is None else {"test": test_samples})
+        mine = (self.path, self.options, config.fresh, task.harmless, self.samples)
+        self.directory: RunDirectory | None = claim(*mine) if world.rank == 0 else None
+        if world.local_rank == 0 and world.rank != 0:
+            check(*mine)
         kept = fingerprint(task, world.device)
         if (gpus := len(replicas(config.strategy, world.device))) > 1:
             kept["strategy"] = f"dp on {gpus} GPUs"
@@ -97,13 +103,16 @@ class Run:
 
         Raises:
             Ended: the last attempts have all died before they finished a step.
-            Refusal: on all ranks, with --strict-bits, before anything is written: as :meth:`resume`. Not before the
-                process group exists, because the newest checkpoint may be on another node.
+            Refusal: on all ranks, before anything is written: the data of a node has another number of samples; or
+                with --strict-bits, as :meth:`resume`. Not before the process group exists, because another node may
+                know more of the run.
         """
         first_here = self.world.local_rank == 0
         known = self.world.gather((launch_token(), read_json(self.path / "status.json") if first_here else {}))
         tokens = [token for token, _ in known]
-        finished = self._finished(max((status for _, status in known), key=_attempts))
+        newest = max((status for _, status in known), key=_attempts)
+        self._refuse_other_data({} if self.config.fresh else newest.get("samples", {}))
+        finished = self._finished(newest)
         found = self._settle_micro_batch(known, probe)
         if self.config.strict_bits and (self.config.fresh or not finished):
             self._refuse_other_bits()
@@ -116,8 +125,8 @@ class Run:
             status = self.directory.status
             finished = self._finished(status)
             if not finished:
-                facts = {"total_steps": self.plan.total_steps, "micro_batch": self.plan.micro_batch}
-                self.directory.begin(self.options, tokens, **facts)
+                facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "micro_batch": self.plan.micro_batch}
+                self.directory.begin(self.options, tokens, samples=self.samples, **facts)
             news = finished, self.directory.status
         finished, status = self.world.broadcast(news)
         if finished:
@@ -377,6 +386,18 @@ class Run:
         activity.write_off()
         self.failed(state, Ended(explained))
         self._watch.kill_frozen()
+
+    def _refuse_other_data(self, before: dict[str, int]) -> None:
+        """Each node has looked at its own copy of the run so far, and at its own data."""
+        everywhere = self.world.gather(self.samples)
+        for rank, there in enumerate(everywhere):
+            refuse_other_data(self.path, before, there)
+            for part, number in there.items():
+                if number != everywhere[0][part]:
+                    raise Refusal(
+                        f"the {part} data has {everywhere[0][part]} samples on rank 0 and {number} on rank {rank}; "
+                        "give all nodes the same data"
+                    )
 
     def _refuse_other_bits(self) -> None:
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -120,6 +121,8 @@ class RunDirectory:
             if self._over:
                 return
             self._over = state != "running"
+            if reason := facts.get("reason"):  # may name a file that is not in UTF-8
+                facts["reason"] = reason.encode(errors="backslashreplace").decode()
             self.status |= {
                 "state": state,
                 "host": socket.gethostname(),
@@ -129,11 +132,27 @@ class RunDirectory:
             write_json(self.path / "status.json", self.status)
 
 
-def check(path: Path, options: dict[str, Any], fresh: bool) -> None:
+NOTHING: frozenset[str] = frozenset()
+
+
+def check(
+    path: Path,
+    options: dict[str, Any],
+    fresh: bool,
+    harmless: frozenset[str] = NOTHING,
+    samples: Mapping[str, int] | None = None,
+) -> None:
     """Check that a run may use a folder, and create it if need be. Changes nothing in a run there.
 
+    Args:
+        path: the folder.
+        options: as `config.saved_options` gives them.
+        fresh: a run there will be moved aside.
+        harmless: options of the task that may change.
+        samples: how many there are, of the "training" data and of the "test" data.
+
     Raises:
-        Refusal: it is a file, cannot be written, is not a run's, or is another run's.
+        Refusal: it is a file, cannot be written, is not a run's, is another run's, or the run had other data.
     """
     try:
         if path.exists() and not path.is_dir():
@@ -141,7 +160,8 @@ def check(path: Path, options: dict[str, Any], fresh: bool) -> None:
         if path.is_dir() and not (path / "config.toml").exists() and _contents(path):
             raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
         if not fresh:
-            _refuse_another_run(path, options)
+            _refuse_another_run(path, options, harmless)
+            refuse_other_data(path, _samples_of(path), samples or {})
             _refuse_hidden_checkpoints(path)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # says now whether files can be written here
@@ -151,16 +171,23 @@ def check(path: Path, options: dict[str, Any], fresh: bool) -> None:
         ) from None
 
 
-def claim(path: Path, options: dict[str, Any], fresh: bool) -> RunDirectory:
-    """Check a folder, and lock it for rank 0 of this job.
+def claim(
+    path: Path,
+    options: dict[str, Any],
+    fresh: bool,
+    harmless: frozenset[str] = NOTHING,
+    samples: Mapping[str, int] | None = None,
+) -> RunDirectory:
+    """Check a folder, and lock it for rank 0 of this job. Arguments as of :func:`check`.
 
     Raises:
         Refusal: as :func:`check`, or it is in use.
     """
-    check(path, options, fresh)
+    check(path, options, fresh, harmless, samples)
     lock = _lock(path)
-    if not fresh:
-        _refuse_another_run(path, options)  # again: the last holder of the lock may have started over
+    if not fresh:  # again: the last holder of the lock may have started over
+        _refuse_another_run(path, options, harmless)
+        refuse_other_data(path, _samples_of(path), samples or {})
     return RunDirectory(path, read_json(path / "status.json"), lock)
 
 
@@ -181,6 +208,27 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
         _move_aside(path)
     _write_config(path, options)
     write_json(path / "status.json", status)
+
+
+def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str, int]) -> None:
+    """The order of an epoch is a function of the number of samples, so half an epoch of each order has some of them
+    twice.
+
+    Args:
+        path: the run directory.
+        known: how many samples the run has had, by part of the data; not all need be known.
+        samples: how many there are now.
+
+    Raises:
+        Refusal: they are not as many.
+    """
+    for part, now in samples.items():
+        if (before := known.get(part, now)) != now:
+            raise Refusal(
+                f"--run-dir {path}: the {part} data had {before} samples and has {now} now, and in another number they "
+                "come in another order, some of them twice; bring back the data of the run, name another folder, or "
+                "start over with --fresh"
+            )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -225,10 +273,10 @@ def _contents(path: Path, all_logs: bool = False) -> list[Path]:
     ]
 
 
-def _refuse_another_run(path: Path, options: dict[str, Any]) -> None:
+def _refuse_another_run(path: Path, options: dict[str, Any], harmless: frozenset[str]) -> None:
     if not (path / "config.toml").exists():
         return
-    changed = differences(read_config(path / "config.toml"), options)
+    changed = differences(read_config(path / "config.toml"), options, harmless)
     if changed:
         shown = ", ".join(
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
@@ -238,6 +286,12 @@ def _refuse_another_run(path: Path, options: dict[str, Any]) -> None:
             f"--run-dir {path}: holds another run: {shown}; continue it with the old values, name another folder, "
             "or start over with --fresh"
         )
+
+
+def _samples_of(path: Path) -> dict[str, int]:
+    """A run that was made before their number was kept has none."""
+    known: dict[str, int] = read_json(path / "status.json").get("samples", {})
+    return known
 
 
 def _refuse_hidden_checkpoints(path: Path) -> None:

@@ -48,6 +48,10 @@ class Task(ABC):
     unused_parameters: ClassVar[bool] = False
     """Set it if some parameters get no gradient in some steps; DDP then looks for them, which costs time."""
 
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Options of the task, as config.toml names them, that may change when a run is continued. All others shape the
+    result; only `data_dir` may always change."""
+
     @abstractmethod
     def train_dataset(self) -> SizedDataset:
         """Any map-style data set; random augmentation may use torch's, NumPy's or Python's generator."""
@@ -81,6 +85,11 @@ class Task(ABC):
     def rates(self, config: Config, step: int, total_steps: int) -> float | Sequence[float]:
         """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
         return rate(config, step, total_steps)
+
+    def takes_one_sample(self, model: nn.Module) -> bool:
+        """Whether a micro-batch of one sample can be trained on. Asked before the start if there would be one and the
+        model has BatchNorm, which needs two values for each channel: two samples, or an image of more than a pixel."""
+        return True
 
     def options(self) -> dict[str, Any]:
         """The task's own options and their values; none unless it is a dataclass."""

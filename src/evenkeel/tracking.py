@@ -53,7 +53,13 @@ def start_logs(folder: Path, world: World) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that loses records to a full disk without a traceback for each; stderr has what matters."""
+    """A log file that loses records to a full disk without a traceback for each; stderr has what matters.
+
+    A name that is not in UTF-8 is written with escapes, as on stderr.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         if not isinstance(sys.exc_info()[1], OSError):
