@@ -25,7 +25,7 @@ test: $(INSTALLED)  ## all tests
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(INSTALLED)  ## the unit tests, under a minute
-	$(BIN)/pytest -m 'not multiprocess and not nodes and not docker and not slurm' $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not multiprocess and not nodes and not docker and not slurm' $(ARGS)
 
 test-docker: $(INSTALLED)  ## build the image and run it, with an engine of the tests' own (needs root)
 	$(BIN)/pytest -m docker $(ARGS)
