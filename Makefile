@@ -24,8 +24,8 @@ train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU p
 test: $(INSTALLED)  ## all tests
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
-test-fast: $(INSTALLED)  ## the unit tests, under a minute
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not multiprocess and not nodes and not docker and not slurm' $(ARGS)
+test-fast: $(INSTALLED)  ## the unit tests, about a minute
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m 'not multiprocess and not nodes and not docker and not slurm' $(ARGS)
 
 test-docker: $(INSTALLED)  ## build the image and run it, with an engine of the tests' own (needs root)
 	$(BIN)/pytest -m docker $(ARGS)

@@ -143,6 +143,7 @@ def test_options_that_cannot_be_meant(options: dict[str, Any], message: str) -> 
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("loss", ["mse", "bce"])
 def test_the_linear_model_learns_its_random_data(loss: Any, tmp_path: Path) -> None:
     shape = ["--outputs", 2, "--samples", 512, "--epochs", 12, "--lr", 0.1, "--wandb", "disabled"]

@@ -645,6 +645,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.multiprocess
 # fork is Python's default on Linux up to 3.13, forkserver after; a worker that is not forked has threads of BLAS, and
 # a signal may go to any of them
 @pytest.mark.parametrize(("start_method", "threads"), [("fork", "1"), ("forkserver", "4")])

@@ -37,6 +37,7 @@ def processes(folder: Path, *options: str, conftest: bool = True) -> dict[str, s
     return {name: {path.read_text() for path in found.glob(f"{name}-*")} for name in names}
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("conftest", [True, False])
 def test_a_folder_that_shares_something_stays_in_one_process(tmp_path: Path, conftest: bool) -> None:
     pytest.importorskip("xdist")

@@ -53,6 +53,7 @@ def own_task(folder: Path, factor: str) -> dict[str, str]:
         importlib.invalidate_caches()
 
 
+@pytest.mark.multiprocess
 def test_libraries_count_that_the_task_uses_only_later() -> None:
     """Pillow decodes the first file, and torchvision mixes the first micro-batch, when the run has long begun."""
     look = "import torch; from evenkeel.fingerprint import fingerprint; from evenkeel.classify import Classify"

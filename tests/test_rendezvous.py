@@ -139,6 +139,7 @@ def test_of_two_rank_0s_the_later_is_followed(join: Join, store: Store) -> None:
         stale.result()
 
 
+@pytest.mark.multiprocess
 def test_of_two_live_workers_of_a_rank_one_is_let_in(join: Join) -> None:
     first, last, doubles = join(0, 3), join(2, 3), [join(1, 3, lives=3) for _ in range(2)]
     left_out, let_in = sorted(doubles, key=lambda double: double.exception() is None)

@@ -283,6 +283,7 @@ def start_over_and_hold(path: Path, ready: Any, go: Any, done: Any) -> None:
     signal.pause()
 
 
+@pytest.mark.multiprocess
 def test_who_waits_while_another_starts_over_does_not_get_the_folder(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -437,6 +437,7 @@ def test_no_code_is_run(zipped: bool, file: Path, monkeypatch: pytest.MonkeyPatc
     assert os.environ[RAN] == "yes", "the control"
 
 
+@pytest.mark.multiprocess
 def test_a_class_of_the_main_program_needs_its_name_there(file: Path, tmp_path: Path) -> None:
     program = "import torch\nclass Mine(torch.nn.Linear): pass\n"
     (tmp_path / "my_training.py").write_text(program)
