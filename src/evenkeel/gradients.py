@@ -26,7 +26,7 @@ from .activity import COMPUTING, DATA, REDUCTION, activity
 from .data import divide, samples_in, to_device
 from .devices import replicas
 from .memory import note_batch
-from .mistakes import check_gradients, checked_loss, explain
+from .mistakes import checked_loss, explain, missing_gradients
 from .placement import devices_explained
 from .plan import MicroBatch, Plan, chunks
 from .precision import Precision, autocast
@@ -141,6 +141,7 @@ class Gradients:
     ) -> None:
         self.state, self.world, self.plan, self.seed = state, world, plan, seed
         self._task = task
+        self._learning = [p for p in state.model.parameters() if p.requires_grad]
         self._used = _Used(state.model) if task.unused_parameters and reduce == "tree" else None
         self.reduction: Reduction = Tree(state.model, world, bool(self._used)) if reduce == "tree" else Ring()
         self.wrapped = wrap(state.model, task, world, self.reduction, precision, strategy)
@@ -189,9 +190,8 @@ class Gradients:
             if not micro_batches:
                 self.wrapped(None).backward()
             self.reduction.end()
-            if not self._task.unused_parameters:
-                alone = not isinstance(self.wrapped, DistributedDataParallel)
-                check_gradients(self.state.model, alone or self.reduction.complete)
+            if not (self._task.unused_parameters or self._has_all()):
+                raise missing_gradients(self.state.model)
         except Exception as error:
             note_batch(error, batch)
             explain(error, self.state.model)
@@ -201,6 +201,14 @@ class Gradients:
         if self.state.scaler:
             self.state.scaler.unscale(self.state.model.parameters())
         return Step(self, small, runs)
+
+    def _has_all(self) -> bool:
+        """Whether all that learns has a gradient, and DDP has reduced it: one may be an earlier micro-batch's alone.
+
+        Asked in each step, so without a walk through the model.
+        """
+        reduced = self.reduction.complete or not isinstance(self.wrapped, DistributedDataParallel)
+        return reduced and all(parameter.grad is not None for parameter in self._learning)
 
     def _scale(self, device: torch.device) -> Tensor | float:
         """What the loss is multiplied by for the backward pass."""

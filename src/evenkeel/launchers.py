@@ -200,8 +200,7 @@ def prepare(options: type[SingleNode], argv: Sequence[str], train: Path, *, tell
     config = check_train_options(train_args) if typed.script is None else None
     if config:
         check_company(config, topology.gpus * topology.max_nodes)
-    alone = config is not None and config.strategy == "dp"
-    topology = replace(topology, gpus=count_processes(1 if alone else typed.gpus, _gpus_of_each(config)))
+    topology = replace(topology, gpus=processes_of_node(config, typed.gpus) if config else count_processes(typed.gpus))
     return Start(typed, topology, command_for(topology, script, train_args, telling=telling), config)
 
 
@@ -215,11 +214,19 @@ def check_company(config: Config, processes: int) -> None:
         refuse_company(processes, torch.cuda.device_count())
 
 
-def _gpus_of_each(config: Config | None) -> int:
-    """GPUs that one process takes."""
+def processes_of_node(config: Config, asked: int | None, given: int | None = None) -> int:
+    """How many processes of a job to start here.
+
+    Args:
+        config: its options; with --strategy dp it is one process, unless more are asked for, which will be refused.
+        asked: -g.
+        given: GPUs that a cluster has given to the job. None: all that are here.
+    """
     from .config import devices_per_rank
 
-    return devices_per_rank(config) if config else 1
+    if asked is None:
+        asked = 1 if config.strategy == "dp" else given
+    return count_processes(asked, devices_per_rank(config))
 
 
 def topology_in(arguments: Sequence[str]) -> list[str]:

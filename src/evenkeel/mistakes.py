@@ -106,22 +106,14 @@ def checked_loss(loss: Any) -> Tensor:
     return loss
 
 
-def check_gradients(model: nn.Module, complete: bool) -> None:
-    """After the backward passes of a step: whether all parameters that learn have a gradient.
+def missing_gradients(model: nn.Module) -> EndedHere:
+    """The error for a step after whose backward passes not all parameters that learn have a gradient of their own.
 
     Where DDP waits for one that does not come, it reduces nothing and says so in the next step only. By then this rank
     would have committed a step of its own, and the others would wait.
-
-    Args:
-        model: the bare one.
-        complete: whether DDP has reduced all; a gradient may also be that of an earlier micro-batch alone.
-
-    Raises:
-        EndedHere: some have none.
     """
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if missing or not complete:
-        raise EndedHere(_unused(missing, sum(p.requires_grad for p in model.parameters())))
+    return EndedHere(_unused(missing, sum(p.requires_grad for p in model.parameters())))
 
 
 def explain(error: BaseException, model: nn.Module) -> None:

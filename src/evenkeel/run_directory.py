@@ -132,14 +132,11 @@ class RunDirectory:
             write_json(self.path / "status.json", self.status)
 
 
-NOTHING: frozenset[str] = frozenset()
-
-
 def check(
     path: Path,
     options: dict[str, Any],
     fresh: bool,
-    harmless: frozenset[str] = NOTHING,
+    harmless: frozenset[str] = frozenset(),
     samples: Mapping[str, int] | None = None,
 ) -> None:
     """Check that a run may use a folder, and create it if need be. Changes nothing in a run there.
@@ -160,8 +157,7 @@ def check(
         if path.is_dir() and not (path / "config.toml").exists() and _contents(path):
             raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
         if not fresh:
-            _refuse_another_run(path, options, harmless)
-            refuse_other_data(path, _samples_of(path), samples or {})
+            _refuse_changes(path, options, harmless, samples)
             _refuse_hidden_checkpoints(path)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # says now whether files can be written here
@@ -175,7 +171,7 @@ def claim(
     path: Path,
     options: dict[str, Any],
     fresh: bool,
-    harmless: frozenset[str] = NOTHING,
+    harmless: frozenset[str] = frozenset(),
     samples: Mapping[str, int] | None = None,
 ) -> RunDirectory:
     """Check a folder, and lock it for rank 0 of this job. Arguments as of :func:`check`.
@@ -186,8 +182,7 @@ def claim(
     check(path, options, fresh, harmless, samples)
     lock = _lock(path)
     if not fresh:  # again: the last holder of the lock may have started over
-        _refuse_another_run(path, options, harmless)
-        refuse_other_data(path, _samples_of(path), samples or {})
+        _refuse_changes(path, options, harmless, samples)
     return RunDirectory(path, read_json(path / "status.json"), lock)
 
 
@@ -273,6 +268,15 @@ def _contents(path: Path, all_logs: bool = False) -> list[Path]:
     ]
 
 
+def _refuse_changes(
+    path: Path, options: dict[str, Any], harmless: frozenset[str], samples: Mapping[str, int] | None
+) -> None:
+    """Refuse options or data that are not those of the run there."""
+    _refuse_another_run(path, options, harmless)
+    known = read_json(path / "status.json").get("samples", {})  # a run that is older than this has none
+    refuse_other_data(path, known, samples or {})
+
+
 def _refuse_another_run(path: Path, options: dict[str, Any], harmless: frozenset[str]) -> None:
     if not (path / "config.toml").exists():
         return
@@ -286,12 +290,6 @@ def _refuse_another_run(path: Path, options: dict[str, Any], harmless: frozenset
             f"--run-dir {path}: holds another run: {shown}; continue it with the old values, name another folder, "
             "or start over with --fresh"
         )
-
-
-def _samples_of(path: Path) -> dict[str, int]:
-    """A run that was made before their number was kept has none."""
-    known: dict[str, int] = read_json(path / "status.json").get("samples", {})
-    return known
 
 
 def _refuse_hidden_checkpoints(path: Path) -> None:

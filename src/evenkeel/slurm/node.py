@@ -20,12 +20,12 @@ import tyro
 
 from .. import agent
 from ..checkpoint import Checkpoints
-from ..config import Config, devices_per_rank
+from ..config import Config
 from ..errors import REFUSED, Ended, Refusal, exit_code
 from ..files import read_json, write_json
 from ..interruption import STOPPED
-from ..launch import Command, Topology, count_processes, parse_master
-from ..launchers import check_job, check_train_options, command_for, parse_arguments, wait_for_master
+from ..launch import Command, Topology, parse_master
+from ..launchers import check_job, check_train_options, command_for, parse_arguments, processes_of_node, wait_for_master
 from .commands import SlurmError, slurm
 from .record import JobRecord, load
 
@@ -142,9 +142,7 @@ class _Preparation:
         self.may_come_back = step.requeues > 0
         check_job(node.train_args)
         # Slurm says 0 GPUs where it was asked for none, which is not what anybody types
-        gpus = (step.gpus or None) if node.gpus is None else node.gpus
-        gpus = 1 if node.gpus is None and config.strategy == "dp" else gpus
-        gpus = count_processes(gpus, devices_per_rank(config))
+        gpus = processes_of_node(config, node.gpus, step.gpus or None)
         host, port = parse_master(step.master) if step.master else ("", 0)
         topology = Topology(
             gpus,
