@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import torch
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenkeel import data, launchers
-from evenkeel.arithmetic import fix_arithmetic, operations_named
+from evenkeel.arithmetic import fix_arithmetic, operations_named, threads_of_a_rank
 from evenkeel.cli import parse
 from evenkeel.config import Config, devices_per_rank, validate
+from evenkeel.cut import has_batchnorm, settle
 from evenkeel.data import ElasticSampler
 from evenkeel.errors import FAILED, exit_code, leave
 from evenkeel.eval_only import evaluate_only
@@ -35,6 +39,7 @@ from evenkeel.precision import Scaler
 from evenkeel.probe import Probe
 from evenkeel.randomness import derive, seed_everything
 from evenkeel.run import Run
+from evenkeel.run_directory import recorded_options
 from evenkeel.single_samples import refuse_single_samples
 from evenkeel.state import State
 from evenkeel.stopping import Stopping
@@ -52,22 +57,29 @@ def main() -> int:
         return launchers.main(launchers.MultiNode, typed, Path(__file__).resolve())
     config, task = parse(sys.argv[1:])
     interruption = Interruption(config.grace)  # takes the signals from here on
-    fix_arithmetic(config.deterministic or config.reduce == "tree", config.threads, config.precision == "tf32")
+    exact = config.deterministic or config.reduce == "tree"
+    fix_arithmetic(exact, config.precision == "tf32")
     world = World.from_environment(devices_per_rank(config), config.strategy)
+    recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know better: Run.begin
+    torch.set_num_threads(config.threads or recorded.get("threads") or threads_of_a_rank(exact, world.local_world_size))
     limit = config.limit_batches * config.batch_size
     train_set, test_set = data.limited(task.train_dataset(), limit), data.limited(task.test_dataset(), limit, "test")
     validate(config, len(train_set), len(test_set))
     if config.eval_only:
         return evaluate_only(config, task, world, test_set)
-    plan = Plan.of(config, len(train_set))
-    state = build(config, task, world, plan)
-    run = Run(config, task, plan, world, len(test_set))  # the last that may refuse; nothing has been touched so far
+    model = network(config, task)
+    cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
+    settled = cutter(recorded)
+    plan = Plan.of(settled, len(train_set))
+    state = build(settled, task, world, plan, model)
+    # the last that may refuse; nothing has been touched so far
+    run = Run(config, task, plan, world, len(test_set), cutter)
 
     # a collective's time-out explains nothing, so the watch for hangs must be earlier
     with world.connected(timedelta(seconds=max(600, config.hang_timeout) + 300)) as store:
         if run.begin(Probe(config, task, world, train_set, state)):
             return 0  # it was finished before
-        config, plan = run.config, run.plan  # with --micro-batch auto it is known only now
+        config, plan = run.config, run.plan  # how steps are cut is known only now
         interruption.rescue_with(lambda signal: run.stopped(state, signal))
         run.resume(state)
         with run.watched(store, on_hang=lambda: interruption.end("a hang", lambda: run.hung(state), FAILED)):
@@ -81,11 +93,16 @@ def main() -> int:
     return 0
 
 
-def build(config: Config, task: Task, world: World, plan: Plan) -> State:
-    """Model, optimizers and what else changes with the steps, as before the first one; the same on every rank."""
+def network(config: Config, task: Task) -> nn.Module:
+    """The model with its first random weights, the same on every rank."""
     seed_everything(derive(config.seed, "weights"))
     model = task.model()
     check_model(model)
+    return model
+
+
+def build(config: Config, task: Task, world: World, plan: Plan, model: nn.Module) -> State:
+    """Model, optimizers and what else changes with the steps, as before the first one; the same on every rank."""
     origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
     freeze(model, config.freeze)
     refuse_single_samples(config, task, model, plan, world)
@@ -118,6 +135,7 @@ def train(
         num_replicas=world.world_size,
         rank=world.rank,
         seed=config.seed,
+        micro_batches=plan.number,
     )
     batches = data.loader(train_set, sampler, "train", config.num_workers, world.device)
     evaluation = Evaluation(task, state.best_model, test_set, config, world)

@@ -121,7 +121,8 @@ def compare(name: str, plan: Plan, world: World, count: int) -> None:
 
 def main(options: Options) -> None:
     """Measure and print."""
-    fix_arithmetic(exact=True, threads=1)
+    fix_arithmetic(exact=True)
+    torch.set_num_threads(1)
     world = World.from_environment()
     with world.connected():
         for name in options.models:

@@ -110,7 +110,7 @@ if __name__ == "__main__":
     world = World.from_environment()
     with world.connected():
         count = world.world_size - 1
-        peers = Peers(Plan(samples=count, global_batch=count, micro_batch=1, epochs=1), world)
+        peers = Peers(world)
         peers.connect([count, 1])
         peers.begin(count)
         found = {name: case(name, world, peers) for name in CASES}

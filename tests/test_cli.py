@@ -158,7 +158,8 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     hints = get_type_hints(Config)
     on = ("fresh", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
     switches = dict.fromkeys(on, True)
-    apart = ("task", "config", "eval_only", "strategy", "place", *on)  # --place and --model-parallel exclude each other
+    # --place and --model-parallel exclude each other, and so do the last two
+    apart = ("task", "config", "eval_only", "strategy", "place", *on, "micro_batches")
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
@@ -169,6 +170,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     config, _ = parse(["--strategy", "dp", "--micro-batch", "auto"])  # the first does not go with --reduce tree
     assert (config.strategy, config.micro_batch) == ("dp", "auto")
     assert parse(["--place", "a=0,b=1"])[0].place == "a=0,b=1"
+    assert parse(["--micro-batches", "4"])[0].micro_batches == 4
 
 
 def test_the_options_of_a_task(folder: Path) -> None:

@@ -44,12 +44,6 @@ def test_defaults_that_depend_on_other_options() -> None:
     assert config(task="my/job.py:MyTask").run_dir == Path("runs/MyTask")
     assert config(task="package.module:MyTask").run_dir == Path("runs/MyTask")
     assert config(run_dir=Path("elsewhere")).run_dir == Path("elsewhere")
-    assert config(batch_size=64).micro_batch == 8
-    assert config(batch_size=5).micro_batch == 1
-    assert config(batch_size=64, micro_batch=3).micro_batch == 3
-    assert config(batch_size=64, micro_batch="auto").micro_batch == "auto"
-    assert config(batch_size=64, strategy="dp").micro_batch == 64, "DataParallel divides it"
-    assert config(batch_size=64, strategy="dp", micro_batch=16).micro_batch == 16
 
 
 @pytest.mark.parametrize(
@@ -59,7 +53,8 @@ def test_defaults_that_depend_on_other_options() -> None:
         ({"epochs": -3}, "--epochs -3", "at least 1"),
         ({"batch_size": 0}, "--batch-size 0", "at least 1"),
         ({"batch_size": -64}, "--batch-size -64", "at least 1"),
-        ({"micro_batch": -1}, "--micro-batch -1", "at least 1"),
+        ({"micro_batch": -1}, "--micro-batch -1", "at least 0"),
+        ({"micro_batches": -1}, "--micro-batches -1", "at least 0"),
         ({"keep": 0}, "--keep 0", "at least 1"),
         ({"log_every": 0}, "--log-every 0", "at least 1"),
         ({"max_steps": -1}, "--max-steps -1", "at least 0"),
@@ -76,6 +71,8 @@ def test_defaults_that_depend_on_other_options() -> None:
         ({"seed": -1}, "--seed -1", "at least 0"),
         ({"seed": 2**63}, f"--seed {2**63}", "below 2**63"),
         ({"batch_size": 16, "micro_batch": 17}, "--micro-batch 17: is above --batch-size 16", "part of the batch"),
+        ({"batch_size": 16, "micro_batches": 17}, "--micro-batches 17: is above --batch-size 16", "part of the batch"),
+        ({"micro_batch": 8, "micro_batches": 4}, "--micro-batch 8 --micro-batches 4", "leave one of them out"),
         ({"strategy": "dp", "sync_batchnorm": True}, "--strategy dp --sync-batchnorm", "rank for each micro-batch"),
         ({"micro_batch": "auto", "sync_batchnorm": True}, "--micro-batch auto --sync-batchnorm", "divided by the"),
         ({"strategy": "dp", "reduce": "tree"}, "--reduce tree: with --strategy dp", "leave one of the two out"),
@@ -110,7 +107,6 @@ def test_the_saved_options_are_those_about_the_run_and_fit_into_toml() -> None:
     saved = saved_options(config(init_from=Path("a/model.pt")), {"sizes": (1, 2), "roots": [Path("x")], "none": None})
     assert set(saved) == {f.name for f in fields(Config)} - UNSAVED | {"sizes", "roots"}
     assert saved["init_from"] == "a/model.pt"
-    assert saved["micro_batch"] == 8, "the value that was used, not the 0 that stood for it"
     assert (saved["sizes"], saved["roots"]) == ([1, 2], ["x"])
     assert tomllib.loads(tomli_w.dumps(saved)) == saved, "or a run could not be told from another one"
 
@@ -141,7 +137,7 @@ def test_which_options_are_harmless() -> None:
     free = tuning | watching | {"on_nonfinite", "data_dir"}
     free |= {"place", "model_parallel"}  # where something is computed, as is the number of ranks
     assert free == HARMLESS - UNSAVED
-    assert {"micro_batch", "strategy"} == CUTTING, (
+    assert {"micro_batch", "micro_batches", "strategy"} == CUTTING, (
         "how a batch is cut, which a run out of memory must be able to change"
     )
     assert {"batch_size", "seed", "task", "lr", "optimizer", "init_from", "init_partial"} <= SHAPING

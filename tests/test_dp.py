@@ -57,7 +57,7 @@ def test_plan_prints_the_shares_of_the_gpus(
     PlanCommand(world_size=4)([*task, "--strategy", "dp", "--batch-size", "30"])
     out = capsys.readouterr().out
     assert out.splitlines() == [
-        "40 samples, global batch 30, micro-batch 30: 2 steps an epoch, 40 in all; "
+        "40 samples, global batch 30, micro-batch 30 (the whole batch): 2 steps an epoch, 40 in all; "
         "each micro-batch is divided among the GPUs",
         "every full step, 30 samples:",
         *[f"  GPU {gpu}: {size} samples as {size}" for gpu, size in enumerate([8, 8, 8, 6])],
@@ -68,12 +68,12 @@ def test_plan_prints_the_shares_of_the_gpus(
     assert "  GPU 0: 16 samples as 8 + 8\n  GPU 1: 14 samples as 7 + 7\n" in capsys.readouterr().out
     PlanCommand(world_size=3)([*task, "--batch-size", "30", "--micro-batch", "auto"])
     out = capsys.readouterr().out
-    assert "micro-batch 10, if that fits (auto): " in out
+    assert "micro-batch 10 (auto, if that fits): " in out
     assert "  rank 2: 10 samples as 10\n" in out
     # one process, whose probe begins with the whole batch
     PlanCommand(world_size=3)([*task, "--batch-size", "30", "--micro-batch", "auto", "--strategy", "dp"])
     out = capsys.readouterr().out
-    assert "micro-batch 30, if that fits (auto): " in out
+    assert "micro-batch 30 (auto, if that fits): " in out
     assert "  GPU 2: 10 samples as 10\n" in out
 
 
@@ -124,8 +124,8 @@ def test_the_weights_are_ddps_up_to_rounding_and_the_strategy_may_change(tmp_pat
 
     more = ["--schedule", "constant", "--run-dir", tmp_path / "both"]
     run_forked(TRAIN, *DIGITS, *more, "--strategy", "dp", "--max-steps", 3)
-    done = run_forked(TRAIN, *DIGITS, *more, "--max-steps", 5)
-    assert "from step 3 on micro-batches are of 3 instead of 30" in done.stderr
+    done = run_forked(TRAIN, *DIGITS, *more, "--max-steps", 5, "--micro-batch", 3)
+    assert "from step 3 on micro-batches are of 3 instead of a whole step" in done.stderr
     assert (read(tmp_path / "both")["step"], read(tmp_path / "both")["bits_void_from"]) == (5, 3)
 
 

@@ -20,6 +20,7 @@ from evenkeel import launch, launchers, network
 from evenkeel.errors import REFUSED, Refusal
 from evenkeel.launch import Command, Topology, parse_master, parse_nodes, torchrun
 from evenkeel.network import Link, find_link, meet
+from evenkeel.processes import count_cores
 
 from .processes import LIMIT, free_port, running, wait_until
 
@@ -372,7 +373,7 @@ def test_workers_find_what_was_promised(launched: Callable[..., Launched]) -> No
         assert environ["MASTER_ADDR"] == "127.0.0.1"
         assert environ["TORCHELASTIC_MAX_RESTARTS"] == "3"
         assert environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
-        assert environ["OMP_NUM_THREADS"] == str(max(1, launch.count_cores() // 2))
+        assert environ["OMP_NUM_THREADS"] == str(max(1, count_cores() // 2))
         assert "SIGUSR2" in environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
     assert "OMP_NUM_THREADS" not in done.stderr  # torchrun's banner
 

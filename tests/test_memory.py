@@ -218,7 +218,7 @@ def test_whose_number_auto_means(tmp_path: Path) -> None:
         task = Needy(64)
         config = Config(run_dir=tmp_path, batch_size=40, micro_batch="auto", fresh=fresh).resolved()
         run = Run(config, task, Plan.of(config, 50), replace(ALONE, rank=1, local_rank=1))
-        said = run._settle_micro_batch(list(known), lambda: (10, "found"))  # type: ignore[arg-type]
+        said = run._settle_cut(list(known), lambda: (10, "found"))  # type: ignore[arg-type]
         assert run.options["micro_batch"] == run.config.micro_batch == run.plan.micro_batch
         assert run.checkpoints.fingerprint["micro_batch"] == str(run.plan.micro_batch)
         return run.plan.micro_batch, said

@@ -36,8 +36,8 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.mark.parametrize(
     ("name", "typed"),
-    [("defaults", True), ("typed", True), ("tree", True)],
-    ids=["defaults", "typed", "tree"],
+    [("defaults", True), ("typed", True), ("typed", False), ("tree", True)],
+    ids=["defaults", "typed", "typed, now left out", "tree"],
 )
 def test_one_that_was_stopped_in_mid_epoch_goes_on(tmp_path: Path, name: str, typed: bool) -> None:
     run_dir = shutil.copytree(RUNS / name, tmp_path / name)

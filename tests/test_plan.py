@@ -18,13 +18,11 @@ patient = settings(deadline=None)  # a busy machine is no failure
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
+    """Cut by size or by number."""
     global_batch = draw(st.integers(1, 200))
-    return Plan(
-        samples=draw(st.integers(1, 2_000)),
-        global_batch=global_batch,
-        micro_batch=draw(st.integers(1, global_batch)),
-        epochs=draw(st.integers(1, 3)),
-    )
+    samples, cut, epochs = draw(st.integers(1, 2_000)), draw(st.integers(1, global_batch)), draw(st.integers(1, 3))
+    by_number = draw(st.booleans())
+    return (Plan.by_number if by_number else Plan)(samples, global_batch, cut, epochs)
 
 
 def test_the_examples_of_the_module_run() -> None:
@@ -121,8 +119,11 @@ def test_micro_batches_cut_every_epoch_into_consecutive_positions(plan: Plan) ->
             pieces = plan.micro_batches(step)
             assert [piece.step for piece in pieces] == [step] * len(pieces)
             assert [piece.id for piece in pieces] == list(range(len(pieces)))
-            assert all(piece.size == plan.micro_batch for piece in pieces[:-1])
-            assert 1 <= pieces[-1].size <= plan.micro_batch
+            if plan.number:
+                assert max(piece.size for piece in pieces) - min(piece.size for piece in pieces) <= 1
+            else:
+                assert all(piece.size == plan.micro_batch for piece in pieces[:-1])
+                assert 1 <= pieces[-1].size <= plan.micro_batch
             for piece in pieces:
                 assert piece.start == position
                 position += piece.size
@@ -148,6 +149,43 @@ def test_max_world_size_is_where_further_ranks_have_nothing_to_do(plan: Plan) ->
     assert plan.micro_batches(0, most - 1, most)
     assert plan.micro_batches(0, most, most + 1) == []
     assert all(plan.micro_batches(step, most, most + 1) == [] for step in range(plan.steps_per_epoch))
+
+
+@patient
+@given(samples=st.integers(2, 500), batch=st.integers(2, 200), number=st.integers(1, 100))
+def test_a_cut_by_number(samples: int, batch: int, number: int) -> None:
+    """All ranks have work in a full step, and in a short one that is large enough; no sample is alone if it can be."""
+    batch = min(batch, samples)
+    plan = Plan.by_number(samples, batch, max(1, min(number, batch // 2)), epochs=1)
+    for step in range(plan.steps_per_epoch):
+        sizes = [piece.size for piece in plan.micro_batches(step)]
+        total = plan.step_samples(step)
+        assert total == 1 or 1 not in sizes
+        if total == batch or total >= 2 * plan.number:
+            assert len(sizes) >= plan.number
+        # a sample more than in a full step, where one would be alone otherwise
+        assert max(sizes) <= plan.micro_batch + 1
+        if total == batch:
+            assert (len(sizes), max(sizes)) == (plan.number, plan.micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "number", "full", "tail"),
+    [
+        (1437, 128, 2, [64, 64], [15, 14]),
+        (1437, 128, 3, [43, 43, 42], [10, 10, 9]),
+        (133, 128, 4, [32] * 4, [3, 2]),
+        (129, 128, 4, [32] * 4, [1]),
+        (13, 8, 8, [1] * 8, [1] * 5),  # one sample a rank: no more of them fit at once in the tail either
+        (13, 8, 4, [2] * 4, [3, 2]),
+        (15, 10, 6, [2, 2, 2, 2, 1, 1], [3, 2]),
+    ],
+)
+def test_a_cut_by_number_in_numbers(samples: int, batch: int, number: int, full: list[int], tail: list[int]) -> None:
+    plan = Plan.by_number(samples, batch, number, epochs=1)
+    last = plan.steps_per_epoch - 1
+    assert [[piece.size for piece in plan.micro_batches(step)] for step in (0, last)] == [full, tail]
+    assert plan.max_world_size == number
 
 
 def test_a_step_in_full() -> None:

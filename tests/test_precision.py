@@ -203,10 +203,10 @@ def test_tf32_is_chosen_for_gpus_and_said_to_be_float32_on_a_cpu() -> None:
     backends = torch.backends.cuda.matmul, torch.backends.cudnn
     try:
         for tf32 in (True, False):
-            fix_arithmetic(exact=False, threads=0, tf32=tf32)
+            fix_arithmetic(exact=False, tf32=tf32)
             assert [backend.allow_tf32 for backend in backends] == [tf32, tf32]
     finally:
-        fix_arithmetic(exact=False, threads=0)
+        fix_arithmetic(exact=False)
     assert substitute("tf32", CPU) == "--precision tf32: a CPU has no TF32 and computes in float32"
     assert [substitute(precision, CPU) for precision in ("fp32", "bf16", "fp16")] == ["", "", ""]
 

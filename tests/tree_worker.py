@@ -147,7 +147,8 @@ def train(way: Way, world: World, micro_batches: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fix_arithmetic(exact=True, threads=1)
+    fix_arithmetic(exact=True)
+    torch.set_num_threads(1)
     world = World.from_environment()
     WAYS["control: noise of the rank"].rank_noise = world.rank
     with world.connected():

@@ -6,22 +6,22 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import Ended
+from .processes import count_cores
 
 
-def fix_arithmetic(exact: bool, threads: int, tf32: bool = False) -> None:
+def fix_arithmetic(exact: bool, tf32: bool = False) -> None:
     """Choose how this process computes. Before it uses a GPU.
 
     Args:
         exact: only by algorithms that give the same bits each time (https://docs.pytorch.org/docs/stable/notes/randomness.html),
             none chosen by their speed. An operation that has no such algorithm raises an error which names it.
-        threads: of one operation on the CPU, which splits its sums among them. 0: as the environment says (torchrun
-            sets OMP_NUM_THREADS to 1 where it starts more than one process), or 1 if `exact`.
         tf32: whether float32 products on a GPU may keep 10 bits of their factors' 23. Their bits are the same each time
             on one model of GPU all the same.
     """
@@ -32,8 +32,30 @@ def fix_arithmetic(exact: bool, threads: int, tf32: bool = False) -> None:
         deterministic: Any = torch.utils.deterministic
         deterministic.fill_uninitialized_memory = False  # costs time, and hides nothing here
         torch.backends.cudnn.benchmark = False
-    if threads or exact:
-        torch.set_num_threads(threads or 1)
+
+
+def threads_of_a_rank(exact: bool, local_world_size: int) -> int:
+    """CPU threads of one operation, which splits its sums among them, where no option says how many.
+
+    One if bits are promised on any number of ranks; else what the user says in OMP_NUM_THREADS; else the cores that
+    this process may use, divided among the ranks of the node.
+    """
+    if exact:
+        return 1
+    if "OMP_NUM_THREADS" in os.environ and not _set_by_torchrun():
+        return torch.get_num_threads()
+    return max(1, count_cores() // local_world_size)
+
+
+def _set_by_torchrun() -> bool:
+    """Whether OMP_NUM_THREADS is torchrun's, which sets it to 1 for several processes, whatever cores there are."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
+        return False
+    try:
+        of_torchrun = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return True
+    return b"OMP_NUM_THREADS=" not in of_torchrun
 
 
 @contextmanager

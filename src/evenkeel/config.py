@@ -41,8 +41,8 @@ class Config:
     """Order in which gradients are added up. ring: the stock all-reduce; tree: one that makes every bit of the result
     independent of the number of processes."""
     threads: int = 0
-    """CPU threads of each process. 0: as OMP_NUM_THREADS says (torchrun sets 1), or 1 with --reduce tree, because bits
-    depend on it."""
+    """CPU threads of each process, on which bits depend. 0: what the run began with; a new run divides the cores among
+    the processes of a node, or does as you say in OMP_NUM_THREADS, or takes 1 with --reduce tree or --deterministic."""
     deterministic: Flag = False
     """Compute only by algorithms that give the same bits each time, as --reduce tree does: two runs of one command on
     one machine then end in the same weights. An operation that has none is named."""
@@ -59,9 +59,11 @@ class Config:
     """Cut the network into this many consecutive parts of about equal memory, and give each process as many GPUs.
     Without GPUs it changes nothing."""
     micro_batch: int | Literal["auto"] = 0
-    """Samples that a process computes at a time. Bounds memory, and batch size / micro-batch bounds the number
-    of processes with work. 0: an eighth of the batch size, so that up to 8 processes share a step. auto: the largest
-    that fits into memory and leaves no process without work, tried once when the run starts, and kept."""
+    """Samples that a process computes at a time; bounds memory. 0: what the run began with; a new run cuts each step
+    into as few as keep all processes at work (with --reduce tree: an eighth of the batch each, on any number of
+    processes). auto: the largest that fits into memory, tried once when the run starts, and kept."""
+    micro_batches: int = 0
+    """Instead of --micro-batch: cut each step into this many, of nearly equal size. 0: as --micro-batch says."""
     strategy: Literal["ddp", "dp"] = "ddp"
     """ddp: DistributedDataParallel, a process for each GPU. dp: nn.DataParallel, one process that divides each
     micro-batch (default: the whole batch) among all visible GPUs. ddp is faster even on one machine: each GPU has a
@@ -138,12 +140,12 @@ class Config:
     def resolved(self) -> Config:
         """The same with the defaults that depend on other options filled in."""
         name = self.task.rpartition(":")[2]
-        return replace(
-            self,
-            run_dir=self.run_dir or Path("runs") / name,
-            micro_batch=self.micro_batch
-            or (self.batch_size if self.strategy == "dp" else max(1, self.batch_size // 8)),
-        )
+        return replace(self, run_dir=self.run_dir or Path("runs") / name)
+
+    @property
+    def largest_micro_batch(self) -> int | Literal["auto"]:
+        """Samples that a process computes at a time, at most."""
+        return self.micro_batch or -(-self.batch_size // max(1, self.micro_batches))
 
 
 HARMLESS = frozenset(
@@ -172,7 +174,7 @@ HARMLESS = frozenset(
 """Options that may change when a run is continued. All others shape the result, a task's own included unless it says
 otherwise (`Task.harmless`). A `data_dir` does not: the same data may lie elsewhere on another node."""
 
-CUTTING = frozenset({"micro_batch", "strategy"})
+CUTTING = frozenset({"micro_batch", "micro_batches", "strategy"})
 """Options that may change as well, with a warning. They decide how a batch is cut and not which samples it has:
 dropout, mixing, BatchNorm's groups and the last bits become others. After an out-of-memory error there must be a way
 on."""
@@ -192,9 +194,20 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     Raises:
         Refusal: names the flag, the value and the remedy.
     """
-    counts = ["epochs", "batch_size", "micro_batch", "keep", "log_every", "grace", "model_parallel"]
+    counts = ["epochs", "batch_size", "keep", "log_every", "grace", "model_parallel"]
     may_be_zero = ["max_steps", "warmup_steps", "clip_norm", "num_workers", "threads", "checkpoint_every", "eval_every"]
-    may_be_zero += ["digest_every", "hang_timeout", "lr", "weight_decay", "seed", "ema", "patience", "limit_batches"]
+    may_be_zero += [
+        "micro_batch",
+        "micro_batches",
+        "digest_every",
+        "hang_timeout",
+        "lr",
+        "weight_decay",
+        "seed",
+        "ema",
+        "patience",
+        "limit_batches",
+    ]
     for name, least in (dict.fromkeys(counts, 1) | dict.fromkeys(may_be_zero, 0)).items():
         value = getattr(config, name)
         if value != "auto" and not value >= least:  # also refuses NaN
@@ -211,10 +224,15 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         )
     if config.eval_only and config.fresh:
         raise Refusal("--eval-only --fresh: one looks at a run, the other starts over; choose one")
-    if config.micro_batch != "auto" and config.micro_batch > config.batch_size:
+    for name in ("micro_batch", "micro_batches"):
+        if (value := getattr(config, name)) != "auto" and value > config.batch_size:
+            raise Refusal(
+                f"{flag(name)} {value}: is above --batch-size {config.batch_size}; a micro-batch is a part of the batch"
+            )
+    if config.micro_batch and config.micro_batches:
         raise Refusal(
-            f"--micro-batch {config.micro_batch}: is above --batch-size {config.batch_size}; "
-            "a micro-batch is a part of the batch"
+            f"--micro-batch {config.micro_batch} --micro-batches {config.micro_batches}: the size and the number of "
+            "the parts of a step; leave one of them out"
         )
     if config.sync_batchnorm and (config.strategy == "dp" or config.micro_batch == "auto"):
         with_what = "--strategy dp" if config.strategy == "dp" else "--micro-batch auto"

@@ -59,7 +59,8 @@ class ElasticSampler(DistributedSampler[Any]):
     Args:
         dataset: anything with a length N.
         global_batch: samples of one step over all ranks, G.
-        micro_batch: samples of one batch of this loader. The last one of a step may be smaller.
+        micro_batch: samples of one batch of this loader, at most.
+        micro_batches: cut each step into so many of nearly equal size; 0: by that size, the last one smaller.
         num_replicas: world size W >= 1, which need not divide anything; default: the process group's.
         rank: default: the process group's. Ranks beyond G / micro_batch get nothing.
         shuffle: a new order every epoch, or 0 .. N-1 every time.
@@ -87,9 +88,10 @@ class ElasticSampler(DistributedSampler[Any]):
         rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        micro_batches: int = 0,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed)  # type: ignore[arg-type]
-        self.plan = Plan(len(dataset), global_batch, micro_batch, epochs=1)
+        self.plan = Plan(len(dataset), global_batch, micro_batch, epochs=1, number=micro_batches)
         self.first_step = 0
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:

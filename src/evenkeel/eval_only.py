@@ -16,13 +16,14 @@ from torch import nn
 from .arithmetic import operations_named
 from .checkpoint import Checkpoints
 from .config import Config
+from .cut import fact_of_the_job, settle
 from .data import SizedDataset
 from .errors import Refusal
 from .evaluation import Evaluation
 from .placement import place
 from .precision import substitute
 from .randomness import derive, seed_everything
-from .run_directory import read_config
+from .run_directory import read_config, recorded_options
 from .tasks import Task
 from .weights import load_weights
 from .world import World
@@ -36,10 +37,7 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
     """
     run_dir = config.run_dir
     assert run_dir is not None  # resolved
-    if config.micro_batch == "auto":  # what the run has found, or the default
-        saved = run_dir / "config.toml"
-        found = read_config(saved).get("micro_batch") if saved.exists() else None
-        config = replace(config, micro_batch=found or 0).resolved()
+    config = _cut_as_recorded(config, run_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, task.best)
     one_node = world.local_world_size == world.world_size
     if one_node and not config.init_from and not checkpoints.newest_name():
@@ -56,6 +54,17 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
             notes = [note for note in (placed, substitute(config.precision, world.device)) if note]
             _print(origin, metrics, len(test_set), notes)
     return 0
+
+
+def _cut_as_recorded(config: Config, run_dir: Path) -> Config:
+    """With the micro-batches of the run, whose metrics are then the same to the last digit; or of no run's ranks."""
+    if config.micro_batch == "auto":
+        config = replace(config, micro_batch=0)
+    return (
+        settle(config, 1, lambda: False, recorded)
+        if (recorded := recorded_options(run_dir))
+        else fact_of_the_job(config)
+    )
 
 
 def _is_its_own_origin(config: Config, checkpoints: Checkpoints) -> bool:

@@ -53,6 +53,7 @@ NOT_COMPUTING = frozenset(
         "cli",
         "comparison",
         "config",
+        "cut",
         "devices",
         "digest",
         "downloads",

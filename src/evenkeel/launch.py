@@ -15,7 +15,6 @@ given here says one thing only: node 0 hosts the rendezvous, so every other node
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -32,6 +31,7 @@ from .processes import survives_the_terminal
 
 DEFAULT_PORT = 29500
 CPU_PROCESSES = 2  # on a machine without GPUs: the least at which ranks really talk to each other
+LARGEST_WORLD = "EVENKEEL_LARGEST_WORLD"  # the variable that tells ranks of an elastic job how many they may become
 JOIN_SECONDS = 600  # how long the nodes wait for each other, at the start and after a loss
 
 # From a signal to SIGKILL. A snapshot must be done in 25 s, because at a restart torch kills after 30 s and
@@ -156,6 +156,8 @@ def torchrun(
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         "OMP_NUM_THREADS": str(max(1, cores // topology.gpus)),
     }
+    if topology.max_nodes > topology.min_nodes:
+        env[LARGEST_WORLD] = str(topology.max_nodes * topology.gpus)
     if link.interface:
         # Gloo binds to whatever the host name resolves to, often 127.0.1.1. NCCL looks at the interfaces.
         env["GLOO_SOCKET_IFNAME"] = link.interface
@@ -246,12 +248,3 @@ def refuse_useless_gpus(device: Path = Path("/dev/nvidiactl")) -> None:
             "the driver is too old or broken, or torch is built without CUDA; mend that (docs/docker.md), or set "
             "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
-
-
-def count_cores() -> int:
-    """Return how many cores this process may use: its affinity, and in a container the quota."""
-    cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        cores = min(cores, max(1, quota // period))
-    return cores

@@ -20,13 +20,13 @@ from .launch import (
     JOIN_SECONDS,
     Command,
     Topology,
-    count_cores,
     count_processes,
     parse_master,
     parse_nodes,
     torchrun,
 )
 from .network import Link, find_link, meet
+from .processes import count_cores
 
 if TYPE_CHECKING:
     from .config import Config

@@ -84,7 +84,7 @@ def _when(phase: str) -> str:
 
 def remedy(config: Config) -> str:
     """The option to type, which lets the same run go on."""
-    known = config.micro_batch
+    known = config.largest_micro_batch
     if known == "auto":
         return "make room, or take a smaller model"
     if known == 1:

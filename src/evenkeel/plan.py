@@ -2,19 +2,22 @@
 
 An epoch of N samples is a sequence of positions 0 .. N-1 (which sample stands at a position is the
 business of `order`). Step s of an epoch owns positions s*G .. (s+1)*G, the last step the shorter rest. A
-step's positions are cut into micro-batches of fixed size, again with a shorter last one. None of this knows
-how many ranks there are; the world size enters in one place only, `share`, and may differ at every step.
+step's positions are cut into micro-batches, of a fixed size with a shorter last one, or into a fixed number of nearly
+equal ones. None of this knows how many ranks there are; the world size enters in one place only, `share`, and may
+differ at every step.
 
     >>> plan = Plan(samples=10, global_batch=8, micro_batch=3, epochs=2)
     >>> plan.total_steps, [m.size for m in plan.micro_batches(0)], [m.size for m in plan.micro_batches(1)]
     (4, [3, 3, 2], [2])
+    >>> [m.size for m in Plan.by_number(samples=10, global_batch=8, micro_batches=3, epochs=2).micro_batches(0)]
+    [3, 3, 2]
     >>> share(3, rank=0, world_size=2), share(3, rank=1, world_size=2)
     (range(0, 2), range(2, 3))
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,20 +47,43 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks."""
     micro_batch: int
-    """Samples that one rank computes at a time."""
+    """Samples that one rank computes at a time, at most."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0
     """Stop after this many steps in all; 0 means after the last epoch."""
+    number: int = 0
+    """M, if a full step is cut into so many micro-batches whose sizes differ by at most one; 0: by their size."""
 
     @staticmethod
     def of(config: Config, samples: int) -> Plan:
         """The plan that options mean for a number of samples.
 
-        With --micro-batch auto it has the whole batch as its micro-batch, the most that may come of it.
+        While the cut is open, with --micro-batch auto for example, the whole batch is the micro-batch, the most that
+        may come of it.
         """
-        micro_batch = config.batch_size if config.micro_batch == "auto" else config.micro_batch
-        return Plan(samples, config.batch_size, micro_batch, config.epochs, config.max_steps)
+        steps = samples, config.batch_size
+        if isinstance(config.micro_batch, int) and config.micro_batch:
+            return Plan(*steps, config.micro_batch, config.epochs, config.max_steps)
+        return Plan.by_number(*steps, config.micro_batches or 1, config.epochs, config.max_steps)
+
+    @staticmethod
+    def by_number(samples: int, global_batch: int, micro_batches: int, epochs: int, max_steps: int = 0) -> Plan:
+        """A plan with so many micro-batches in each full step."""
+        largest = -(-global_batch // micro_batches)
+        return Plan(samples, global_batch, largest, epochs, max_steps, micro_batches)
+
+    def cut_as(self, config: Config) -> Plan:
+        """The same steps in the micro-batches that options mean."""
+        other = Plan.of(config, self.samples)
+        return replace(self, micro_batch=other.micro_batch, number=other.number)
+
+    @property
+    def cut(self) -> str:
+        """In words, for comparison with that of another start."""
+        if self.number == 1:
+            return "a whole step"
+        return f"1/{self.number} of a step" if self.number else str(self.micro_batch)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -73,7 +99,7 @@ class Plan:
     @property
     def max_world_size(self) -> int:
         """M, the micro-batches of a full step: more ranks than this have nothing to do."""
-        return -(-min(self.global_batch, self.samples) // self.micro_batch)
+        return self._count(0)
 
     def locate(self, step: int) -> tuple[int, int]:
         """(epoch, step within it) of a global step."""
@@ -93,17 +119,29 @@ class Plan:
         """The micro-batches of a global step that are this rank's, in order; none for an idle rank."""
         first = step % self.steps_per_epoch * self.global_batch
         size = self.step_samples(step)
-        return [
-            MicroBatch(step, i, first + i * self.micro_batch, min(self.micro_batch, size - i * self.micro_batch))
-            for i in share(self._count(step), rank, world_size)
-        ]
+        count = self._count(step)
+        mine = share(count, rank, world_size)
+        if self.number:
+            parts = ((i, share(size, i, count)) for i in mine)
+            return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
+        each = self.micro_batch
+        return [MicroBatch(step, i, first + i * each, min(each, size - i * each)) for i in mine]
 
     def runs(self, step: int, world_size: int) -> tuple[range, ...]:
         """The ids of the micro-batches of a global step, by rank; the same object for steps of the same size."""
         return shares(self._count(step), world_size)
 
     def _count(self, step: int) -> int:
-        return -(-self.step_samples(step) // self.micro_batch)
+        """M of a step. A short one is cut for all ranks as well, but into no single samples, which BatchNorm would
+        not bear."""
+        samples = self.step_samples(step)
+        at_least = -(-samples // self.micro_batch)
+        if not self.number or self.micro_batch == 1:
+            return at_least
+        if samples == self.global_batch:
+            return self.number
+        pairs = max(1, samples // 2)
+        return min(pairs, max(at_least, self.number))
 
 
 def share(count: int, rank: int, world_size: int) -> range:

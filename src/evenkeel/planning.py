@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from .errors import Refusal
 from .plan import Plan, chunks
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .tasks import Task
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,10 @@ class PlanCommand:
             raise Refusal(f"--world-size {self.world_size}: must be at least 1")
         config, task = parse(train_options)
         samples = len(limited(task.train_dataset(), config.limit_batches * config.batch_size))
-        plan = Plan.of(config, samples)
         dp = config.strategy == "dp"
-        if config.micro_batch == "auto":  # where the probe begins
-            plan = replace(plan, micro_batch=-(-plan.global_batch // (1 if dp else self.world_size)))
-        cut = f"{plan.micro_batch}{', if that fits (auto)' if config.micro_batch == 'auto' else ''}"
+        settled, why = self._settle(config, task)
+        plan = Plan.of(settled, samples)
+        cut = f"{plan.micro_batch} ({why})" if why else str(plan.micro_batch)
         share_out = (
             "each micro-batch is divided among the GPUs" if dp else f"up to {plan.max_world_size} ranks have work"
         )
@@ -49,6 +52,28 @@ class PlanCommand:
                 name = f"{'GPU' if dp else 'rank'} {worker}"
                 print(f"  {name}: {sum(sizes)} samples" + (f" as {' + '.join(map(str, sizes))}" if sizes else ""))
         return 0
+
+    def _settle(self, config: Config, task: Task) -> tuple[Config, str]:
+        """The options with a cut, and why it is that; nothing where it was typed."""
+        from .cut import has_batchnorm, settle
+        from .run_directory import recorded_options
+
+        dp = config.strategy == "dp"
+        ranks = 1 if dp else self.world_size
+        if config.micro_batch == "auto":  # where the probe begins
+            size = -(-config.batch_size // ranks)
+            return replace(config, micro_batch=size), "auto, if that fits"
+        recorded = {} if config.fresh else recorded_options(config.run_dir)
+        settled = settle(config, ranks, lambda: has_batchnorm(task.model()), recorded)
+        if settled == config:
+            return config, ""
+        if recorded and settled == settle(config, 1, lambda: False, recorded):
+            return settled, f"as the run in {config.run_dir} has recorded it"
+        if dp:
+            return settled, "the whole batch"
+        if config.reduce == "tree":
+            return settled, "an eighth of the batch, with --reduce tree on any number of ranks"
+        return settled, f"1/{settled.micro_batches} of a step, so that no rank is idle"
 
     def _of_ranks(self, plan: Plan, step: int) -> list[list[int]]:
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -54,3 +55,12 @@ def survives_the_terminal(pid: int) -> bool:
     except (OSError, ValueError):
         return False
     return bool(int(ignored, 16) >> (signal.SIGHUP - 1) & 1)
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use: its affinity, and in a container the quota."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores

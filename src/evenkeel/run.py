@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -21,6 +22,7 @@ from .activity import CHECKPOINT, activity
 from .background import Background
 from .checkpoint import Checkpoints, Manifest, dump
 from .config import Config, saved_options
+from .cut import Cutter, passes
 from .devices import describe as describe_device
 from .devices import explain_uneven, replicas
 from .digest import digests
@@ -35,10 +37,21 @@ from .mistakes import is_out_of_memory
 from .plan import Plan
 from .precision import substitute
 from .probe import Probe
-from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, check, claim, launch_token, refuse_other_data
+from .run_directory import (
+    MAX_FRUITLESS,
+    RunDirectory,
+    RunState,
+    adopt,
+    check,
+    claim,
+    launch_token,
+    recorded_options,
+    refuse_other_data,
+)
 from .seqlock import Torn
 from .staging import Staging
 from .state import State, cpu_state_dict, sha256
+from .sync_batchnorm import refuse_too_few_ranks
 from .tasks import Task
 from .world import World
 
@@ -63,15 +76,25 @@ class Run:
         plan: how it is cut.
         world: who takes part.
         test_samples: size of the test data. None: it is not looked at.
+        cutter: how a step is cut, given what the run has recorded, on whichever node. None: as `config` says.
 
     Raises:
         Refusal: on rank 0, if the run directory cannot be this run's.
     """
 
-    def __init__(self, config: Config, task: Task, plan: Plan, world: World, test_samples: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        plan: Plan,
+        world: World,
+        test_samples: int | None = None,
+        cutter: Cutter | None = None,
+    ) -> None:
         assert config.run_dir is not None  # resolved
         self.path = config.run_dir
         self.config, self.plan, self.world = config, plan, world
+        self._cutter = cutter or (lambda _recorded: config)
         self.options = saved_options(config, task.options())
         self.samples = {"training": plan.samples} | ({} if test_samples is None else {"test": test_samples})
         mine = (self.path, self.options, config.fresh, task.harmless, self.samples)
@@ -96,7 +119,7 @@ class Run:
     def begin(self, probe: Probe | None = None) -> bool:
         """Record, on every rank, that an attempt starts; True if there is nothing left to do.
 
-        From here on `config` and `plan` say the micro-batch that --micro-batch auto has come to.
+        From here on `config` and `plan` say how steps are cut, where that was open.
 
         Args:
             probe: is called on all ranks if a run starts with auto.
@@ -108,12 +131,13 @@ class Run:
                 know more of the run.
         """
         first_here = self.world.local_rank == 0
-        known = self.world.gather((launch_token(), read_json(self.path / "status.json") if first_here else {}))
+        status = {**self._recorded(), **read_json(self.path / "status.json")} if first_here else {}
+        known = self.world.gather((launch_token(), status))
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
         self._refuse_other_data({} if self.config.fresh else newest.get("samples", {}))
         finished = self._finished(newest)
-        found = self._settle_micro_batch(known, probe)
+        said = self._settle_cut(known, probe)
         if self.config.strict_bits and (self.config.fresh or not finished):
             self._refuse_other_bits()
         news: tuple[bool, dict[str, Any]] | None = None
@@ -125,7 +149,8 @@ class Run:
             status = self.directory.status
             finished = self._finished(status)
             if not finished:
-                facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "micro_batch": self.plan.micro_batch}
+                facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
+                facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
                 self.directory.begin(self.options, tokens, samples=self.samples, **facts)
             news = finished, self.directory.status
         finished, status = self.world.broadcast(news)
@@ -146,13 +171,21 @@ class Run:
             self._start_tracking(self.directory)
             for line in filter(None, (uneven, self._about_strategy())):
                 log.warning("%s", line)
-            if self.tracker and found:
-                self.tracker.say(found)
-                self.tracker.event("micro_batch", 0, micro_batch=self.plan.micro_batch, how=found)
+            if self.tracker and said:
+                self.tracker.say(said)
+                self.tracker.event("micro_batch", 0, micro_batch=self.plan.micro_batch, how=said)
         return False
 
-    def _settle_micro_batch(self, known: list[tuple[str, dict[str, Any]]], probe: Probe | None) -> str:
-        """With --micro-batch auto: the one that this run has had from its start, or else one that is found now.
+    def _recorded(self) -> dict[str, Any]:
+        """What this node knows of the options that were left open when the run began."""
+        recorded = recorded_options(self.path)
+        if "threads" not in recorded and (newest := self.checkpoints.newest_manifest()):  # of an older version
+            recorded |= {"threads": int(newest.fingerprint["threads"])} if "threads" in newest.fingerprint else {}
+        return recorded
+
+    def _settle_cut(self, known: list[tuple[str, dict[str, Any]]], probe: Probe | None) -> str:
+        """Decide how steps are cut, and how many threads compute: as this run has recorded, or, if it is new, by the
+        options.
 
         The same on all ranks, whichever node has the run's folder. Returns what there is to say of it.
 
@@ -160,23 +193,28 @@ class Run:
             known: token and status, of all ranks.
             probe: as for :meth:`begin`.
         """
-        config, said = self.config, ""
+        continued = [status for _, status in known if status.get("micro_batch")]
+        if self.config.fresh:  # then only a restart of this launch finds its own run
+            tokens = {token for token, _ in known if token}
+            continued = [status for status in continued if tokens & set(status.get("launch", []))]
+        recorded = max(continued, key=_attempts, default={})
+        is_open = not (self.config.micro_batch or self.config.micro_batches)
+        config, said = self._cutter(recorded), ""
         if config.micro_batch == "auto":
-            continued = [status for _, status in known if status.get("micro_batch")]
-            if config.fresh:  # then only a restart of this launch finds its own run
-                tokens = {token for token, _ in known if token}
-                continued = [status for status in continued if tokens & set(status.get("launch", []))]
-            if continued:
-                found = int(max(continued, key=_attempts)["micro_batch"])
-            else:
+            found = recorded.get("micro_batch", 0)
+            if not found:
                 assert probe
                 found, said = probe()
-            self.config = replace(config, micro_batch=found)
-            self.plan = replace(self.plan, micro_batch=found)
-            self.options["micro_batch"] = found
-        kept = self.checkpoints.fingerprint | {MICRO_BATCH: str(self.plan.micro_batch)}
-        self.checkpoints = replace(self.checkpoints, fingerprint=kept)
-        return said
+            config = replace(config, micro_batch=int(found))
+        if not config.threads and recorded.get("threads"):
+            torch.set_num_threads(recorded["threads"])
+        self.config, self.plan = config, self.plan.cut_as(config)
+        self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
+        if config.sync_batchnorm:
+            refuse_too_few_ranks(self.plan, self.world.world_size)
+        settled = {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
+        self.checkpoints = replace(self.checkpoints, fingerprint=self.checkpoints.fingerprint | settled)
+        return said or passes(self.plan, self.world) if is_open and not recorded and config.reduce == "tree" else said
 
     def _about_strategy(self) -> str:
         if self.config.strategy != "dp":

@@ -241,6 +241,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return options
 
 
+def recorded_options(path: Path | None) -> dict[str, Any]:
+    """What a run's folder says of options that were left open when the run began: the cut of a step ("micro_batch",
+    "micro_batches") and CPU "threads". Empty where there is no run; a run of an older version may lack some."""
+    if path is None:
+        return {}
+    try:
+        status = read_json(path / "status.json")
+        cut = status if status.get("micro_batch") else read_config(path / "config.toml")
+    except (OSError, Refusal):
+        return {}
+    saved = {"threads": status.get("threads"), **{name: cut.get(name) for name in ("micro_batch", "micro_batches")}}
+    return {name: value for name, value in saved.items() if value}
+
+
 def _move_aside(path: Path) -> None:
     """Move a run out of its folder, into one beside it, or within it where the folder is a mount.
 

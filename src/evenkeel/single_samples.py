@@ -41,7 +41,7 @@ def refuse_single_samples(config: Config, task: Task, model: nn.Module, plan: Pl
     others = (typed for typed, cut in _other_cuts(config, plan) if single(cut, gpus, config.sync_batchnorm) is None)
     other = next(others, "")
     raise Refusal(
-        f"--batch-size {plan.global_batch} --micro-batch {config.micro_batch}: "
+        f"--batch-size {plan.global_batch} --micro-batch {config.largest_micro_batch}: "
         f"{'the last step of an epoch' if step else 'every step'} has {samples} sample{'s' * (samples > 1)}, of which "
         "a micro-batch gets only one, and the model's BatchNorm cannot be trained on that; "
         + (f"{other} leaves no single sample" if other else "use more training data")
@@ -68,11 +68,13 @@ def single(plan: Plan, gpus: int = 1, together: bool = False) -> int | None:
 def _other_cuts(config: Config, plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Other plans and how they are typed, those first that change least."""
     batch, micro = plan.global_batch, plan.micro_batch
-    fixed = config.micro_batch == "auto" or config.sync_batchnorm  # the micro-batch follows the batch
-    if not fixed:
+    follows = bool(plan.number) or config.sync_batchnorm  # the micro-batch follows the batch
+    if not follows:
         for size in (*range(micro - 1, 1, -1), *range(micro + 1, batch + 1)):
             yield f"--micro-batch {size}", replace(plan, micro_batch=size)
     for size in (*range(batch - 1, 1, -1), *range(batch + 1, plan.samples + 1)):
-        cut = size if fixed else min(micro, size)
-        typed = f"--batch-size {size}" + (f" --micro-batch {cut}" if not fixed else "")
+        cut = size if follows else min(micro, size)
+        if plan.number:
+            cut = -(-size // plan.number)
+        typed = f"--batch-size {size}" + (f" --micro-batch {cut}" if not follows else "")
         yield typed, replace(plan, global_batch=size, micro_batch=cut)

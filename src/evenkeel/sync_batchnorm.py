@@ -27,22 +27,10 @@ class Peers:
     """The ranks that have a micro-batch in the present step; all layers of a model share it.
 
     Args:
-        plan: how many those are in a full step, and in the short last one of an epoch.
         world: who takes part.
-
-    Raises:
-        Refusal: there are fewer ranks than micro-batches.
     """
 
-    def __init__(self, plan: Plan, world: World) -> None:
-        if world.world_size < plan.max_world_size:
-            several = world.world_size > 1
-            enough = -(-min(plan.global_batch, plan.samples) // world.world_size)
-            raise Refusal(
-                f"--sync-batchnorm: a step has {plan.max_world_size} micro-batches of --micro-batch "
-                f"{plan.micro_batch}, and each needs a rank of its own, but there {'are' if several else 'is'} only "
-                f"{world.world_size}; start {plan.max_world_size} ranks, or a new run with --micro-batch {enough}"
-            )
+    def __init__(self, world: World) -> None:
         self._world = world
         self.count = 1
         self.group: Any = None
@@ -67,6 +55,22 @@ class Peers:
         everyone = [torch.empty_like(mine) for _ in range(self.count)]
         dist.all_gather(everyone, mine.contiguous(), group=self.group)
         return torch.stack(everyone)
+
+
+def refuse_too_few_ranks(plan: Plan, world_size: int) -> None:
+    """Refuse a cut in which a rank would have more than one micro-batch.
+
+    Raises:
+        Refusal: names the remedy.
+    """
+    if world_size >= plan.max_world_size:
+        return
+    enough = -(-min(plan.global_batch, plan.samples) // world_size)
+    raise Refusal(
+        f"--sync-batchnorm: a step has {plan.max_world_size} micro-batches of {plan.micro_batch} samples, and each "
+        f"needs a rank of its own, but there {'are' if world_size > 1 else 'is'} only {world_size}; start "
+        f"{plan.max_world_size} ranks, or a new run with --micro-batch {enough}"
+    )
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -144,8 +148,8 @@ def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring"
     """Give a model's BatchNorm layers the statistics of the global batch. In place; names in its state dict stay.
 
     Raises:
-        Refusal: as :class:`Peers`, or there are no such layers, or one of a kind of its own that does not say in a
-            class attribute `synchronised` what it becomes, or on GPUs the tree is at work beside them.
+        Refusal: as :func:`refuse_too_few_ranks`, or there are no such layers, or one of a kind of its own that does not
+            say in a class attribute `synchronised` what it becomes, or on GPUs the tree is at work beside them.
     """
     if reduce == "tree" and world.device.type == "cuda":
         # two threads then feed two NCCL communicators, in an order that may differ between ranks
@@ -153,7 +157,8 @@ def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring"
     layers = [(module, _kind(module, name)) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     if not layers:
         raise Refusal("--sync-batchnorm: the model has no BatchNorm layer; leave it out")
-    peers = Peers(plan, world)
+    refuse_too_few_ranks(plan, world.world_size)
+    peers = Peers(world)
     for layer, kind in layers:
         layer.__class__ = kind  # keeps what refers to it, and hooks
         synced: Any = layer

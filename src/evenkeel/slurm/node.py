@@ -24,7 +24,7 @@ from ..config import Config
 from ..errors import REFUSED, Ended, Refusal, exit_code
 from ..files import read_json, write_json
 from ..interruption import STOPPED
-from ..launch import Command, Topology, parse_master
+from ..launch import LARGEST_WORLD, Command, Topology, parse_master, parse_nodes
 from ..launchers import check_job, check_train_options, command_for, parse_arguments, processes_of_node, wait_for_master
 from .commands import SlurmError, slurm
 from .record import JobRecord, load
@@ -156,6 +156,7 @@ class _Preparation:
         )
         errors = self.record.errors(step.requeues) / f"node-{step.node}"
         errors.mkdir(parents=True, exist_ok=True)
+        os.environ[LARGEST_WORLD] = str(gpus * parse_nodes(self.record.nodes)[1])
         self.command = command_for(
             topology, node.script, node.train_args, cores=step.cores, telling=True, log_dir=errors
         )
