@@ -22,7 +22,7 @@ train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU p
 	$(BIN)/torchrun --standalone --nproc_per_node=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') train.py $(ARGS)
 
 test: $(INSTALLED)  ## all tests
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(INSTALLED)  ## the unit tests, about a minute
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m 'not multiprocess and not nodes and not docker and not slurm' $(ARGS)
