@@ -308,6 +308,11 @@ def test_a_file_lies_under_the_command_line(folder: Path) -> None:
     config, _ = parse([*toml(folder, batch_size=32, seed=5, run_dir="there"), "--seed", "6"])
     assert (config.batch_size, config.seed, config.run_dir) == (32, 6, Path("there"))
     assert config.lr == Config().lr
+    file = toml(folder, micro_batch=0, micro_batches=2)
+    assert [(c.micro_batch, c.micro_batches) for c, _ in (parse(file), parse([*file, "--micro-batch=8"]))] == [
+        (0, 2),
+        (8, 0),
+    ]
 
 
 def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:

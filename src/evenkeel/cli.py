@@ -35,6 +35,8 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
     except argparse.ArgumentError as error:
         raise Refusal(str(error)) from None
     from_file = _read_file(early.config) if early.config else {}
+    if _types_a_cut(arguments):  # a file records the other way to say it
+        from_file = {name: value for name, value in from_file.items() if name not in CUT}
     task_class = load_task(str(early.task or from_file.get("task", Config.task)))
     task_options = task_class if is_dataclass(task_class) else _NoOptions
     _check_options(task_options)
@@ -56,6 +58,15 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})
 """Options by which train.py hands over to a launcher (launchers.py)."""
+
+
+CUT = ("micro_batch", "micro_batches")
+"""Two options that exclude each other."""
+
+
+def _types_a_cut(arguments: Sequence[str]) -> bool:
+    typed = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in arguments if argument[:2] == "--"}
+    return bool(typed & set(CUT))
 
 
 @dataclass(frozen=True)
