@@ -246,7 +246,7 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
         holder.stdout.readline()
         process.send_signal(signal.SIGINT)
         wait_until(lambda: opened(process.pid, folder), "its wait for the checkpoints")
-        time.sleep(1)
+        time.sleep(1.2)  # later than a second delivery of the same Ctrl-C
         assert process.poll() is None, "it waits"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=processes.LIMIT) == KEYBOARD, "and not for --grace, after which it is another code"
@@ -255,6 +255,18 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
         holder.wait()
         processes.kill_group(process)
         process.communicate()
+
+
+def test_one_ctrl_c_that_is_delivered_twice_saves(tmp_path: Path) -> None:
+    """As under `timeout`, which passes it on beside the terminal's; the test above is the control."""
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
+    wait_for_step(run_dir, 2, process)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.005)
+    assert process.wait(timeout=processes.LIMIT) == STOPPED
+    assert saved_step(run_dir) >= 2
 
 
 def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Path) -> None:

@@ -183,6 +183,37 @@ UNSAVED = frozenset({"run_dir", "fresh", "config", "eval_only"})
 """Options about one start of a run rather than the run, so that its config.toml does not hold them."""
 
 
+COUNT = 10**12
+"""More than any number of samples, steps or epochs that can be meant."""
+
+BOUNDS: dict[str, tuple[int, float]] = {
+    "epochs": (1, COUNT),
+    "batch_size": (1, COUNT),
+    "micro_batch": (0, COUNT),
+    "micro_batches": (0, COUNT),
+    "max_steps": (0, COUNT),
+    "warmup_steps": (0, COUNT),
+    "checkpoint_every": (0, COUNT),
+    "eval_every": (0, COUNT),
+    "digest_every": (0, COUNT),
+    "log_every": (1, COUNT),
+    "limit_batches": (0, COUNT),
+    "patience": (0, COUNT),
+    "keep": (1, COUNT),
+    "seed": (0, 2**63 - 1),
+    "threads": (0, 4096),
+    "num_workers": (0, 1024),
+    "model_parallel": (1, 1024),
+    "grace": (1, 7 * 86400),
+    "hang_timeout": (0, 7 * 86400),
+    "lr": (0, float("inf")),
+    "weight_decay": (0, float("inf")),
+    "clip_norm": (0, float("inf")),
+    "ema": (0, float("inf")),
+}
+"""Option -> the least and the most that it may be. Threads and processes: what a machine survives; seconds: a week."""
+
+
 def validate(config: Config, samples: int | None = None, test_samples: int | None = None) -> None:
     """Refuse values that cannot be meant.
 
@@ -194,28 +225,15 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     Raises:
         Refusal: names the flag, the value and the remedy.
     """
-    counts = ["epochs", "batch_size", "keep", "log_every", "grace", "model_parallel"]
-    may_be_zero = ["max_steps", "warmup_steps", "clip_norm", "num_workers", "threads", "checkpoint_every", "eval_every"]
-    may_be_zero += [
-        "micro_batch",
-        "micro_batches",
-        "digest_every",
-        "hang_timeout",
-        "lr",
-        "weight_decay",
-        "seed",
-        "ema",
-        "patience",
-        "limit_batches",
-    ]
-    for name, least in (dict.fromkeys(counts, 1) | dict.fromkeys(may_be_zero, 0)).items():
+    for name, (least, most) in BOUNDS.items():
         value = getattr(config, name)
-        if value != "auto" and not value >= least:  # also refuses NaN
+        if value == "auto" or least <= value <= most:
+            continue
+        if not value >= least:  # also refuses NaN
             raise Refusal(f"{flag(name)} {value}: must be at least {least}")
+        raise Refusal(f"{flag(name)} {value}: must be at most {most}")
     if not config.lr < float("inf"):
         raise Refusal(f"--lr {config.lr}: must be finite")
-    if config.seed >= 2**63:
-        raise Refusal(f"--seed {config.seed}: must be below 2**63")
     if config.ema >= 1:
         raise Refusal(f"--ema {config.ema}: must be below 1, which would never take in a step; 0.999 is usual")
     if not (FLOOR <= config.loss_scale < 2**127 and frexp(config.loss_scale)[0] == 0.5):
@@ -283,10 +301,10 @@ def placed_networks(config: Config) -> dict[str, int]:
                 "segmenter=0,discriminator=1"
             )
         found[name] = int(number)
-    if missing := set(range(1, max(found.values(), default=0))) - set(found.values()):
+    used = {0, *found.values()}
+    if gap := next((n for n in range(len(used)) if n not in used), None):
         raise Refusal(
-            f"--place {config.place}: device {min(missing)} has no network; number the devices of a process without "
-            "gaps"
+            f"--place {config.place}: device {gap} has no network; number the devices of a process without gaps"
         )
     return found
 

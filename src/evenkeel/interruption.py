@@ -30,6 +30,9 @@ STOPPED = 75
 KEYBOARD = 130
 """Exit code after a second Ctrl-C, as shells have it."""
 
+ONE_PRESS = 1.0
+"""Seconds within which interrupts are one Ctrl-C: `timeout` and other wrappers deliver theirs beside the terminal's."""
+
 log = logging.getLogger(__name__)
 
 
@@ -94,15 +97,15 @@ class Interruption:
             time.sleep(1)
 
     def _watch(self) -> None:
-        heard = False
+        first = 0.0
         while True:
             (number,) = os.read(self._heard, 1)
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
-            if heard and number == signal.SIGINT:
-                _say("second Ctrl-C: out, without saving")
+            if first and number == signal.SIGINT and time.monotonic() - first > ONE_PRESS:
+                _say("second Ctrl-C: exiting without saving")
                 os._exit(KEYBOARD)
-            heard, name = True, signal.Signals(number).name
+            first, name = first or time.monotonic(), signal.Signals(number).name
             self.end(name, partial(self._rescue, name), STOPPED)
 
     def _end(self, rescue: Callable[[], None], code: int) -> None:
