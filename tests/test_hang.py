@@ -132,3 +132,5 @@ def test_a_job_that_was_suspended_does_not_hang(tmp_path: Path) -> None:
     process.send_signal(signal.SIGCONT)
     assert processes.finish(process).returncode == 0
     assert len(records(run_dir, "start")) == 1
+    # which the watch opens at each tick, for a dump without Python's help
+    assert not list(run_dir.rglob("*.stacks.txt")), "with nothing in it"

@@ -109,8 +109,16 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Watch no longer. A file of stacks stays only if there is something in it."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
+        stacks = Path(self._stacks.name) if "_stacks" in self.__dict__ else None
+        with contextlib.suppress(OSError):
+            if stacks and stacks.stat().st_size == 0:
+                stacks.unlink()
 
     def announce_saved(self, step: int) -> None:
         """On rank 0: let all nodes know of a complete checkpoint, with the next beat."""

@@ -113,6 +113,7 @@ class Run:
         self._writer: Background[float] = Background("checkpoint")
         self._staging = Staging(*world.devices)
         self._saving = 0
+        self._watch: Watch | None = None
         self.started = time.monotonic()
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
 
@@ -387,6 +388,8 @@ class Run:
     def stopped(self, state: State, reason: str) -> None:
         """A signal asked for a stop: save the last finished step. Any thread may call it, whatever the others do."""
         saved = self._rescue(state)
+        if self._watch:
+            self._watch.end()
         self._await_last_line(state.step)
         self._end("stopped", state.step, reason, STOPPED, fruitless=0)
         self._print(f"stopped by {reason}; {saved}; the same command continues")
@@ -420,6 +423,7 @@ class Run:
 
     def hung(self, state: State) -> None:
         """A rank is stuck: say which, save the last finished step, and free torchrun of the ranks that cannot end."""
+        assert self._watch
         explained = self._watch.explain()
         activity.write_off()
         self.failed(state, Ended(explained))
@@ -526,7 +530,8 @@ class Run:
         try:
             seconds = self._writer.result()
             self.tracker.event("checkpoint", step, seconds=round(seconds, 4))
-            self._watch.announce_saved(step)
+            if self._watch:
+                self._watch.announce_saved(step)
         except OSError as error:
             last = self.checkpoints.newest_step()
             self.tracker.event("checkpoint_failed", step, reason=str(error))
