@@ -33,7 +33,7 @@ from evenkeel.placement import place
 from evenkeel.plan import Plan
 from evenkeel.precision import Scaler
 from evenkeel.probe import Probe
-from evenkeel.randomness import derive, seed_everything
+from evenkeel.randomness import derive, seed_computation
 from evenkeel.run import Run
 from evenkeel.single_samples import refuse_single_samples
 from evenkeel.state import State
@@ -83,7 +83,7 @@ def main() -> int:
 
 def build(config: Config, task: Task, world: World, plan: Plan) -> State:
     """Model, optimizers and what else changes with the steps, as before the first one; the same on every rank."""
-    seed_everything(derive(config.seed, "weights"))
+    seed_computation(derive(config.seed, "weights"), world.devices)
     model = task.model()
     check_model(model)
     origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""

@@ -30,7 +30,7 @@ from .mistakes import checked_loss, explain, missing_gradients
 from .placement import devices_explained
 from .plan import MicroBatch, Plan, chunks
 from .precision import Precision, autocast
-from .randomness import derive, seed_everything
+from .randomness import derive, seed_computation
 from .reduction import Exchange, Reduction, Ring, Tree, tree_sum
 from .state import State
 from .sync_batchnorm import peers_of
@@ -174,7 +174,7 @@ class Gradients:
             for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
                 last = number == len(micro_batches)
                 activity.enter(COMPUTING)
-                seed_everything(derive(self.seed, "micro-batch", step, micro_batch.id))
+                seed_computation(derive(self.seed, "micro-batch", step, micro_batch.id), self.world.devices)
                 weight = micro_batch.size / self.plan.step_samples(step)
                 with nullcontext() if last else self._no_reduction():
                     part = self.wrapped(self._placed(batch)) * weight
