@@ -131,7 +131,7 @@ def train(
         for step, micro_batches, their_batches in data.by_step(batches, sampler):
             state.clear_gradients()
             done = gradients.of_step(step, micro_batches, their_batches)
-            norm = clip(state.model, config.clip_norm)
+            norm = clip(state.parameters, config.clip_norm)
             set_rate(state.optimizers, task.rates(config, step, plan.total_steps))
             state.commit(done.buffers, norm, done.judge)
 
