@@ -37,7 +37,7 @@ from evenkeel.placement import place
 from evenkeel.plan import Plan
 from evenkeel.precision import Scaler
 from evenkeel.probe import Probe
-from evenkeel.randomness import derive, seed_everything
+from evenkeel.randomness import derive, seed_computation
 from evenkeel.run import Run
 from evenkeel.run_directory import recorded_options
 from evenkeel.single_samples import refuse_single_samples
@@ -67,7 +67,7 @@ def main() -> int:
     validate(config, len(train_set), len(test_set))
     if config.eval_only:
         return evaluate_only(config, task, world, test_set)
-    model = network(config, task)
+    model = network(config, task, world)
     cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
     settled = cutter(recorded)
     plan = Plan.of(settled, len(train_set))
@@ -93,9 +93,9 @@ def main() -> int:
     return 0
 
 
-def network(config: Config, task: Task) -> nn.Module:
+def network(config: Config, task: Task, world: World) -> nn.Module:
     """The model with its first random weights, the same on every rank."""
-    seed_everything(derive(config.seed, "weights"))
+    seed_computation(derive(config.seed, "weights"), world.devices)
     model = task.model()
     check_model(model)
     return model
@@ -149,7 +149,7 @@ def train(
         for step, micro_batches, their_batches in data.by_step(batches, sampler):
             state.clear_gradients()
             done = gradients.of_step(step, micro_batches, their_batches)
-            norm = clip(state.model, config.clip_norm)
+            norm = clip(state.parameters, config.clip_norm)
             set_rate(state.optimizers, task.rates(config, step, plan.total_steps))
             state.commit(done.buffers, norm, done.judge)
 

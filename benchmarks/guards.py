@@ -66,7 +66,7 @@ def steps(guarded: bool, task: Classify, world: World, batch_size: int) -> Itera
             state.clear_gradients()
             done = gradients.of_step(step, mine, their_batches)
             if guarded:
-                state.commit(done.buffers, clip(model, 0.0))
+                state.commit(done.buffers, clip(model.parameters(), 0.0))
             else:
                 state.optimizers[0].step()
             yield

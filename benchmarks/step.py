@@ -75,7 +75,7 @@ def elastic(task: Classify, world: World, batch_size: int) -> Iterator[None]:
         for step, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
             state.clear_gradients()
             done = gradients.of_step(step, mine, their_batches)
-            state.commit(done.buffers, clip(model, 0.0))
+            state.commit(done.buffers, clip(model.parameters(), 0.0))
             yield
 
 

@@ -69,7 +69,7 @@ def ours(world: World) -> dict[str, list[float]]:
         for step, mine, their_batches in data.by_step(batches, sampler):
             state.clear_gradients()
             done = gradients.of_step(step, mine, their_batches)
-            state.commit(done.buffers, clip(model, 0.0))
+            state.commit(done.buffers, clip(model.parameters(), 0.0))
             losses.append(done.loss.item())
     return {"weights": flat(model.parameters()), "statistics": flat(model.buffers()), "losses": losses}
 

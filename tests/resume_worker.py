@@ -50,7 +50,7 @@ def train(kind: type[Gradients], world: World, stops: tuple[int, ...]) -> str:
             mine = PLAN.micro_batches(step, world.rank, world.world_size)
             batches = [data.__getitems__(list(range(m.start, m.start + m.size))) for m in mine]
             done = gradients.of_step(step, mine, batches)
-            state.commit(done.buffers, clip(model, 0.0))
+            state.commit(done.buffers, clip(model.parameters(), 0.0))
         saved = state.capture()
     return sha256(model.state_dict())
 

@@ -109,7 +109,7 @@ def test_a_state_is_named_by_its_parameters_and_holds_committed_buffers() -> Non
     state = State(model, [build_optimizer(model.parameters(), Config(optimizer="adamw"))])
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state.commit({}, gradients.clip(model, 0.0))
+    state.commit([group.committed for group in state.buffers.groups], gradients.clip(model.parameters(), 0.0))
     found = digests(state.tensors())
     assert set(found) == {f"model.{name}" for name in model.state_dict()} | {
         f"optimizers.0.{name}.{kept}"

@@ -43,8 +43,8 @@ def on_gpu(**options: Any) -> State:
 def advance(state: State) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    buffers = {name: buffer + 1 for name, buffer in state.committed_buffers.items()}
-    state.commit(buffers, clip(state.model, 0.0))
+    buffers = [group.committed + 1 for group in state.buffers.groups]
+    state.commit(buffers, clip(state.parameters, 0.0))
 
 
 @pytest.fixture(autouse=True)

@@ -78,7 +78,7 @@ def on_two() -> State:
 def advance(state: State) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state.commit({name: buffer + 1 for name, buffer in state.committed_buffers.items()}, clip(state.model, 1.0))
+    state.commit([group.committed + 1 for group in state.buffers.groups], clip(state.parameters, 1.0))
 
 
 @pytest.mark.parametrize("hanging", [0, 1])
@@ -108,7 +108,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_both() -> None:
     before = sha256(state.model.state_dict())
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
-    state.commit(dict(state.committed_buffers), clip(state.model, 0.0))
+    state.commit([group.committed for group in state.buffers.groups], clip(state.parameters, 0.0))
     state.settle()
     assert state.skipped == 1
     assert sha256(state.model.state_dict()) == before

@@ -57,7 +57,7 @@ def step_gradient(plan: Plan, step: int, model: nn.Module) -> Tensor:
     batches = [data.__getitems__(list(range(m.start, m.start + m.size))) for m in micro_batches]
     state = State(model, [])
     done = Gradients(task, state, ALONE, plan).of_step(step, micro_batches, batches)
-    state.commit(done.buffers, clip(model, 0.0))
+    state.commit(done.buffers, clip(model.parameters(), 0.0))
     loss = done.loss
     assert loss.dim() == 0
     assert not loss.requires_grad

@@ -36,8 +36,8 @@ def take(state: State, gradient: float) -> None:
     state.clear_gradients()
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, gradient)
-    buffers = {name: buffer + gradient for name, buffer in state.committed_buffers.items()}
-    state.commit(buffers, clip(state.model, 0.0))
+    buffers = [group.committed + gradient for group in state.buffers.groups]
+    state.commit(buffers, clip(state.parameters, 0.0))
 
 
 def everything(state: State) -> str:
@@ -97,9 +97,9 @@ def test_the_control_an_optimizer_by_itself_takes_the_poison() -> None:
 def test_clip_gives_the_norm_and_scales_only_on_request() -> None:
     model = nn.Linear(1, 2, bias=False)
     model.weight.grad = torch.tensor([[3.0], [4.0]])
-    assert clip(model, 0.0) == 5
+    assert clip(model.parameters(), 0.0) == 5
     assert model.weight.grad.tolist() == [[3.0], [4.0]]
-    assert clip(model, 1.0) == 5
+    assert clip(model.parameters(), 1.0) == 5
     assert torch.allclose(model.weight.grad.norm(), torch.tensor(1.0))
 
 

@@ -248,11 +248,11 @@ def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkey
         gradients = Gradients(task, state, world, plan, reduce=reduce)
         batches = [(torch.rand(4, 1, 32, 32), torch.zeros(4, 32, 32, dtype=torch.int64)) for _ in range(2)]
         done = gradients.of_step(0, plan.micro_batches(0), batches)
-        norm = clip(model, 1.0)
+        norm = clip(model.parameters(), 1.0)
         devices = {p.device for p in model.parameters()}
         assert len(devices) == 2
         assert all(p.grad is not None and p.grad.device == p.device for p in model.parameters())
-        assert {name: value.device for name, value in done.buffers.items()} == {
+        assert {name: view.device for name, view in state.buffers.committed.items()} == {
             name: buffer.device for name, buffer in model.named_buffers()
         }
         state.commit(done.buffers, norm, done.judge)

@@ -76,7 +76,7 @@ class Training:
             batches = [self.data.__getitems__(list(range(m.start, m.start + m.size))) for m in micro_batches]
             self.state.clear_gradients()
             done = self.gradients.of_step(step, micro_batches, batches)
-            norm = clip(self.state.model, 0.0)
+            norm = clip(self.state.parameters, 0.0)
             self.state.commit(done.buffers, norm, done.judge)
         return norm
 
@@ -296,7 +296,7 @@ def test_an_overflow_makes_no_host_wait_on_a_gpu() -> None:
             parameter.grad = torch.full_like(parameter, gradient)
         assert state.scaler
         state.scaler.unscale(model.parameters())
-        state.commit({}, clip(model, 1.0), loss)
+        state.commit([], clip(model.parameters(), 1.0), loss)
 
     take(1.0)
     torch.cuda.synchronize()
@@ -324,6 +324,6 @@ def test_autocast_is_that_of_the_gpu(precision: Precision) -> None:
     gradients = Gradients(task, state, World(0, 0, 1, 1, device, launched=False), PLAN, precision=precision)
     batches = [task.train_dataset().__getitems__(list(range(i, i + 4))) for i in (0, 4)]
     done = gradients.of_step(0, PLAN.micro_batches(0), batches)
-    state.commit(done.buffers, clip(model, 0.0), done.judge)
+    state.commit(done.buffers, clip(model.parameters(), 0.0), done.judge)
     assert task.types == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert all(p.isfinite().all() for p in model.parameters())

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import struct
 import sys
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from evenkeel.randomness import derive, seed_everything
+from evenkeel.randomness import derive, seed_computation, seed_host
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -77,36 +81,76 @@ def draw() -> tuple[list[float], list[float], list[float], float, float]:
     )
 
 
-def test_seed_everything_makes_all_three_generators_repeat() -> None:
-    seed_everything(7)
+def test_a_seed_makes_all_three_generators_repeat() -> None:
+    seed_host(7)
     first = draw()
     assert all(a != b for a, b in zip(first, draw(), strict=True))  # they do move on
-    seed_everything(7)
+    seed_host(7)
     assert draw() == first
-    seed_everything(8)
+    seed_host(8)
     assert all(a != b for a, b in zip(first, draw(), strict=True))
 
 
-def test_seed_everything_forgets_half_a_pair_of_gaussians() -> None:
-    seed_everything(7)
+def test_a_seed_forgets_half_a_pair_of_gaussians() -> None:
+    seed_host(7)
     expected = random.gauss(0, 1), np.random.randn(), torch.randn(1).item()
-    seed_everything(3)
+    seed_host(3)
     random.gauss(0, 1), np.random.randn(), torch.randn(1)  # each keeps the second of a pair for later
-    seed_everything(7)
+    seed_host(7)
     assert (random.gauss(0, 1), np.random.randn(), torch.randn(1).item()) == expected
 
 
-def test_seed_everything_takes_every_derived_seed() -> None:
-    for seed in (0, 1, 2**32 - 1, 2**32, 2**63 - 1, derive(0, "weights")):
-        seed_everything(seed)
+SEEDS = (0, 1, 2**32 - 1, 2**32, 2**63 - 1, derive(0, "weights"))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_streams_are_those_of_the_libraries_own_functions(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    expected = draw()
+    for again in (lambda: seed_host(seed), lambda: seed_computation(seed, [CPU])):
+        again()
         assert torch.initial_seed() == seed
+        assert draw() == expected
 
 
-def test_seed_everything_needs_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed_everything(1)
+def test_a_seed_needs_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_host(1)
     expected = np.random.rand()
-    seed_everything(1)
+    seed_host(1)
     monkeypatch.delitem(sys.modules, "numpy")
-    seed_everything(2)
+    seed_host(2)
     assert "numpy" not in sys.modules
     assert np.random.rand() == expected
+
+
+def called(function: Callable[[], object]) -> list[str]:
+    """The files of torch whose Python functions a call runs."""
+    files: list[str] = []
+    sys.setprofile(lambda frame, event, _: files.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return [file for file in files if f"{Path(torch.__file__).parent}/" in file]
+
+
+def test_a_seed_touches_no_type_of_device_that_is_absent() -> None:
+    assert called(lambda: seed_host(1)) == []
+    assert called(lambda: seed_computation(1, [CPU])) == []
+    # the control: torch's own asks each of them
+    theirs = called(lambda: torch.manual_seed(1))
+    assert any("cuda" in file for file in theirs)
+    assert len(theirs) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_stream_of_a_gpu_is_that_of_torchs_own_function(seed: int) -> None:
+    device = torch.device("cuda", 0)
+    torch.manual_seed(seed)
+    expected = torch.rand(5, device=device).tolist()
+    seed_computation(seed, [device])
+    assert torch.rand(5, device=device).tolist() == expected

@@ -17,6 +17,7 @@ from torch import nn
 
 from evenkeel.arithmetic import operations_named
 from evenkeel.average import Average, averaged
+from evenkeel.buffers import Buffers
 from evenkeel.checkpoint import Checkpoints, load
 from evenkeel.config import Config, differences, saved_options, validate
 from evenkeel.data import InMemory, Limited, limited
@@ -44,7 +45,7 @@ def take(state: State, gradient: float = 1.0) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, gradient) if parameter.requires_grad else None
     norm = torch.tensor(gradient)
-    state.commit({name: buffer + 1 for name, buffer in state.committed_buffers.items()}, norm)
+    state.commit([group.committed + 1 for group in state.buffers.groups], norm)
 
 
 def test_the_gradient_of_a_parameter_that_no_optimizer_has_does_not_add_up() -> None:
@@ -55,7 +56,7 @@ def test_the_gradient_of_a_parameter_that_no_optimizer_has_does_not_add_up() -> 
     for _ in range(2):
         state.clear_gradients()
         model(torch.ones(3, 2)).sum().backward()
-        norms.append(clip(model, 0.0))
+        norms.append(clip(model.parameters(), 0.0))
     assert torch.equal(*norms)
 
 
@@ -93,14 +94,14 @@ def test_the_average_follows_the_weights_and_forgets_the_random_start() -> None:
 def test_a_tied_weight_has_one_average() -> None:
     model = nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
     model["other"].weight = model["one"].weight
-    average = Average(model, 0.9)
+    average = Average(model, 0.9, Buffers({}))
     with torch.no_grad():
         model["one"].weight.add_(1)
-    average.update(100, torch.tensor(False), {})
+    average.update(100, torch.tensor(False))
     saved = average.state_dict()
     assert saved.keys() == model.state_dict().keys()
     assert torch.equal(saved["one.weight"], saved["other.weight"])
-    fresh = Average(model, 0.9)
+    fresh = Average(model, 0.9, Buffers({}))
     fresh.load_state_dict({k: v.clone() for k, v in saved.items()}, model.state_dict())
     assert sha256(fresh.state_dict()) == sha256(saved)
 

@@ -138,7 +138,7 @@ def train(way: Way, world: World, micro_batches: int) -> list[str]:
             state.clear_gradients()
             done = gradients.of_step(step, mine, their_batches)
             losses.append(done.loss.reshape(1))
-            state.commit(done.buffers, clip(model, way.clip))
+            state.commit(done.buffers, clip(model.parameters(), way.clip))
     captured = state.capture()
     tensors = dict(captured["model"]) | {"losses": torch.cat(losses)}
     for place, values in captured["optimizers"][0]["state"].items():

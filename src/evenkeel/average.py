@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .arithmetic import multiply
+from .buffers import Buffers
 from .errors import Refusal
 
 
@@ -22,33 +23,34 @@ class Average:
         model: the live model, on its device.
         decay: how much of the average a step keeps, 0 .. 1. At step t it is at most (1 + t) / (10 + t), so that the
             random start is forgotten soon; that is a function of the step, and so no state.
+        buffers: those of the live model that belong to the state.
 
     Raises:
         Refusal: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, buffers: Buffers) -> None:
         self.decay = decay
         self.model = _copied(model).requires_grad_(False).eval()
         self._live: list[Tensor] = list(model.parameters())
         self._mean: list[Tensor] = list(self.model.parameters())
-        self._buffers = dict(self.model.named_buffers())
+        mine = dict(self.model.named_buffers())
+        self._buffers = [([mine[name] for name in group.names], group.committed_views) for group in buffers.groups]
 
     @torch.no_grad()
-    def update(self, step: int, bad: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Take in the weights after a step.
+    def update(self, step: int, bad: Tensor) -> None:
+        """Take in the weights and the committed buffers after a step.
 
         Args:
             step: its number, counted from 1.
             bad: a boolean scalar on the device; where it is true the average stays as it is.
-            buffers: their new values by name.
         """
         weight = torch.where(bad, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
         change = torch._foreach_sub(self._live, self._mean)
         multiply(change, weight)
         torch._foreach_add_(self._mean, list(change))
-        for name, value in buffers.items():
-            self._buffers[name].copy_(value)
+        for mine, committed in self._buffers:
+            torch._foreach_copy_(mine, committed)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live averages by the names of the model's parameters. Without buffers, which are the model's."""

@@ -30,7 +30,7 @@ from .mistakes import Uncollated, explain_samples, is_out_of_memory, length
 from .order import shuffled
 from .plan import MicroBatch, Plan
 from .processes import STOP_SIGNALS, die_with_parent
-from .randomness import derive, seed_everything
+from .randomness import derive, seed_host
 
 
 class SizedDataset(Protocol):
@@ -225,7 +225,7 @@ class Seeded(Dataset[Any]):
         return self.dataset[index]
 
     def _seed(self, epoch: int, index: int) -> None:
-        seed_everything(derive(self.seed, self.purpose, epoch, index))
+        seed_host(derive(self.seed, self.purpose, epoch, index))
 
 
 def loader(

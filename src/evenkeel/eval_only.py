@@ -22,7 +22,7 @@ from .errors import Refusal
 from .evaluation import Evaluation
 from .placement import place
 from .precision import substitute
-from .randomness import derive, seed_everything
+from .randomness import derive, seed_computation
 from .run_directory import read_config, recorded_options
 from .tasks import Task
 from .weights import load_weights
@@ -42,7 +42,7 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
     one_node = world.local_world_size == world.world_size
     if one_node and not config.init_from and not checkpoints.newest_name():
         raise _nothing(run_dir)  # before there is a process group
-    seed_everything(derive(config.seed, "weights"))  # for what --init-partial leaves random
+    seed_computation(derive(config.seed, "weights"), world.devices)  # for what --init-partial leaves random
     model = task.model()
     with world.connected(), operations_named():
         if world.broadcast(_is_its_own_origin(config, checkpoints)):

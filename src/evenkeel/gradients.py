@@ -12,7 +12,7 @@ step moves them by the mean of the micro-batches' changes. These and the loss ar
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
@@ -30,8 +30,8 @@ from .mistakes import checked_loss, explain, missing_gradients
 from .placement import devices_explained
 from .plan import MicroBatch, Plan, chunks
 from .precision import Precision, autocast
-from .randomness import derive, seed_everything
-from .reduction import Exchange, Reduction, Ring, Tree, tree_sum
+from .randomness import derive, seed_computation
+from .reduction import Reduction, Ring, Tree
 from .state import State
 from .sync_batchnorm import peers_of
 from .tasks import Task
@@ -141,14 +141,12 @@ class Gradients:
     ) -> None:
         self.state, self.world, self.plan, self.seed = state, world, plan, seed
         self._task = task
-        self._learning = [p for p in state.model.parameters() if p.requires_grad]
+        self._learning = [p for p in state.parameters if p.requires_grad]
         self._used = _Used(state.model) if task.unused_parameters and reduce == "tree" else None
-        self.reduction: Reduction = Tree(state.model, world, bool(self._used)) if reduce == "tree" else Ring()
+        self.reduction: Reduction = Tree(state.model, world, bool(self._used)) if reduce == "tree" else Ring(world)
         self.wrapped = wrap(state.model, task, world, self.reduction, precision, strategy)
-        self._numel = 1 + sum(buffer.numel() for buffer in state.buffers.values())
-        self._numel += self._used.numel if self._used else 0
-        like = torch.empty(0, dtype=torch.float64, device=world.device)
-        self._exchange = Exchange(world, self._numel, like) if world.world_size > 1 else None
+        self.numel = 1 + state.buffers.numel + (self._used.numel if self._used else 0)
+        """Numbers that a micro-batch says besides the gradient: loss, changes of the buffers, uses of parameters."""
         self._peers = peers_of(state.model)
         if self._peers:
             self._peers.connect([_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)])
@@ -162,6 +160,19 @@ class Gradients:
             batches: their data, in the same order.
         """
         runs = self.plan.runs(step, self.world.world_size)
+        try:
+            small = self._passes(step, micro_batches, batches, runs)
+        except BaseException:
+            self.state.buffers.rewind()
+            raise
+        if self.state.scaler:
+            self.state.scaler.unscale(self.state.parameters)
+        return Step(self, small)
+
+    def _passes(
+        self, step: int, micro_batches: Sequence[MicroBatch], batches: Iterable[Any], runs: Sequence[range]
+    ) -> Fold[Tensor]:
+        """The forward and backward passes of a step, and the reduction; returns what else the micro-batches say."""
         small = Fold[Tensor](lambda left, right: right.add_(left))
         activity.enter(DATA)
         self.reduction.begin(runs)
@@ -174,15 +185,17 @@ class Gradients:
             for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
                 last = number == len(micro_batches)
                 activity.enter(COMPUTING)
-                seed_everything(derive(self.seed, "micro-batch", step, micro_batch.id))
+                seed_computation(derive(self.seed, "micro-batch", step, micro_batch.id), self.world.devices)
                 weight = micro_batch.size / self.plan.step_samples(step)
                 with nullcontext() if last else self._no_reduction():
-                    part = self.wrapped(self._placed(batch)) * weight
+                    loss = self.wrapped(self._placed(batch))
+                    part = loss.detach() * weight
                     if last:
                         activity.enter(REDUCTION)
-                    # the scale, or NaN where the loss is not finite: its gradient might be, and all ranks must hear it
-                    part.backward(self._scale(part.device) + 0 * part.detach())
-                small.push(Node(0, micro_batch.id), self._collect(part.detach(), weight))
+                    # weight and scale, or NaN where the loss is not finite: its gradient might be, and all ranks must
+                    # hear it
+                    loss.backward(self._scale(loss.device) * weight + 0 * part)
+                small.push(Node(0, micro_batch.id), self._collect(part, weight))
                 if not last:
                     self.reduction.keep(micro_batch.id)
                 activity.enter(DATA)
@@ -196,11 +209,7 @@ class Gradients:
             note_batch(error, batch)
             explain(error, self.state.model)
             raise
-        finally:
-            self.state.rewind_buffers()
-        if self.state.scaler:
-            self.state.scaler.unscale(self.state.model.parameters())
-        return Step(self, small, runs)
+        return small
 
     def _has_all(self) -> bool:
         """Whether all that learns has a gradient, and DDP has reduced it: one may be an earlier micro-batch's alone.
@@ -218,16 +227,10 @@ class Gradients:
     def _collect(self, loss: Tensor, weight: float) -> Tensor:
         """What else a micro-batch says, flat and in float64: its weighted loss, the changes of the buffers, its use of
         the parameters. Goes back to the buffers of the step's start for the next one."""
-        parts = [loss.double().reshape(1)]
-        for name, buffer in self.state.buffers.items():
-            base = self.state.committed_buffers[name]
-            # where nothing changed, an infinite value (a mask, say) would give inf - inf
-            change = torch.where(buffer == base, 0.0, buffer.double() - base.double())
-            parts.append(change.flatten() * weight)
+        parts = [loss.double().reshape(1), *self.state.buffers.take_changes(weight)]
         if self._used:
             parts.append(self._used.take())
-        self.state.rewind_buffers()
-        return torch.cat([part.to(self.world.device) for part in parts])
+        return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
 
     def _placed(self, batch: Any) -> Any:
         return batch if isinstance(self.wrapped, Parallel) else to_device(batch, self.world.device)
@@ -240,8 +243,11 @@ class Gradients:
 class Step:
     """What a step has computed and not yet committed, besides the gradients. All ranks must ask for the same."""
 
-    def __init__(self, gradients: Gradients, small: Fold[Tensor], runs: Sequence[range]) -> None:
-        self._of, self._small, self._runs = gradients, small, runs
+    def __init__(self, gradients: Gradients, small: Fold[Tensor]) -> None:
+        self._of, self._small = gradients, small
+        self._total: Callable[[], Tensor] | None = None
+        if gradients.state.buffers.numel or gradients.state.scaler:
+            self._begin()  # beside the norm of the gradient; never earlier, for a backward pass may move buffers too
         if gradients._used:
             gradients._used.clear_unused(self._sums[-gradients._used.numel :])
 
@@ -256,24 +262,21 @@ class Step:
         return self.loss if self._of.state.scaler else None
 
     @property
-    def buffers(self) -> dict[str, Tensor]:
-        """New values of the model's buffers by name: moved by the mean change over all micro-batches of all ranks."""
-        committed = self._of.state.committed_buffers
-        if not committed:
-            return {}  # nor is anything exchanged
-        sizes = [buffer.numel() for buffer in committed.values()]
-        parts = torch.split(self._sums[1 : 1 + sum(sizes)], sizes)
-        moved = {}
-        for (name, base), change in zip(committed.items(), parts, strict=True):
-            # rounded, because thirds of one count need not add up to exactly one
-            change = change if base.is_floating_point() else change.round()
-            moved[name] = (base.double() + change.view_as(base).to(base.device)).to(base.dtype)
-        return moved
+    def buffers(self) -> list[Tensor]:
+        """New values of the model's buffers, flat, for each of its groups: moved by the mean change over all
+        micro-batches of all ranks."""
+        buffers = self._of.state.buffers
+        # without any, nothing is exchanged
+        return buffers.moved_by(self._sums[1 : 1 + buffers.numel]) if buffers.numel else []
+
+    def _begin(self) -> Callable[[], Tensor]:
+        if self._total is None:
+            self._total = self._of.reduction.sum_small(self._small, self._of.numel)
+        return self._total
 
     @cached_property
-    @torch.no_grad()
     def _sums(self) -> Tensor:
-        return tree_sum(self._small, self._runs, self._of._exchange, self._of._numel)
+        return self._begin()()
 
 
 def parallel(model: nn.Module, task: Task, world: World, precision: Precision, strategy: str) -> Loss | Parallel:
@@ -311,13 +314,17 @@ def wrap(
     return ddp
 
 
-def clip(model: nn.Module, max_norm: float) -> Tensor:
+def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradient down to a 2-norm of at most ``max_norm`` (0: leave it as it is).
+
+    Args:
+        parameters: all of the model's.
+        max_norm: 0, or the most that the norm may be.
 
     Returns:
         The norm before, a scalar on the device, the same on every rank.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
+    parameters = list(parameters)
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     if max_norm:
         clip_grads_with_norm_(parameters, max_norm, norm)

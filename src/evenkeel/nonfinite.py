@@ -28,17 +28,20 @@ class NonFinite(Ended):
         )
 
 
-def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
+def decides_on_device(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can leave a step out without an answer to the host: fused ones can."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def step_unless(bad: Tensor | bool, optimizer: Optimizer) -> None:
     """Take an optimizer's step, or leave all as it is.
 
-    A fused optimizer decides on the device, by the attributes that `torch.amp.GradScaler` gives it; others make the
-    host wait for the answer.
-
     Args:
-        bad: a boolean scalar on the device.
+        bad: a boolean scalar on the device, by which a fused optimizer decides there, with the attributes that
+            `torch.amp.GradScaler` gives it; or the answer, for all others.
         optimizer: its gradients are set.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if isinstance(bad, Tensor):
         fused: Any = optimizer
         fused.found_inf, fused.grad_scale = bad.float(), None
         if isinstance(optimizer, SGD):
@@ -53,9 +56,12 @@ def _begin_momentum(optimizer: SGD) -> None:
 
     torch's fused SGD leaves it unset in a step that is left out, and fails where some have one and some have not.
     """
-    for group in optimizer.param_groups:
+    with_momentum = [group for group in optimizer.param_groups if group["momentum"]]
+    if len(optimizer.state) == sum(len(group["params"]) for group in with_momentum):
+        return  # all have theirs, as after any but the first step
+    for group in with_momentum:
         for parameter in group["params"]:
-            if group["momentum"] and parameter.grad is not None and not optimizer.state[parameter]:
+            if parameter.grad is not None and not optimizer.state[parameter]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 

@@ -25,7 +25,7 @@ from .hang import name_ranks
 from .memory import OutOfMemory, explained, note_batch
 from .mistakes import is_out_of_memory
 from .plan import next_smaller
-from .randomness import derive, seed_everything
+from .randomness import derive, seed_computation
 from .state import State
 from .tasks import Task
 from .world import World
@@ -124,7 +124,7 @@ class Probe:
         """The second finds the gradient of the first and the state of the optimizers, as any but a run's first does."""
         module = parallel(self.state.model, self.task, self.world, self.config.precision, self.config.strategy)
         for number in range(2):
-            seed_everything(derive(self.config.seed, "micro-batch", 0, 0))
+            seed_computation(derive(self.config.seed, "micro-batch", 0, 0), self.world.devices)
             placed = batch if self.config.strategy == "dp" else data.to_device(batch, self.world.device)
             module(placed).backward()
             if number == 0:

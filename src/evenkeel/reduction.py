@@ -19,7 +19,7 @@ With one subtree for each rank that moves as many bytes as a ring does.
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -54,11 +54,24 @@ class Reduction(Protocol):
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """DDP's communication hook."""
 
+    def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
+        """Begin to add up something small over all ranks, after the backward passes of the step. All must call it.
+
+        Args:
+            fold: of this rank's micro-batches, flat tensors of shape [numel] in float64.
+            numel: needed on an idle rank.
+
+        Returns:
+            Waits for the sum, the same on all ranks.
+        """
+
 
 class Ring:
     """Linear sums on each rank, and the stock all-reduce."""
 
-    complete = False
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.complete = False
 
     def begin(self, runs: Sequence[range]) -> None:
         """Nothing to prepare."""
@@ -75,6 +88,18 @@ class Ring:
         self.complete |= bucket.is_last()
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
+
+    def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
+        """This rank's in the order of the tree, and an all-reduce, whose last bits depend on the number of ranks."""
+        total = fold.root() if fold.sums else torch.zeros(numel, dtype=torch.float64, device=self.world.device)
+        work = dist.all_reduce(total, async_op=True) if self.world.world_size > 1 else None
+
+        def wait() -> Tensor:
+            if work:
+                work.wait()
+            return total
+
+        return wait
 
 
 class Tree:
@@ -96,6 +121,7 @@ class Tree:
         self._kept = Fold(_add)
         self._memory: dict[tuple[int, int, int], Tensor] = {}
         self._exchanges: dict[tuple[int, int], Exchange] = {}
+        self._small: Exchange | None = None
         self._pipeline = _Pipeline(world.devices)
         # DDP then asks all ranks what they have used, when it likes; in one group that could meet our exchanges in
         # another order on each rank
@@ -146,6 +172,23 @@ class Tree:
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
         self._pipeline.put(_Job(self._exchanges[key], rows, self._runs, buffer, ready, future, bucket.is_last()))
         return future
+
+    def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
+        """In the order of the tree."""
+        if self.world.world_size == 1:
+            return fold.root
+        if self._small is None:
+            like = torch.empty(0, dtype=torch.float64, device=self.world.device)
+            self._small = Exchange(self.world, numel, like)
+        exchange, total = self._small, torch.empty(numel, dtype=torch.float64, device=self.world.device)
+        handle = exchange.scatter([value for _, value in fold.sums], self._runs)
+
+        def wait() -> Tensor:
+            handle.wait()
+            exchange.gather(total).wait()
+            return total
+
+        return wait
 
     def _folded(self, bucket: Any) -> Fold[list[Tensor]]:
         places = [self._place[parameter] for parameter in bucket.parameters()]
@@ -276,23 +319,6 @@ class Exchange:
         if memory is None or memory.numel() < numel:
             memory = self._memory[name] = torch.empty(numel, dtype=self.like.dtype, device=self.like.device)
         return memory[:numel]
-
-
-def tree_sum(fold: Fold[Tensor], runs: Sequence[range], exchange: Exchange | None, numel: int) -> Tensor:
-    """The root over all ranks, on all of them, of something small; waits for it.
-
-    Args:
-        fold: this rank's micro-batches, flat tensors of shape [numel] in float64.
-        runs: the micro-batches of each rank.
-        exchange: for `numel` numbers; None on one rank.
-        numel: needed on an idle rank.
-    """
-    if exchange is None:
-        return fold.root()
-    exchange.scatter([value for _, value in fold.sums], runs).wait()
-    total = torch.empty(numel, dtype=torch.float64, device=exchange.like.device)
-    exchange.gather(total).wait()
-    return total
 
 
 class _Job(NamedTuple):

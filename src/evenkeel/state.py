@@ -9,7 +9,7 @@ eight ranks is the state of a run on one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from .activity import CHECKPOINT, COMMIT, activity
 from .average import Average
-from .nonfinite import NonFinite, Verdict, step_unless
+from .buffers import Buffers
+from .nonfinite import NonFinite, Verdict, decides_on_device, step_unless
 from .optimization import load_optimizer
 from .precision import Scaler
 from .seqlock import Seqlock, Torn
@@ -59,7 +60,6 @@ class State:
         self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
         self.scaler, self.stopping = scaler, stopping or Stopping()
-        self.average = Average(model, ema) if ema else None
         self.step = 0
         """Optimizer steps done."""
         self.skipped = 0
@@ -67,12 +67,12 @@ class State:
         self.last_skipped = 0
         """The number of the last of them, counted from 1."""
         saved = model.state_dict(keep_vars=True).keys()  # leaves out constants, which models do not save
-        self.buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-        """The live buffers, which the forward passes of a step move about."""
-        self.committed_buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        """Their values after the last finished step."""
+        self.parameters = list(model.parameters())
+        """The model's, once and for all: to walk through a model takes as long as to compute a layer."""
+        self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved})
+        self.average = Average(model, ema, self.buffers) if ema else None
         # the scaler's is the first, where it is decided whether a step counts
-        tensors = [*([scaler.scale] if scaler else []), *model.parameters(), *self.buffers.values()]
+        tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
         self._devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
         self._seqlock = Seqlock(*self._devices)
         self._verdict = Verdict(self._devices[0])
@@ -80,27 +80,22 @@ class State:
     def clear_gradients(self) -> None:
         """Forget the last step's gradients, those of parameters that no optimizer has too: left to add up, they would
         have their part in the norm, and be gone after a resume."""
-        self.model.zero_grad(set_to_none=True)
-
-    @torch.no_grad()
-    def rewind_buffers(self) -> None:
-        """Put the live buffers back to where the step began."""
-        for name, buffer in self.buffers.items():
-            buffer.copy_(self.committed_buffers[name])
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @property
     def best_model(self) -> nn.Module:
         """The model to evaluate and to export: the averaged one, if there is one."""
         return self.average.model if self.average else self.model
 
-    def commit(self, buffers: Mapping[str, Tensor], norm: Tensor, loss: Tensor | None = None) -> None:
+    def commit(self, buffers: Sequence[Tensor], norm: Tensor, loss: Tensor | None = None) -> None:
         """Take the step that the gradients say, if they are finite. Afterwards every rank holds the same state again.
 
         A GPU decides by itself, and the host learns of it while the next step is computed: it waits for the step
         before, never for the present one, so that the GPU does not run out of work.
 
         Args:
-            buffers: new values of the buffers, by name.
+            buffers: new values of the buffers, flat, for each of :attr:`Buffers.groups`.
             norm: the gradient's norm, a scalar that is the same on every rank; not finite: nothing is changed.
             loss: the step's, which a scaler needs: an overflow at its scale is no failure, and only lowers the scale.
 
@@ -116,18 +111,16 @@ class State:
             overflow = self.scaler.overflow(norm, loss)
             broken = bad & ~overflow
         on = {device: bad.to(device) for device in self._devices}
+        # the host waits for its answer before the lock is taken, or a rescue would wait as well
+        known = bad if all(map(decides_on_device, self.optimizers)) else bool(bad)
         activity.enter(CHECKPOINT)  # which may be copying the state just now
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
             activity.enter(COMMIT)
             for optimizer in self.optimizers:
-                step_unless(bad, optimizer)
-            with torch.no_grad():
-                for name, value in buffers.items():
-                    committed = self.committed_buffers[name]
-                    committed.copy_(torch.where(on[committed.device], committed, value))
-                    self.buffers[name].copy_(self.committed_buffers[name])
+                step_unless(known, optimizer)
+            self.buffers.commit(buffers, on)
             if self.average:
-                self.average.update(self.step + 1, bad, self.committed_buffers)
+                self.average.update(self.step + 1, bad)
             if self.scaler and overflow is not None:
                 self.scaler.update(overflow, ~bad)
             self.step += 1
@@ -229,7 +222,7 @@ class State:
         model = self.model.state_dict()
         return {
             "done": self._seqlock.done,
-            "model": {name: self.committed_buffers.get(name, value) for name, value in model.items()},
+            "model": {name: self.buffers.committed.get(name, value) for name, value in model.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._options(),
             "begun": self._seqlock.begun,
@@ -264,8 +257,7 @@ class State:
             self.model.load_state_dict(captured["model"])
             for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
                 load_optimizer(optimizer, saved, self.model)
-            for name, buffer in self.buffers.items():
-                self.committed_buffers[name].copy_(buffer)
+            self.buffers.accept()
             if self.average:
                 self.average.load_state_dict(captured["ema"], captured["model"])
             if self.scaler:
