@@ -18,6 +18,7 @@ from .memory import note_batch
 from .mistakes import check_metrics
 from .plan import Plan, chunks
 from .precision import autocast
+from .randomness import derive, seed_everything
 from .tasks import Task
 from .world import World
 
@@ -71,6 +72,8 @@ class Evaluation:
         sums: dict[str, list[Tensor]] = {}
         for micro_batch, batch in zip(self.sampler.micro_batches(0), self.batches, strict=True):
             activity.enter(EVALUATION)  # again, because each batch is progress
+            # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
+            seed_everything(derive(self.sampler.seed, "test", 0, micro_batch.start))
             try:
                 with autocast(self.precision, self.world.device.type):
                     of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
