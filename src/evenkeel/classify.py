@@ -180,13 +180,13 @@ class Classify(Classification):
 
         Grey images have three equal channels for a network of torchvision's.
         """
-        found = images.float() / 255
+        found = images / 255
         if found.shape[-1] != self.size:
             found = F.interpolate(found, (self.size, self.size), mode="bilinear", antialias=True)
-        if self.model_ != models.OWN:
-            found = found.expand(-1, 3, -1, -1)
         mean, std = self._mean_and_std(images.device)
-        return (found - mean) / std
+        if self.model_ != models.OWN and found.shape[1] == 1:
+            return (found.expand(-1, 3, -1, -1) - mean).div_(std)
+        return found.sub_(mean).div_(std)  # in place, because on a CPU fresh memory costs more than the arithmetic
 
     @property
     def size(self) -> int:

@@ -20,6 +20,7 @@ from .plan import Plan, chunks
 from .precision import autocast
 from .randomness import derive, seed_everything
 from .tasks import Task
+from .transfer import Transfer
 from .world import World
 
 
@@ -58,6 +59,7 @@ class Evaluation:
             shuffle=False,
             seed=config.seed,
         )
+        self._transfer = Transfer(world.device)
         self.batches = data.loader(test_set, self.sampler, "test", config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
@@ -76,7 +78,7 @@ class Evaluation:
             seed_everything(derive(self.sampler.seed, "test", 0, micro_batch.start))
             try:
                 with autocast(self.precision, self.world.device.type):
-                    of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
+                    of_samples = self.task.metrics(self.model, self._transfer(batch))
             except Exception as error:
                 note_batch(error, batch)
                 raise

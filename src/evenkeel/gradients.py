@@ -35,6 +35,7 @@ from .reduction import Exchange, Reduction, Ring, Tree, tree_sum
 from .state import State
 from .sync_batchnorm import peers_of
 from .tasks import Task
+from .transfer import Transfer
 from .tree import Fold, Node
 from .world import World
 
@@ -149,6 +150,7 @@ class Gradients:
         self._numel += self._used.numel if self._used else 0
         like = torch.empty(0, dtype=torch.float64, device=world.device)
         self._exchange = Exchange(world, self._numel, like) if world.world_size > 1 else None
+        self._transfer = Transfer(world.device)
         self._peers = peers_of(state.model)
         if self._peers:
             self._peers.connect([_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)])
@@ -230,7 +232,7 @@ class Gradients:
         return torch.cat([part.to(self.world.device) for part in parts])
 
     def _placed(self, batch: Any) -> Any:
-        return batch if isinstance(self.wrapped, Parallel) else to_device(batch, self.world.device)
+        return batch if isinstance(self.wrapped, Parallel) else self._transfer(batch)
 
     def _no_reduction(self) -> AbstractContextManager[None]:
         """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""
