@@ -463,6 +463,47 @@ def test_augmentation_is_the_same_with_worker_processes_and_in_the_same_order() 
         assert [batch["index"] for batch in augmented(1, 0, epoch)] == list(sampler)
 
 
+def test_loader_processes_go_where_the_sampler_is_sent_whatever_they_have_loaded_ahead() -> None:
+    sampler, plain = elastic(AUGMENTED), elastic(AUGMENTED)
+    batches = loader(Augmenting(29), sampler, "train", 2, CPU)
+    expected = loader(Augmenting(29), plain, "train", 0, CPU)
+    # (epoch, its first step, batches until it is broken off): on, on after a stop, back, far ahead, and on again
+    for epoch, first_step, taken in ((0, 0, 99), (1, 0, 2), (1, 1, 99), (2, 0, 99), (0, 2, 99), (7, 0, 1), (8, 0, 99)):
+        for each in (sampler, plain):
+            each.set_epoch(epoch, first_step)
+        found, ours = (list(map(as_lists, islice(each, taken))) for each in (batches, expected))
+        assert found == ours
+    assert list(loader(Augmenting(29), elastic(AUGMENTED, 9, 8), "train", 1, CPU)) == [], "a rank without work"
+
+
+class Counting(Dataset[int]):
+    """Counts the samples that loader processes have loaded."""
+
+    def __init__(self) -> None:
+        self.loaded = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded += 1
+        return index
+
+
+@pytest.mark.parametrize("purpose", ["train", "test"])
+def test_loader_processes_begin_the_next_epoch_before_it_is_asked_for(purpose: str) -> None:
+    """The control is a data set for evaluations, each of which is the same epoch."""
+    dataset, sampler = Counting(), elastic(Job(samples=8, global_batch=4, micro_batch=2))
+    batches = loader(dataset, sampler, purpose, 1, CPU)
+    for _step, _mine, theirs in by_step(batches, sampler):
+        list(theirs)
+    ahead = 8 + 2 * 2 if purpose == "train" else 8  # two batches of the next epoch, torch's prefetch of a process
+    deadline = time.monotonic() + (LIMIT if purpose == "train" else 0.5)
+    while dataset.loaded.item() < 8 + 2 * 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert dataset.loaded.item() == ahead
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_augmentation_is_the_same_at_any_world_size(world_size: int) -> None:
     def in_order(world: int) -> list[dict[str, Any]]:
@@ -747,7 +788,7 @@ if __name__ == "__main__":
     batches = loader(InMemory(torch.arange(40)), sampler, "train", 1, torch.device("cpu"))
     stream = iter(batches)
     next(stream)
-    print(stream._workers[0].pid, flush=True)
+    print(batches._iterator._workers[0].pid, flush=True)
     input()
     print(len(list(stream)))
     raise ValueError("the traceback keeps the loader alive")

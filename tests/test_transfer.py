@@ -13,7 +13,7 @@ from torch import Tensor
 from evenkeel.data import to_device
 from evenkeel.transfer import Transfer
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BUSY = 2_000_000_000
 """Cycles that the compute stream spins for: about a second."""
 
@@ -26,10 +26,8 @@ class Both:
 
 def batch(value: float) -> Any:
     packed = torch.nn.utils.rnn.pack_sequence([torch.full((2,), value)])
-    return {
-        "both": Both(torch.full((300, 300), value), "name"),
-        "others": UserDict(x=[torch.tensor(value), packed, None]),
-    }
+    others = UserDict(x=[torch.tensor(value), packed, None])
+    return {"both": Both(torch.full((300, 300), value), "name"), "others": others}
 
 
 def values(moved: Any) -> list[float]:
@@ -45,7 +43,9 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     assert moved["both"].image.data_ptr() == given["both"].image.data_ptr()
 
 
-@pytest.mark.parametrize("on_its_own", [pytest.param(True, marks=gpu), pytest.param(False, marks=gpu)])
+@pytest.mark.gpu
+@needs_a_gpu
+@pytest.mark.parametrize("on_its_own", [True, False])
 def test_a_batch_arrives_while_the_one_before_is_computed(on_its_own: bool) -> None:
     """The control is `to_device`, whose copy waits for the computation."""
     device = torch.device("cuda", 0)
@@ -62,13 +62,14 @@ def test_a_batch_arrives_while_the_one_before_is_computed(on_its_own: bool) -> N
     assert moved.sum().item() == 1_000_000
 
 
-@pytest.mark.parametrize("kind", [pytest.param(batch, marks=gpu)])
-def test_no_batch_is_overwritten_by_a_later_one(kind: Any) -> None:
+@pytest.mark.gpu
+@needs_a_gpu
+def test_no_batch_is_overwritten_by_a_later_one() -> None:
     transfer, sums = Transfer(torch.device("cuda", 0)), []
     for number in range(200):
-        moved = transfer(kind(float(number)))
+        moved = transfer(batch(float(number)))
         torch.cuda._sleep(1_000_000)  # the host runs ahead
         sums.append(moved["both"].image.mean())
         del moved
     assert torch.stack(sums).tolist() == list(range(200))
-    assert values(transfer(kind(3.0))) == [3.0] * 3
+    assert values(transfer(batch(3.0))) == [3.0] * 3

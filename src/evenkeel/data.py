@@ -299,12 +299,12 @@ def loader(
         dataset: map-style.
         sampler: this rank's share.
         purpose: "train" or "test"; keeps their random numbers apart.
-        num_workers: loading processes; they live as long as the loader.
+        num_workers: loading processes; they live as long as the loader, and go on with the next epoch of a training.
         device: where batches will go; a GPU gets them from pinned memory.
     """
     return _Loader(
         Seeded(dataset, sampler.seed, purpose),
-        batch_sampler=sampler,
+        batch_sampler=_Onward(sampler) if purpose == "train" and num_workers else sampler,
         num_workers=num_workers,
         collate_fn=_as_it_is,
         pin_memory=device.type == "cuda",
@@ -324,6 +324,7 @@ def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[tuple
     for step in sampler.steps():
         mine = sampler.micro_batches(step)
         yield step, mine, (next(stream) for _ in mine)
+    next(stream, None)  # or it would not know that this was the last one
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -411,10 +412,55 @@ def _as_it_is(batch: Any) -> Any:
     return batch  # `Seeded` has collated it
 
 
+class _Onward:
+    """The micro-batches from where a sampler stands to the end of its epoch, then those of the epochs that follow.
+
+    Loader processes stop at the end of their batch sampler, and would load the first batch of an epoch while the GPU
+    waits for it.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Indices]:
+        ahead = copy.copy(self.sampler)
+        while True:
+            yield from ahead
+            ahead.set_epoch(ahead.epoch + 1)
+            if not any(map(ahead.micro_batches, ahead.steps())):  # this rank idles
+                return
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
 class _Loader(DataLoader[Any]):
-    """A `DataLoader` whose workers end when this process exits, although they ignore SIGTERM."""
+    """A `DataLoader` whose workers end when this process exits, although they ignore SIGTERM.
+
+    With `_Onward` they are not stopped between two epochs that are next to each other.
+    """
+
+    _onward: Iterator[Any] | None = None
+    """What comes after the epoch that was the last one, if it was taken to its end."""
+    _stands_at = (-1, -1)
+    """Its epoch, and the step within that."""
 
     def __iter__(self) -> Any:
+        if not isinstance(self.batch_sampler, _Onward):
+            return self._begin()
+        sampler = self.batch_sampler.sampler
+        stream, self._onward = self._onward, None
+        if stream is None or self._stands_at != (sampler.epoch, sampler.first_step):
+            stream = self._begin()
+        return self._one_epoch(stream, sampler)
+
+    def _one_epoch(self, stream: Iterator[Any], sampler: ElasticSampler) -> Iterator[Any]:
+        for step in sampler.steps():
+            for _ in sampler.micro_batches(step):
+                yield next(stream)
+        self._onward, self._stands_at = stream, (sampler.epoch + 1, 0)
+
+    def _begin(self) -> Any:
         if self.num_workers and self._iterator is None:
             # gloo's threads enter Python once more after a reduction, to let go of its callback; a fork at that very
             # moment leaves the child waiting for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)

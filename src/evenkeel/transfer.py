@@ -25,7 +25,8 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        make: Any = torch.cuda.Stream  # its constructor has no types
+        self._stream: torch.cuda.Stream | None = make(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
         """The batch with its tensors on the device, as `to_device` gives it; may be used in the current stream."""
