@@ -23,11 +23,21 @@ import pytest
 import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.elastic.utils.data import ElasticDistributedSampler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
 
 from evenkeel import data
-from evenkeel.data import ElasticSampler, Indices, InMemory, by_step, limited, loader, to_device
+from evenkeel.data import ElasticSampler, Indices, InMemory, Seeded, by_step, limited, loader, to_device
 from evenkeel.order import shuffled
 from evenkeel.plan import MicroBatch
 
@@ -325,7 +335,7 @@ class Untouched:
         return self.samples
 
 
-def test_a_resume_in_a_billion_samples_looks_at_the_first_micro_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_in_a_billion_samples_looks_at_one_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
         data, "shuffled", lambda positions, *rest: asked.extend(positions) or shuffled(positions, *rest)
@@ -346,7 +356,9 @@ def test_a_resume_in_a_billion_samples_looks_at_the_first_micro_batch_only(monke
     assert step == 89 * (last + 1) + last
     assert len(mine) == 5  # of the 40 in the last step, which has 2,560 samples
     assert first.micro_batch == MicroBatch(step, id=35, start=last * global_batch + 35 * 64, size=64)
-    assert asked == list(range(first.micro_batch.start, first.micro_batch.start + 64))
+    last_position = (last + 1) * global_batch  # beyond the end of the epoch, but for its 2,560 samples
+    assert asked == list(range(first.micro_batch.start, min(samples, last_position)))
+    assert len(asked) == 5 * 64 <= data.BLOCK, "this rank's share, and no more than a block"
     assert peak < 1_000_000
 
 
@@ -449,6 +461,47 @@ def test_augmentation_is_the_same_with_worker_processes_and_in_the_same_order() 
     for epoch in (0, 1):  # the same two workers serve both
         assert epoch_of(batches, sampler, epoch) == augmented(1, 0, epoch)
         assert [batch["index"] for batch in augmented(1, 0, epoch)] == list(sampler)
+
+
+def test_loader_processes_go_where_the_sampler_is_sent_whatever_they_have_loaded_ahead() -> None:
+    sampler, plain = elastic(AUGMENTED), elastic(AUGMENTED)
+    batches = loader(Augmenting(29), sampler, "train", 2, CPU)
+    expected = loader(Augmenting(29), plain, "train", 0, CPU)
+    # (epoch, its first step, batches until it is broken off): on, on after a stop, back, far ahead, and on again
+    for epoch, first_step, taken in ((0, 0, 99), (1, 0, 2), (1, 1, 99), (2, 0, 99), (0, 2, 99), (7, 0, 1), (8, 0, 99)):
+        for each in (sampler, plain):
+            each.set_epoch(epoch, first_step)
+        found, ours = (list(map(as_lists, islice(each, taken))) for each in (batches, expected))
+        assert found == ours
+    assert list(loader(Augmenting(29), elastic(AUGMENTED, 9, 8), "train", 1, CPU)) == [], "a rank without work"
+
+
+class Counting(Dataset[int]):
+    """Counts the samples that loader processes have loaded."""
+
+    def __init__(self) -> None:
+        self.loaded = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded += 1
+        return index
+
+
+@pytest.mark.parametrize("purpose", ["train", "test"])
+def test_loader_processes_begin_the_next_epoch_before_it_is_asked_for(purpose: str) -> None:
+    """The control is a data set for evaluations, each of which is the same epoch."""
+    dataset, sampler = Counting(), elastic(Job(samples=8, global_batch=4, micro_batch=2))
+    batches = loader(dataset, sampler, purpose, 1, CPU)
+    for _step, _mine, theirs in by_step(batches, sampler):
+        list(theirs)
+    ahead = 8 + 2 * 2 if purpose == "train" else 8  # two batches of the next epoch, torch's prefetch of a process
+    deadline = time.monotonic() + (LIMIT if purpose == "train" else 0.5)
+    while dataset.loaded.item() < 8 + 2 * 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert dataset.loaded.item() == ahead
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -628,6 +681,103 @@ def test_a_subset_of_torch_is_collated_from_its_samples() -> None:
     assert found == [[[90, 91], [180, 182]], [[92, 93], [184, 186]], [[94], [188]]]
 
 
+DTYPES = [torch.uint8, torch.int64, torch.bool, torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+
+
+@st.composite
+def tensors(draw: st.DrawFn, samples: int = 12) -> torch.Tensor:
+    """Of shape [samples, ...], its dimensions in any order in memory, as of images from a NumPy array."""
+    shape = [samples, *draw(st.lists(st.integers(0, 3), max_size=4))]
+    order = draw(st.permutations(range(len(shape))))
+    stored = torch.randint(0, 100, [shape[i] for i in order]).to(draw(st.sampled_from(DTYPES)))
+    return stored.permute([order.index(i) for i in range(len(shape))])
+
+
+@st.composite
+def parts(draw: st.DrawFn, whole: Any) -> Any:
+    """A data set, or a part of a part of it, by torch's `Subset` and by ours."""
+    for kind in draw(st.lists(st.sampled_from([Subset, data.Limited]), max_size=3)):
+        chosen = draw(st.lists(st.integers(-len(whole), len(whole) - 1), min_size=1, max_size=9))
+        whole = kind(whole, torch.tensor(chosen) if draw(st.booleans()) else chosen)
+    return whole
+
+
+def layout(tensor: torch.Tensor) -> list[Any]:
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return [tensor.dtype, tensor.shape, *(stride for stride, size in strides if size > 1 and tensor.numel())]
+
+
+@patient
+@given(st.data())
+def test_batches_of_tensors_are_those_of_default_collate(given: st.DataObject) -> None:
+    """In values, types, containers and layout, whether they are fetched whole or not."""
+    columns = given.draw(st.lists(tensors(), min_size=1, max_size=3))
+    dataset = given.draw(parts(given.draw(st.sampled_from([TensorDataset, InMemory]))(*columns)))
+    samples = given.draw(st.lists(st.integers(0, len(dataset) - 1), min_size=1, max_size=5))
+    found = Seeded(dataset, 0, "train").__getitems__(Indices(samples, 0, MicroBatch(0, 0, 0, len(samples))))
+    expected = default_collate([dataset[sample] for sample in samples])
+    if type(found) is tuple:  # `InMemory` makes its own batches
+        assert [t.tolist() for t in found] == [t.tolist() for t in expected]
+    else:
+        assert type(found) is type(expected)
+        assert [layout(tensor) for tensor in found] == [layout(tensor) for tensor in expected]
+        assert all(map(torch.equal, found, expected))
+
+
+def fetched_whole(dataset: Any) -> bool:
+    """Whether batches come without a call of the data set's `__getitem__`, which is seen by a profiler."""
+    calls: list[Any] = []
+    own = {cls.__dict__["__getitem__"].__code__ for cls in type(dataset).__mro__ if "__getitem__" in cls.__dict__}
+    sys.setprofile(lambda frame, event, _: calls.append(event) if frame.f_code in own else None)
+    try:
+        Seeded(dataset, 0, "train").__getitems__(Indices([2, 1], 0, MicroBatch(0, 0, 0, 2)))
+    finally:
+        sys.setprofile(None)
+    return not calls
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0] + torch.rand(())
+
+
+def test_what_is_only_tensors_is_fetched_whole_and_what_has_code_of_its_own_is_not() -> None:
+    images, labels = torch.randn(20, 3, 4, 5), torch.arange(20)
+    plain, memory = TensorDataset(images, labels), InMemory(labels)
+    train, test = random_split(plain, [15, 5])
+    whole = [
+        plain,
+        train,
+        test,
+        Subset(train, range(3, 9)),
+        limited(train, 7),
+        limited(plain, 5),
+        Subset(memory, [1, 2, 3]),
+    ]
+    whole += [TensorDataset(torch.randn(20, 4, 5, 3).permute(0, 3, 1, 2)), TensorDataset(images[::2])]
+    assert list(map(fetched_whole, whole)) == [True] * len(whole)
+    own = [Noisy(labels), Subset(Noisy(labels), range(9)), limited(Noisy(labels), 9), StackDataset(plain)]
+    own += [TensorDataset(nn.Parameter(images))]
+    assert list(map(fetched_whole, own)) == [False] * len(own)
+
+
+def test_only_data_sets_that_may_draw_are_seeded() -> None:
+    def states() -> list[bytes]:
+        numpy: Any = np.random.get_state()
+        return [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy[1].tobytes()]
+
+    def touched(dataset: Any) -> bool:
+        before = states()
+        Seeded(dataset, 3, "train").__getitems__(Indices([2, 1], 0, MicroBatch(0, 0, 0, 2)))
+        return before != states()
+
+    numbers = torch.arange(20)
+    assert not any(
+        map(touched, [TensorDataset(numbers), InMemory(numbers), *random_split(TensorDataset(numbers), [9, 11])])
+    )
+    assert all(map(touched, [Noisy(numbers), AugmentedInMemory(numbers), Subset(Noisy(numbers), range(9)), Ragged()]))
+
+
 FAILING = """
 import multiprocessing, sys, torch
 from evenkeel.data import ElasticSampler, InMemory, loader
@@ -638,7 +788,7 @@ if __name__ == "__main__":
     batches = loader(InMemory(torch.arange(40)), sampler, "train", 1, torch.device("cpu"))
     stream = iter(batches)
     next(stream)
-    print(stream._workers[0].pid, flush=True)
+    print(batches._iterator._workers[0].pid, flush=True)
     input()
     print(len(list(stream)))
     raise ValueError("the traceback keeps the loader alive")

@@ -70,6 +70,10 @@ def test_images_are_normalised_as_their_data_set_or_the_weights_ask(tmp_path: Pa
     mnist = Classify(dataset="mnist", data_dir=tmp_path)
     grey = torch.full((1, 1, 28, 28), 33, dtype=torch.uint8)  # 0.1294 of white
     assert mnist.inputs(grey)[0, 0, 0, 0].item() == pytest.approx((33 / 255 - 0.1307) / 0.3081)
+    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, -1, -1)
+    colour = Classify(dataset="fake", image_size=16)
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (ABOUT["fake"].mean, ABOUT["fake"].std))
+    assert torch.equal(colour.inputs(every), (every.float() / 255 - mean) / std), "the same bits, however it is done"
     pretrained = Classify(model_="efficientnet_v2_l", pretrained=True)  # whose weights have seen -1 .. 1
     black = pretrained.inputs(torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
     assert torch.equal(black, torch.full((1, 3, 8, 8), -1.0))

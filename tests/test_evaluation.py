@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from evenkeel.config import Config
 from evenkeel.data import InMemory, SizedDataset
@@ -104,6 +104,19 @@ def test_low_precision_values_are_added_in_high_precision(model: nn.Module) -> N
 
     assert found["count"] == 1  # bfloat16 cannot count beyond 256
     assert found["value"] == pytest.approx(torch.tensor(0.1, dtype=torch.bfloat16).item(), rel=1e-13)
+
+
+def test_metrics_that_draw_do_not_depend_on_the_kind_of_data_set_or_on_who_loads_it(test_set: InMemory) -> None:
+    class Noisy(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            return {"noise": torch.rand(len(batch[0]), dtype=torch.float64)}
+
+    collated, listed = TensorDataset(*test_set.tensors), Subset(cast(Any, list(test_set)), range(SAMPLES))
+    found: list[float] = []
+    for dataset, workers in ((test_set, 0), (collated, 0), (listed, 0), (test_set, 2)):
+        torch.manual_seed(len(found))
+        found.append(evaluation(Noisy(), nn.Linear(1, 1), dataset, workers=workers)()["noise"])
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -7,9 +7,13 @@ the device, with the random numbers of the micro-batch. So neither depends on wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
+
+from .decoding import Change, Look
 
 Augment = Literal["none", "basic", "trivial", "rand"]
 Transform = Callable[[Tensor], Tensor]
@@ -46,6 +50,36 @@ def of_photographs(kind: Augment, size: int) -> Transform:
         return v2.Compose([v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size)])  # type: ignore[no-any-return]
     part = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
     return v2.Compose([*part, *_automatic(kind)])  # type: ignore[no-any-return]
+
+
+def look_at_photographs(kind: Augment, size: int) -> Look:
+    """The same of images that are decoded afterwards (`decoding`), with the same random numbers."""
+    if kind == "none":
+        return partial(_middle, size=round(size * 8 / 7), change=of_photographs(kind, size))
+    return partial(_random_part, size=size, changes=_automatic(kind))
+
+
+def _middle(image: Any, size: int, change: Transform) -> tuple[int, Change]:
+    return min(image.size) // size, lambda pixels, _smaller: change(pixels)
+
+
+def _random_part(image: Any, size: int, changes: list[Transform]) -> tuple[int, Change]:
+    """What `v2.RandomResizedCrop` and `v2.RandomHorizontalFlip` do, in whole pixels of the smaller image."""
+    from torchvision.transforms import RandomResizedCrop
+    from torchvision.transforms.v2.functional import resized_crop
+
+    top, left, height, width = RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
+    mirrored = bool(torch.rand(1) < 0.5)
+
+    def change(pixels: Tensor, smaller: int) -> Tensor:
+        top_, left_, bottom, right = (round(edge / smaller) for edge in (top, left, top + height, left + width))
+        part: Tensor = resized_crop(pixels, top_, left_, bottom - top_, right - left_, [size, size], antialias=True)
+        part = part.flip(-1) if mirrored else part
+        for another in changes:
+            part = another(part)
+        return part
+
+    return min(height, width) // size, change
 
 
 def _automatic(kind: Augment) -> list[Transform]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from .augmentation import Augment
 from .config import Flag
 from .data import SizedDataset
 from .datasets import ABOUT, OnBadSample
+from .decoding import Decode
 from .downloads import fetch_weights
 from .errors import Ended, Refusal
 from .mistakes import TOO_FEW
@@ -61,12 +63,17 @@ class Classify(Classification):
     on_bad_sample: OnBadSample = "raise"
     """When an image file does not decode. raise: end, naming it. skip: another sample stands in for it; in the test it
     is left out."""
+    decode: Decode = "auto"
+    """Of an imagefolder. exact: all pixels of a file, by Pillow. fast: what is seen of it, by the fastest decoder, and
+    large JPEGs at a half, a quarter or an eighth of their size, so pixels differ a little. auto: fast; a run that was
+    begun before there was a choice stays exact."""
     fake_samples: int = 1000
     """Training samples of --dataset fake. A fifth as many are for the test."""
     fake_classes: int = 10
     """Classes of --dataset fake."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"on_bad_sample"})  # a run that one has ended must be able to go on
+    earlier: ClassVar[Mapping[str, Any]] = {"decode": "exact"}
 
     def __post_init__(self) -> None:
         if self.width < 1 or not 0 <= self.dropout < 1:
@@ -89,11 +96,22 @@ class Classify(Classification):
         if self.mixup or self.cutmix:
             importlib.import_module("torchvision")  # before the run is begun, so that the fingerprint has its version
 
+    def options(self) -> dict[str, Any]:
+        """Without `decode` where there is nothing to decode: it must not keep such a run from going on."""
+        found = super().options()
+        return found if self.dataset == "imagefolder" else {name: found[name] for name in found if name != "decode"}
+
+    def resolved(self, recorded: Mapping[str, Any] | None) -> Classify:
+        """With `decode` settled."""
+        if self.decode != "auto":
+            return self
+        earlier: Any = recorded.get("decode", self.earlier["decode"]) if recorded is not None else "fast"
+        return replace(self, decode=earlier)
+
     def train_dataset(self) -> SizedDataset:
         """Images [C, H, W] in uint8, and labels; whole micro-batches of them where there is nothing to do for each."""
         if self.dataset == "imagefolder":
-            found = datasets.ImageFolder(self.data_dir, "train", self.on_bad_sample)
-            return datasets.Transformed(found, augmentation.of_photographs(self.augment, self.size))
+            return self._photographs("train", self.augment)
         whole = self._whole(train=True)
         about = ABOUT[self.dataset]
         change = augmentation.of_small_images(self.augment, self._size_in_the_data, about.flips)
@@ -102,8 +120,7 @@ class Classify(Classification):
     def test_dataset(self) -> SizedDataset:
         """The same without random changes."""
         if self.dataset == "imagefolder":
-            found = datasets.ImageFolder(self.data_dir, "val", self.on_bad_sample)
-            return datasets.Transformed(found, augmentation.of_photographs("none", self.size))
+            return self._photographs("val", "none")
         return self._whole(train=False)
 
     def model(self) -> nn.Module:
@@ -163,13 +180,13 @@ class Classify(Classification):
 
         Grey images have three equal channels for a network of torchvision's.
         """
-        found = images.float() / 255
+        found = images / 255
         if found.shape[-1] != self.size:
             found = F.interpolate(found, (self.size, self.size), mode="bilinear", antialias=True)
-        if self.model_ != models.OWN:
-            found = found.expand(-1, 3, -1, -1)
         mean, std = self._mean_and_std(images.device)
-        return (found - mean) / std
+        if self.model_ != models.OWN and found.shape[1] == 1:
+            return (found.expand(-1, 3, -1, -1) - mean).div_(std)
+        return found.sub_(mean).div_(std)  # in place, because on a CPU fresh memory costs more than the arithmetic
 
     @property
     def size(self) -> int:
@@ -197,6 +214,13 @@ class Classify(Classification):
             first = 0 if train else self.fake_samples
             return datasets.Fake(samples, self._size_in_the_data, self.fake_classes, first)
         return datasets.published(self.dataset, self.data_dir, train)
+
+    def _photographs(self, part: Literal["train", "val"], augment: Augment) -> SizedDataset:
+        if self.decode == "exact":
+            found = datasets.ImageFolder(self.data_dir, part, self.on_bad_sample)
+            return datasets.Transformed(found, augmentation.of_photographs(augment, self.size))
+        look = augmentation.look_at_photographs(augment, self.size)
+        return datasets.ImageFolder(self.data_dir, part, self.on_bad_sample, look)
 
     @cached_property
     def _mixing(self) -> Any:

@@ -16,14 +16,24 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
-from itertools import accumulate
+from itertools import accumulate, islice
 from multiprocessing.process import BaseProcess
+from operator import index
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, StackDataset, Subset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from .errors import Ended
 from .mistakes import Uncollated, explain_samples, is_out_of_memory, length
@@ -41,11 +51,17 @@ class SizedDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+BLOCK = 4096
+"""Positions whose samples the sampler computes at once, or a micro-batch if that is more: 64 alone cost 150 us, 64 of
+so many 10 us."""
+
+
 class Indices(list[int]):
     """The samples of one micro-batch, with where they stand in the run. A plain list to any data set."""
 
-    def __init__(self, samples: Sequence[int], epoch: int, micro_batch: MicroBatch) -> None:
-        super().__init__(samples)
+    def __init__(self, samples: Sequence[int] | NDArray[Any], epoch: int, micro_batch: MicroBatch) -> None:
+        self.array = np.asarray(samples, dtype=np.int64)
+        super().__init__(self.array.tolist())
         self.epoch = epoch
         self.micro_batch = micro_batch
 
@@ -100,9 +116,9 @@ class ElasticSampler(DistributedSampler[Any]):
         self.first_step = first_step
 
     def __iter__(self) -> Iterator[Indices]:
-        for step in self.steps():
-            for micro_batch in self.micro_batches(step):
-                yield self._indices(micro_batch)
+        mine = (micro_batch for step in self.steps() for micro_batch in self.micro_batches(step))
+        while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):
+            yield from self._indices(block)
 
     def __len__(self) -> int:
         return sum(len(self.micro_batches(step)) for step in self.steps())
@@ -116,11 +132,12 @@ class ElasticSampler(DistributedSampler[Any]):
         """This rank's micro-batches of a global step."""
         return self.plan.micro_batches(step, self.rank, self.num_replicas)
 
-    def _indices(self, micro_batch: MicroBatch) -> Indices:
-        positions = np.arange(micro_batch.start, micro_batch.start + micro_batch.size, dtype=np.uint64)
+    def _indices(self, block: Sequence[MicroBatch]) -> Iterator[Indices]:
+        samples = np.concatenate([np.arange(each.start, each.start + each.size, dtype=np.uint64) for each in block])
         if self.shuffle:
-            positions = shuffled(positions, self.plan.samples, self.seed, self.epoch)
-        return Indices(positions.tolist(), self.epoch, micro_batch)
+            samples = shuffled(samples, self.plan.samples, self.seed, self.epoch)
+        for each, end in zip(block, accumulate(each.size for each in block), strict=True):
+            yield Indices(samples[end - each.size : end], self.epoch, each)
 
 
 class InMemory(Dataset[Any]):
@@ -141,7 +158,8 @@ class InMemory(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """A collated micro-batch, each tensor of shape [len(indices), ...]."""
-        return tuple(tensor[torch.as_tensor(list(indices))] for tensor in self.tensors)
+        rows = torch.as_tensor(indices)
+        return tuple(tensor[rows] for tensor in self.tensors)
 
 
 def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] = "train") -> SizedDataset:
@@ -198,27 +216,73 @@ def whole_fetch(dataset: SizedDataset) -> Callable[[Indices], Any] | None:
     return getattr(dataset, "__getitems__", None)
 
 
+class Rows:
+    """Micro-batches of a data set that is nothing but tensors: one indexing of each, and no random numbers.
+
+    Args:
+        tensors: each of shape [N, ...].
+        subsets: what was chosen of them, each from what the next one has chosen.
+        itself: batches are those of `InMemory`; else those of `default_collate`.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], subsets: Sequence[Sequence[int]], itself: bool) -> None:
+        self.tensors, self.subsets, self.itself = tensors, subsets, itself
+
+    @classmethod
+    def of(cls, dataset: Any) -> Rows | None:
+        """Those of a `TensorDataset`, `InMemory` or parts of one; None for anything that has code of its own."""
+        chain = [dataset]
+        while type(chain[-1]) in (Subset, Limited):  # not a subclass, which may have a __getitem__ of its own
+            chain.append(chain[-1].dataset)
+        *parts, base = chain
+        if type(base) not in (TensorDataset, InMemory) or not all(map(_is_plain, base.tensors)):
+            return None
+        itself = type(base) is InMemory and not any(isinstance(part, Subset) for part in parts)
+        return cls(base.tensors, [part.indices for part in parts], itself)
+
+    def __call__(self, indices: Indices) -> Any:
+        """A collated micro-batch, each tensor of shape [len(indices), ...]."""
+        samples: Any = indices.array
+        for chosen in self.subsets:
+            samples = [index(chosen[number]) for number in samples]
+        rows = torch.as_tensor(samples)
+        if self.itself:
+            return tuple(tensor[rows] for tensor in self.tensors)
+        rows = torch.where(rows < 0, rows + len(self.tensors[0]), rows) if self.subsets else rows
+        return [tensor.index_select(0, rows) for tensor in self.tensors]  # contiguous, as stacked samples are
+
+
+def _is_plain(tensor: Any) -> bool:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.requires_grad or tensor.is_nested:
+        return False
+    return tensor.dim() < 5 or tensor.is_contiguous()  # of others samples are stacked in their own layout
+
+
 class Seeded(Dataset[Any]):
     """A data set whose random numbers are those of the sample, not of the process that loads it.
 
     Before each sample the generators are seeded from (seed, purpose, epoch, index). A data set that
-    fetches whole micro-batches (``__getitems__``) is seeded once a micro-batch, from where that starts.
+    fetches whole micro-batches (``__getitems__``) is seeded once a micro-batch, from where that starts. One that is
+    nothing but tensors (`Rows`) draws no random numbers and is not seeded.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:
         self.dataset = dataset
         self.seed = seed
         self.purpose = purpose
+        self._rows = Rows.of(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, indices: Indices) -> Any:
-        """A list of samples, or a collated micro-batch from a data set that makes one."""
+        """A collated micro-batch."""
+        if self._rows:
+            return self._rows(indices)
         if (fetch_all := whole_fetch(self.dataset)) is not None:
             self._seed(indices.epoch, indices.micro_batch.start)
-            return fetch_all(indices)
-        return [self._sample(indices.epoch, index) for index in indices]
+            return _collate(fetch_all(indices))
+        return _collate([self._sample(indices.epoch, index) for index in indices])
 
     def _sample(self, epoch: int, index: int) -> Any:
         self._seed(epoch, index)
@@ -237,14 +301,14 @@ def loader(
         dataset: map-style.
         sampler: this rank's share.
         purpose: "train" or "test"; keeps their random numbers apart.
-        num_workers: loading processes; they live as long as the loader.
+        num_workers: loading processes; they live as long as the loader, and go on with the next epoch of a training.
         device: where batches will go; a GPU gets them from pinned memory.
     """
     return _Loader(
         Seeded(dataset, sampler.seed, purpose),
-        batch_sampler=sampler,
+        batch_sampler=_Onward(sampler) if purpose == "train" and num_workers else sampler,
         num_workers=num_workers,
-        collate_fn=_collate,
+        collate_fn=_as_it_is,
         pin_memory=device.type == "cuda",
         persistent_workers=num_workers > 0,
         worker_init_fn=_live_and_die_with_the_parent,
@@ -262,6 +326,7 @@ def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[tuple
     for step in sampler.steps():
         mine = sampler.micro_batches(step)
         yield step, mine, (next(stream) for _ in mine)
+    next(stream, None)  # or it would not know that this was the last one
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -345,10 +410,59 @@ def _collate(samples: Any) -> Any:
         raise Uncollated(explain_samples(samples, error)) from error
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch  # `Seeded` has collated it
+
+
+class _Onward:
+    """The micro-batches from where a sampler stands to the end of its epoch, then those of the epochs that follow.
+
+    Loader processes stop at the end of their batch sampler, and would load the first batch of an epoch while the GPU
+    waits for it.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Indices]:
+        ahead = copy.copy(self.sampler)
+        while True:
+            yield from ahead
+            ahead.set_epoch(ahead.epoch + 1)
+            if not any(map(ahead.micro_batches, ahead.steps())):  # this rank idles
+                return
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
 class _Loader(DataLoader[Any]):
-    """A `DataLoader` whose workers end when this process exits, although they ignore SIGTERM."""
+    """A `DataLoader` whose workers end when this process exits, although they ignore SIGTERM.
+
+    With `_Onward` they are not stopped between two epochs that are next to each other.
+    """
+
+    _onward: Iterator[Any] | None = None
+    """What comes after the epoch that was the last one, if it was taken to its end."""
+    _stands_at = (-1, -1)
+    """Its epoch, and the step within that."""
 
     def __iter__(self) -> Any:
+        if not isinstance(self.batch_sampler, _Onward):
+            return self._begin()
+        sampler = self.batch_sampler.sampler
+        stream, self._onward = self._onward, None
+        if stream is None or self._stands_at != (sampler.epoch, sampler.first_step):
+            stream = self._begin()
+        return self._one_epoch(stream, sampler)
+
+    def _one_epoch(self, stream: Iterator[Any], sampler: ElasticSampler) -> Iterator[Any]:
+        for step in sampler.steps():
+            for _ in sampler.micro_batches(step):
+                yield next(stream)
+        self._onward, self._stands_at = stream, (sampler.epoch + 1, 0)
+
+    def _begin(self) -> Any:
         if self.num_workers and self._iterator is None:
             # gloo's threads enter Python once more after a reduction, to let go of its callback; a fork at that very
             # moment leaves the child waiting for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from .augmentation import Transform
 from .data import InMemory, SizedDataset
+from .decoding import Look, pixels, seen
 from .downloads import fetch_torchvision_data
 from .errors import EndedByData, Refusal
 
@@ -154,15 +155,22 @@ class ImageFolder(Dataset[Any]):
         on_bad_sample: what to do with a file that does not decode. raise: an error that names it. skip: in training
             another sample stands in for it, drawn with the random numbers of the bad one, so that it is the same one
             wherever it is loaded; for the test there is a black image with the label -1.
+        look: what is seen of an image; None: all of it.
 
     Raises:
         Refusal: there are no such folders, or no images in them.
     """
 
-    def __init__(self, root: Path, part: Literal["train", "val"], on_bad_sample: OnBadSample = "raise") -> None:
+    def __init__(
+        self,
+        root: Path,
+        part: Literal["train", "val"],
+        on_bad_sample: OnBadSample = "raise",
+        look: Look | None = None,
+    ) -> None:
         from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-        self.folder, self.part, self.on_bad_sample = root / part, part, on_bad_sample
+        self.folder, self.part, self.on_bad_sample, self.look = root / part, part, on_bad_sample, look
         classes = {name: number for number, name in enumerate(folder_classes(root))}
         known = {name: number for name, number in classes.items() if (self.folder / name).is_dir()}
         try:
@@ -182,6 +190,8 @@ class ImageFolder(Dataset[Any]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
         try:
             return self._decode(index), int(self.labels[index])
         except BadSample as bad:
@@ -189,7 +199,7 @@ class ImageFolder(Dataset[Any]):
                 raise BadSample(f"{bad}; mend it, or go on without it by --on-bad-sample skip") from None
             self._tell(index, bad)
         if self.part == "val":
-            return torch.zeros(3, 8, 8, dtype=torch.uint8), -1
+            return self._pixels(Image.new("RGB", (8, 8))), -1
         return self._stand_in(index)
 
     def _stand_in(self, index: int) -> tuple[Tensor, int]:
@@ -202,7 +212,7 @@ class ImageFolder(Dataset[Any]):
         raise BadSample(f"{self._name(index)} does not decode, nor do 100 others that were to stand in for it")
 
     def _decode(self, index: int) -> Tensor:
-        """An image, [3, H, W].
+        """An image, [3, H, W], or what is seen of it.
 
         Raises:
             BadSample: what is in the file is not a whole image.
@@ -222,12 +232,15 @@ class ImageFolder(Dataset[Any]):
             ) from None
         try:
             with Image.open(BytesIO(content)) as image:
-                return _pixels(image)
+                return self._pixels(image, content)
         except MemoryError:
             raise
         except Exception as error:  # Pillow's decoders raise nearly everything
             reason = str(error).partition(" <_io.BytesIO")[0]  # the address of something in memory follows
             raise BadSample(f"{self._name(index)} does not decode: {type(error).__name__}: {reason}") from None
+
+    def _pixels(self, image: Any, content: bytes = b"") -> Tensor:
+        return seen(image, content, self.look) if self.look else pixels(image)
 
     def _name(self, index: int) -> str:
         part = "training" if self.part == "train" else "test"
@@ -239,26 +252,6 @@ class ImageFolder(Dataset[Any]):
         self._told[index] = True
         what = "another stands in for it" if self.part == "train" else "it is left out of the metrics"
         log.warning("%s; %s; %d such so far on this rank", bad, what, int(self._told.sum()))
-
-
-def _pixels(image: Any) -> Tensor:
-    """What Pillow has opened, as [3, H, W] in uint8.
-
-    Raises:
-        ValueError: its pixels have no known white.
-    """
-    from torchvision.transforms.v2.functional import pil_to_tensor
-
-    sixteen_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # older Pillows' name
-    if sixteen_bits:  # Pillow's conversion takes 255 for white, and all above it as well
-        grey = (np.asarray(image).astype(np.uint32) + 128) // 257
-        return torch.from_numpy(grey.astype(np.uint8)).expand(3, -1, -1).contiguous()
-    if image.mode in ("I", "F"):
-        raise ValueError(
-            f"its pixels are {'whole' if image.mode == 'I' else 'real'} numbers of 32 bits, of which nothing says what "
-            "white is; save it with 8 or 16 bits"
-        )
-    return pil_to_tensor(image.convert("RGB"))  # type: ignore[no-any-return]
 
 
 def folder_classes(root: Path) -> list[str]:

@@ -18,7 +18,9 @@ from .memory import note_batch
 from .mistakes import check_metrics
 from .plan import Plan, chunks
 from .precision import autocast
+from .randomness import derive, seed_computation
 from .tasks import Task
+from .transfer import Transfer
 from .world import World
 
 
@@ -57,6 +59,7 @@ class Evaluation:
             shuffle=False,
             seed=config.seed,
         )
+        self._transfer = Transfer(world.device)
         self.batches = data.loader(test_set, self.sampler, "test", config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
@@ -71,9 +74,11 @@ class Evaluation:
         sums: dict[str, list[Tensor]] = {}
         for micro_batch, batch in zip(self.sampler.micro_batches(0), self.batches, strict=True):
             activity.enter(EVALUATION)  # again, because each batch is progress
+            # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
+            seed_computation(derive(self.sampler.seed, "test", 0, micro_batch.start), self.world.devices)
             try:
                 with autocast(self.precision, self.world.device.type):
-                    of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
+                    of_samples = self.task.metrics(self.model, self._transfer(batch))
             except Exception as error:
                 note_batch(error, batch)
                 raise

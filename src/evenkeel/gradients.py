@@ -35,6 +35,7 @@ from .reduction import Reduction, Ring, Tree
 from .state import State
 from .sync_batchnorm import peers_of
 from .tasks import Task
+from .transfer import Transfer
 from .tree import Fold, Node
 from .world import World
 
@@ -147,6 +148,7 @@ class Gradients:
         self.wrapped = wrap(state.model, task, world, self.reduction, precision, strategy)
         self.numel = 1 + state.buffers.numel + (self._used.numel if self._used else 0)
         """Numbers that a micro-batch says besides the gradient: loss, changes of the buffers, uses of parameters."""
+        self._transfer = Transfer(world.device)
         self._peers = peers_of(state.model)
         if self._peers:
             self._peers.connect([_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)])
@@ -233,7 +235,7 @@ class Gradients:
         return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
 
     def _placed(self, batch: Any) -> Any:
-        return batch if isinstance(self.wrapped, Parallel) else to_device(batch, self.world.device)
+        return batch if isinstance(self.wrapped, Parallel) else self._transfer(batch)
 
     def _no_reduction(self) -> AbstractContextManager[None]:
         """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""

@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -51,6 +51,9 @@ class Task(ABC):
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Options of the task, as config.toml names them, that may change when a run is continued. All others shape the
     result; only `data_dir` may always change."""
+
+    earlier: ClassVar[Mapping[str, Any]] = {}
+    """What options that are newer than a run were in it, by name, where that is not None."""
 
     @abstractmethod
     def train_dataset(self) -> SizedDataset:
@@ -90,6 +93,14 @@ class Task(ABC):
         """Whether a micro-batch of one sample can be trained on. Asked before the start if there would be one and the
         model has BatchNorm, which needs two values for each channel: two samples, or an image of more than a pixel."""
         return True
+
+    def resolved(self, recorded: Mapping[str, Any] | None) -> Task:
+        """The task with the options settled that were left open; default: itself.
+
+        Args:
+            recorded: all options of the run that is continued; None: a new run begins.
+        """
+        return self
 
     def options(self) -> dict[str, Any]:
         """The task's own options and their values; none unless it is a dataclass."""
