@@ -5,13 +5,13 @@
     pip install 'evenkeel[bench]'      # the peers
 
 All sides train the same network on the same data with the same batch, optimizer and number of steps, in float32, on so
-many CPU processes of one thread each, joined by gloo. Each is written as its own documentation has it (sides/): the
-others save their model at the end, or what they save by default; ours runs with its defaults, so it also evaluates after
-each epoch and keeps checkpoints, and its data sets are torch's own.
+many CPU processes of one thread each, joined by gloo. Each is written as its own documentation has it (sides/). The
+others save their model at the end, or what they save by default. Ours runs with its defaults, so it also evaluates
+after each epoch and keeps checkpoints; its data sets are torch's own.
 
 In each round every side runs each workload once, as a torchrun of its own, in an order that rotates. Ratios are taken
-within a round, so that a machine that becomes slower does so for all; the tables show their medians over the rounds, and
-the least and the greatest in brackets. "bare again" is bare against itself: what it differs from 1 is noise.
+within a round, so that a machine that becomes slower does so for all. The tables show their medians over the rounds,
+with the least and the greatest in brackets. "bare again" is bare against itself: what it differs from 1 is noise.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import tyro
@@ -174,7 +175,7 @@ def run(
         workload,
         side,
         number,
-        step=median(after - before for before, after in zip(ended, ended[1:], strict=False)),
+        step=median(after - before for before, after in pairwise(ended)),
         first=max(rank["ended"][0] for rank in left) - begun,
         wall=wall,
         peak=max(rank["peak"] for rank in left),
@@ -214,7 +215,7 @@ def spread(found: Sequence[float]) -> str:
 def tables(runs: Sequence[Run]) -> str:
     """Markdown: a table for each workload, and one of us against the best of the others."""
     names = list(dict.fromkeys(run.workload for run in runs))
-    sides = list(dict.fromkeys(side for side in SideName.__args__ if any(run.side == side for run in runs)))
+    sides = list(dict.fromkeys(side for side in get_args(SideName) if any(run.side == side for run in runs)))
     others: list[SideName] = [side for side in ("bare", *PEERS) if side in sides]
     lines = []
     for name in names:
@@ -254,7 +255,9 @@ def main(options: Options) -> None:
                 for side in [*sides[turn:], *sides[:turn]]:
                     found = run(side, workload, number, options.steps, options.ranks, images)
                     runs.append(found)
-                    told = (f"{metric} {getattr(found, metric) * f:.4g} {unit}" for metric, (unit, f) in METRICS.items())
+                    told = (
+                        f"{metric} {getattr(found, metric) * f:.4g} {unit}" for metric, (unit, f) in METRICS.items()
+                    )
                     print(f"round {number + 1}, {workload}, {side}: {', '.join(told)}", file=sys.stderr, flush=True)
                     if options.json:
                         options.json.write_text(json.dumps([asdict(each) for each in runs], indent=1))

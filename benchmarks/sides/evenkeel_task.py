@@ -51,7 +51,8 @@ class Plain(Timed):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Cross-entropy."""
         inputs, targets = batch
-        return {"loss": F.cross_entropy(model(inputs).transpose(1, -1), targets, reduction="none")}
+        each = F.cross_entropy(model(inputs).transpose(1, -1), targets, reduction="none")
+        return {"loss": each.view(len(each), -1).mean(1)}
 
 
 class Jpegs(Timed, Classify):

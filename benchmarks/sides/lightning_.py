@@ -1,4 +1,4 @@
-"""The Lightning Trainer, as "Lightning in 15 minutes" writes it: its loggers, progress bar and checkpoints as they are."""
+"""The Lightning Trainer, as "Lightning in 15 minutes" writes it, with its logger, progress bar and checkpoints."""
 
 from __future__ import annotations
 
