@@ -118,12 +118,10 @@ def make_images(folder: Path, samples: int = 2000) -> None:
     for i in range(samples + 64):
         random = np.random.default_rng(i)
         size = tuple(random.integers(232, 281, 2).tolist())
-        layers = [(6, 60.0), (24, 25.0), (96, 12.0)]  # cells a side, and how strong
-        fields = [random.normal(0, strength, (cells, cells, 3)) for cells, strength in layers]
-        pixels = 128 + sum(
-            np.stack([_resized(field[..., channel], size) for channel in range(3)], -1) for field in fields
-        )
-        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+        image = Image.new("RGB", size)
+        for cells, share in ((6, 1.0), (24, 0.3), (96, 0.15)):  # coarse to fine
+            noise = Image.fromarray(random.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+            image = Image.blend(image, noise.resize(size, Image.Resampling.BICUBIC), share)
         for _ in range(4):
             corners = [tuple(corner) for corner in random.integers(0, 280, (3, 2)).tolist()]
             ImageDraw.Draw(image).polygon(corners, fill=tuple(random.integers(0, 256, 3).tolist()))
@@ -132,8 +130,19 @@ def make_images(folder: Path, samples: int = 2000) -> None:
         image.save(path, quality=90)
 
 
-def _resized(field: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    return np.asarray(Image.fromarray(field.astype(np.float32)).resize((size[0], size[1]), Image.Resampling.BICUBIC))
+def script(side: SideName, workload: WorkloadName, steps: int, ranks: int, folder: str, images: Path) -> list[str]:
+    """What torchrun is to start for a side, with its arguments."""
+    if side not in OURS:
+        name = "bare" if side == "bare again" else f"{side}_" if side in PEERS else side
+        return [f"{SIDES / name}.py"]
+    batch_size = WORKLOADS[workload].batch_size
+    task = "Jpegs" if workload == "jpegs" else "Plain"
+    line = [f"{ROOT / 'train.py'}", f"--task={TASK}:{task}", f"--batch-size={batch_size}", f"--run-dir={folder}/run"]
+    # disabled is what auto means without a key; nobody's account shall get these runs
+    line += [f"--max-steps={steps}", "--epochs=1000000", "--wandb=disabled", *OURS[side](batch_size // ranks)]
+    if workload == "jpegs":
+        line += ["--dataset=imagefolder", f"--data-dir={images}", "--augment=basic", "--num-workers=1"]
+    return line
 
 
 def run(
@@ -144,28 +153,17 @@ def run(
     Raises:
         SystemExit: it failed; shows what it said.
     """
-    batch_size = WORKLOADS[workload].batch_size
     steps = steps or WORKLOADS[workload].steps
     with tempfile.TemporaryDirectory() as folder:
-        job = {"workload": workload, "batch_size": batch_size, "steps": steps, "folder": folder}
-        job |= {"images": str(images), "slow": slow}
-        if side in OURS:
-            task = "Jpegs" if workload == "jpegs" else "Plain"
-            script = [f"{ROOT / 'train.py'}", f"--task={TASK}:{task}", f"--batch-size={batch_size}"]
-            # disabled is what auto means without a key; nobody's account shall get these runs
-            script += [f"--max-steps={steps}", "--epochs=1000000", f"--run-dir={folder}/run", "--wandb=disabled"]
-            if workload == "jpegs":
-                script += ["--dataset=imagefolder", f"--data-dir={images}", "--augment=basic", "--num-workers=1"]
-            script += OURS[side](batch_size // ranks)
-        else:
-            name = "bare" if side == "bare again" else f"{side}_" if side in PEERS else side
-            script = [f"{SIDES / name}.py"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        job = {"workload": workload, "batch_size": WORKLOADS[workload].batch_size, "steps": steps, "slow": slow}
+        job |= {"folder": folder, "images": str(images)}
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PEERS_JOB": json.dumps(job)}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command = [*torchrun, *script(side, workload, steps, ranks, folder, images)]
         log = Path(folder, "log")
         begun = time.monotonic()
         with log.open("wb") as file:
-            done = subprocess.run([*torchrun, *script], env=environment, stdout=file, stderr=subprocess.STDOUT)
+            done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
         wall = time.monotonic() - begun
         left = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
         if done.returncode or len(left) != ranks or any(len(rank["ended"]) != steps for rank in left):
@@ -229,11 +227,13 @@ def tables(runs: Sequence[Run]) -> str:
                 cells += [f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"]
                 cells += [spread(ratios(mine, side, ["bare"], metric))]
             lines.append(_row(side, *cells))
-    lines += ["", f"Evenkeel / the best of {', '.join(others)} in the same round", ""]
-    lines += [_row("", "", *METRICS), _row(*["---"] * 6)]
+    ours = [side for side in OURS if side in sides]
+    if ours:
+        lines += ["", f"Evenkeel / the best of {', '.join(others)} in the same round", ""]
+        lines += [_row("", "", *METRICS), _row(*["---"] * 6)]
     for name in names:
         mine = [run for run in runs if run.workload == name]
-        for side in [side for side in OURS if side in sides]:
+        for side in ours:
             lines.append(_row(name, side, *(spread(ratios(mine, side, others, metric)) for metric in METRICS)))
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from peers import SideName, WorkloadName, make_images, ratios, run, spread
 
 SIDES: list[SideName] = ["bare", "bare again", "evenkeel"]
 STEPS: dict[WorkloadName, int] = {"digits": 100, "jpegs": 40}
-IMAGES = 1000
+IMAGES = 640
 
 BANDS: dict[tuple[WorkloadName, str], tuple[float, float]] = {
     # Above: slower than bare DDP. Far below: one of the two does not do its work.

@@ -69,36 +69,22 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-class Block(nn.Module):
-    """A transformer's block, as nanoGPT has it."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, length, width] -> the same shape."""
-        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm_2(x))
-
-
 class GPT(nn.Module):
     """A language model of bytes, 3.3 M parameters."""
 
     def __init__(self, context: int = 128, width: int = 256, layers: int = 4, heads: int = 8) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)], nn.LayerNorm(width))
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, length] -> logits [n, length, 256]."""
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        return self.head(self.blocks(x))
+        length = tokens.shape[1]
+        x = self.token(tokens) + self.position(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        return self.head(self.blocks(x, mask, is_causal=True))
 
 
 def text(train: bool, context: int = 128) -> TensorDataset:
