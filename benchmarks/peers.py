@@ -101,6 +101,8 @@ class Run:
     round: int
     step: float
     """Seconds, the median of rank 0."""
+    cpu: float
+    """Seconds of CPU time of a step in a rank, its loader processes not counted; steadier on a busy machine."""
     first: float
     """Seconds from the command to the end of the first step on all ranks."""
     wall: float
@@ -109,7 +111,7 @@ class Run:
     """Bytes, the most of any rank."""
 
 
-METRICS = {"step": ("ms", 1e3), "first": ("s", 1.0), "wall": ("s", 1.0), "peak": ("MB", 1e-6)}
+METRICS = {"step": ("ms", 1e3), "cpu": ("ms", 1e3), "first": ("s", 1.0), "wall": ("s", 1.0), "peak": ("MB", 1e-6)}
 """Field of a run -> its unit in the tables, and the factor."""
 
 
@@ -168,13 +170,15 @@ def run(
         left = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
         if done.returncode or len(left) != ranks or any(len(rank["ended"]) != steps for rank in left):
             raise SystemExit(f"{log.read_text()}\n{side}, {workload}: failed with exit code {done.returncode}")
-    ended = left[0]["ended"][int(steps * WARM_UP) :]
+    warm = [pairwise(clock[int(steps * WARM_UP) :]) for clock in zip(*left[0]["ended"], strict=True)]
+    step, cpu = (median(after - before for before, after in pairs) for pairs in warm)
     return Run(
         workload,
         side,
         number,
-        step=median(after - before for before, after in pairwise(ended)),
-        first=max(rank["ended"][0] for rank in left) - begun,
+        step,
+        cpu,
+        first=max(rank["ended"][0][0] for rank in left) - begun,
         wall=wall,
         peak=max(rank["peak"] for rank in left),
     )
@@ -219,7 +223,8 @@ def tables(runs: Sequence[Run]) -> str:
     for name in names:
         mine = [run for run in runs if run.workload == name]
         lines += ["", f"**{name}**: {WORKLOADS[name].about}; G = {WORKLOADS[name].batch_size}; ratios to bare", ""]
-        lines += [_row("", *(heading for metric in METRICS for heading in (metric, "ratio"))), _row(*["---"] * 9)]
+        lines.append(_row("", *(heading for metric in METRICS for heading in (metric, "ratio"))))
+        lines.append(_row(*["---"] * (1 + 2 * len(METRICS))))
         for side in sides:
             cells = []
             for metric, (unit, factor) in METRICS.items():
@@ -230,7 +235,7 @@ def tables(runs: Sequence[Run]) -> str:
     ours = [side for side in OURS if side in sides]
     if ours:
         lines += ["", f"Evenkeel / the best of {', '.join(others)} in the same round", ""]
-        lines += [_row("", "", *METRICS), _row(*["---"] * 6)]
+        lines += [_row("", "", *METRICS), _row(*["---"] * (2 + len(METRICS)))]
     for name in names:
         mine = [run for run in runs if run.workload == name]
         for side in ours:

@@ -42,12 +42,12 @@ JOB = Job(**json.loads(os.environ["PEERS_JOB"]))
 
 
 def time_steps(optimizer: Optimizer) -> None:
-    """Note when each step of the optimizer has ended, and leave that and this rank's peak memory behind at exit.
+    """Note when each step of the optimizer has ended, by two clocks; leave that and the peak memory behind at exit.
 
     A hook of the optimizer is the one place that all sides pass once a step, whoever owns the loop.
     """
-    ended: list[float] = []
-    optimizer.register_step_post_hook(lambda *_: ended.append(time.monotonic()))
+    ended: list[tuple[float, float]] = []
+    optimizer.register_step_post_hook(lambda *_: ended.append((time.monotonic(), time.process_time())))
 
     def leave_behind() -> None:
         peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
