@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup train test test-fast test-docker lint format lock
+.PHONY: help setup train test test-fast test-docker bench-smoke lint format lock
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -30,6 +30,9 @@ test-fast: $(INSTALLED)  ## the unit tests, about a minute
 test-docker: $(INSTALLED)  ## build the image and run it, with an engine of the tests' own (needs root)
 	$(BIN)/pytest -m docker $(ARGS)
 
+bench-smoke: $(INSTALLED)  ## two minutes: is a step still no slower than a bare DDP loop's? (for a quiet machine)
+	$(BIN)/python benchmarks/smoke.py $(ARGS)
+
 lint: $(INSTALLED)  ## ruff and a strict type check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,5 +44,5 @@ format: $(INSTALLED)  ## apply ruff's fixes and formatting
 
 lock: $(INSTALLED)  ## renew requirements.lock from pyproject.toml (needs the network)
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip compile --universal --python-version 3.10 --extra dev --no-annotate --no-header --upgrade \
+	$(BIN)/uv pip compile --universal --python-version 3.10 --extra dev --extra bench --no-annotate --no-header --upgrade \
 	  --constraint requirements.in --output-file requirements.lock pyproject.toml
