@@ -55,6 +55,7 @@ NOT_COMPUTING = frozenset(
         "config",
         "devices",
         "digest",
+        "display",
         "downloads",
         "errors",
         "eval_only",
