@@ -328,3 +328,14 @@ def test_a_rank_that_never_writes_needs_no_memory_for_it_until_a_rescue(tmp_path
     training.run.failed(training.state, RuntimeError("a peer has died"))
     assert training.saved(2)
     assert resident_megabytes() - before > 60
+
+
+def test_a_still_state_is_saved_without_a_copy(tmp_path: Path) -> None:
+    live = tree()
+    placed = copy(Staging(CPU, still=True), live)
+    assert same(placed, live)
+    whole, view = live["model"]["weight"], live["model"]["expanded"]
+    assert placed["model"]["weight"].data_ptr() == whole.data_ptr()
+    assert placed["model"]["expanded"].data_ptr() != view.data_ptr(), "its file would hold what it is a view of"
+    # the control: without the word that nothing changes, all is copied
+    assert copy(Staging(CPU), live)["model"]["weight"].data_ptr() != whole.data_ptr()

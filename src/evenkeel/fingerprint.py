@@ -56,6 +56,7 @@ NOT_COMPUTING = frozenset(
         "cut",
         "devices",
         "digest",
+        "display",
         "downloads",
         "errors",
         "eval_only",

@@ -367,7 +367,9 @@ class Run:
         early = state.step < self.plan.total_steps
         why = f"stopped early at step {state.step}: {state.stopping.why()}" * early
         try:
-            self._save(self._hold(state), metrics, time.perf_counter())
+            # no training to keep from waiting, so no copy of what is on the host
+            self.checkpoints.save(state.capture(staging=Staging(*self.world.devices, still=True)), metrics)
+            self._update("running", state.step)
             write_atomically(self.path / "model.pt", lambda file: dump(weights, file))
             summary = self._summary("finished", state.step, metrics) | {"weights_sha256": sha256(weights)}
             summary |= {"stopped_early": early} | ({"reason": why} if early else {})

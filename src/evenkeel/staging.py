@@ -26,9 +26,12 @@ class Staging:
     Args:
         devices: where the tensors to be copied are. Those of a GPU are copied on a stream of their own, beside a
             compute stream that may be stuck in a collective.
+        still: nothing changes the state any more, so what is on the host is not copied: the last save of a run would
+            otherwise be the peak of its memory.
     """
 
-    def __init__(self, *devices: torch.device) -> None:
+    def __init__(self, *devices: torch.device, still: bool = False) -> None:
+        self._still = still
         self._taken = threading.Lock()
         self._buffers: dict[Path, Tensor] = {}
         self.pinned = False
@@ -79,6 +82,8 @@ class Staging:
         sources: list[Tensor] = []
 
         def buffer_for(source: Tensor, path: Path) -> Tensor:
+            if self._still and _alone_on_host(source):
+                return source.detach()
             buffer = self._buffers.get(path)
             if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                 # strides and all, so that a GPU needs no memory of its own for rearranging
@@ -108,6 +113,11 @@ class Staging:
             yield
         for stream in self._streams:
             stream.synchronize()
+
+
+def _alone_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor has host memory of its own. `torch.save` writes all of the memory that a view looks into."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:

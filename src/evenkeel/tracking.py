@@ -17,18 +17,17 @@ import time
 import uuid
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
 
 from .activity import activity
 from .config import Config
 from .errors import lose_stdout
 from .plan import Plan
 from .world import World
+
+if TYPE_CHECKING:
+    from .display import Display
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +65,6 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-class _Console(Console):
-    """An output whose reader may go (`| head`, a closed terminal) without an end to the training."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        lose_stdout()
-        log.info("nobody reads the output any more; metrics.jsonl goes on")
-
-
 class Tracker:
     """What rank 0 tells.
 
@@ -92,17 +82,7 @@ class Tracker:
         self.metrics: dict[str, float] = {}
         self._wandb: Any = None
         self._mark = (time.perf_counter(), 0)
-        # no colours for numbers, and no line breaks where a pipe has no width
-        self._console = _Console(highlight=False, soft_wrap=True)
-        columns = (
-            # only the text at the end may shrink in a narrow terminal
-            TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
-            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
-        )
-        live = self._console.is_terminal
-        self._display = Progress(*columns, console=self._console, disable=not live, expand=True)
-        self._line = self._display.add_task("starting", total=plan.total_steps)
+        self._display = _live_display(plan.total_steps)
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> str | None:
         """Open the run's one W&B run; its id, if there is one now. Trouble with it never ends a training."""
@@ -135,8 +115,8 @@ class Tracker:
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         self.say(f"{attempt}{ranks}, step {step}/{self.plan.total_steps} -> {self.path}")
-        self._display.start()
-        self._display.update(self._line, completed=step)
+        if self._display:
+            self._display.start(step)
 
     def train(self, step: int, loss: float, norm: float, lr: float, more: dict[str, float] | None = None) -> None:
         """A line for a step: its loss, the gradient's norm, the speed since the last line, and what else there is."""
@@ -152,8 +132,9 @@ class Tracker:
 
         metrics = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items() if name != "loss")
         text = f"epoch {epoch + 1}/{self.plan.epochs}  loss {loss:.4f}{metrics}  {speed:,.0f} samples/s  ETA {left}"
-        self._display.update(self._line, completed=step, description=text)
-        if self._display.disable:
+        if self._display:
+            self._display.update(step, text)
+        else:
             self.say(f"step {step}/{self.plan.total_steps}  {text}")
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
@@ -180,11 +161,18 @@ class Tracker:
 
     def say(self, text: str) -> None:
         """A line for the reader."""
-        self._console.print(text, markup=False)
+        if self._display:
+            self._display.say(text)
+            return
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            _go_on_unread()
 
     def close(self, exit_code: int = 0) -> None:
         """End the display and the W&B run."""
-        self._display.stop()
+        if self._display:
+            self._display.stop()
         if self._wandb:
             self._wandb.finish(exit_code=exit_code)
             self._wandb = None
@@ -192,6 +180,20 @@ class Tracker:
     def _log_wandb(self, step: int, values: dict[str, float]) -> None:
         if self._wandb:
             self._wandb.log(values, step=step)
+
+
+def _live_display(total_steps: int) -> Display | None:
+    if not sys.stdout.isatty():
+        return None
+    from .display import Display  # rich, only where it is seen
+
+    return Display(total_steps, _go_on_unread)
+
+
+def _go_on_unread() -> None:
+    """The reader of the output may go (`| head`, a closed terminal) without an end to the training."""
+    lose_stdout()
+    log.info("nobody reads the output any more; metrics.jsonl goes on")
 
 
 def wandb_mode(asked: str) -> tuple[Any, str]:
