@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from evenkeel import data, launchers
 from evenkeel.arithmetic import fix_arithmetic, operations_named
 from evenkeel.cli import parse
+from evenkeel.compilation import LONGEST as LONGEST_COMPILATION
+from evenkeel.compilation import compile_networks
 from evenkeel.config import Config, devices_per_rank, validate
 from evenkeel.data import ElasticSampler
 from evenkeel.errors import FAILED, exit_code, leave
@@ -64,7 +66,8 @@ def main() -> int:
     run = Run(config, task, plan, world, len(test_set))  # the last that may refuse; nothing has been touched so far
 
     # a collective's time-out explains nothing, so the watch for hangs must be earlier
-    with world.connected(timedelta(seconds=max(600, config.hang_timeout) + 300)) as store:
+    longest = max(600, config.hang_timeout) + LONGEST_COMPILATION * config.compile
+    with world.connected(timedelta(seconds=longest + 300)) as store:
         if run.begin(Probe(config, task, world, train_set, state)):
             return 0  # it was finished before
         config, plan = run.config, run.plan  # with --micro-batch auto it is known only now
@@ -92,6 +95,9 @@ def build(config: Config, task: Task, world: World, plan: Plan) -> State:
     if config.sync_batchnorm:
         synchronise(model, plan, world, config.reduce)
     placed = place(model, config, world.devices)
+    if config.compile:
+        exact = config.deterministic or config.reduce == "tree"
+        compile_networks(model, world.device, exact, whole=config.reduce == "tree")
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
     optimizers = task.optimizers(model, config)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import data
 from .activity import EVALUATION, activity
+from .compilation import uncompiled
 from .config import Config
 from .devices import replicas
 from .memory import note_batch
@@ -72,7 +73,7 @@ class Evaluation:
         for micro_batch, batch in zip(self.sampler.micro_batches(0), self.batches, strict=True):
             activity.enter(EVALUATION)  # again, because each batch is progress
             try:
-                with autocast(self.precision, self.world.device.type):
+                with autocast(self.precision, self.world.device.type), uncompiled():
                     of_samples = self.task.metrics(self.model, data.to_device(batch, self.world.device))
             except Exception as error:
                 note_batch(error, batch)

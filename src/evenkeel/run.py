@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from . import tracking
+from . import compilation, tracking
 from .activity import CHECKPOINT, activity
 from .background import Background
 from .checkpoint import Checkpoints, Manifest, dump
+from .compiled_code import CompiledCode
 from .config import Config, saved_options
 from .devices import describe as describe_device
 from .devices import explain_uneven, replicas
@@ -81,12 +82,16 @@ class Run:
         kept = fingerprint(task, world.device)
         if (gpus := len(replicas(config.strategy, world.device))) > 1:
             kept["strategy"] = f"dp on {gpus} GPUs"
+        if config.compile:
+            kept |= compilation.facts(world.device)
+        self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self.tracker: tracking.Tracker | None = None
         self._metrics = self.path / "metrics.jsonl"
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
+        self._compilations = 0
         self._writer: Background[float] = Background("checkpoint")
         self._staging = Staging(*world.devices)
         self._saving = 0
@@ -111,6 +116,7 @@ class Run:
         known = self.world.gather((launch_token(), read_json(self.path / "status.json") if first_here else {}))
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
+        note = self._unpack_compiled(tokens, newest) if first_here else ""  # others wait for it with the next line
         self._refuse_other_data({} if self.config.fresh else newest.get("samples", {}))
         finished = self._finished(newest)
         found = self._settle_micro_batch(known, probe)
@@ -139,6 +145,8 @@ class Run:
         tracking.start_logs(self.logs, self.world)
         mine = describe_device(self.world.device)
         log.info("this rank has %s", mine)
+        if note:
+            log.warning("%s", note)
         uneven = explain_uneven(self.world.gather(mine))
         if status["fruitless"] > MAX_FRUITLESS:
             self._end_crash_loop()
@@ -177,6 +185,23 @@ class Run:
         kept = self.checkpoints.fingerprint | {MICRO_BATCH: str(self.plan.micro_batch)}
         self.checkpoints = replace(self.checkpoints, fingerprint=kept)
         return said
+
+    def _unpack_compiled(self, tokens: list[str], newest: dict[str, Any]) -> str:
+        if not self.compiled:
+            return ""
+        restarted = set(filter(None, tokens)) & set(newest.get("launch", []))
+        return self.compiled.unpack(begins=self.config.fresh and not restarted)
+
+    def _pack_compiled(self, step: int, asked: bool) -> None:
+        """Keep compiled code with the run, if some is new or it is asked for."""
+        new = compilation.progress.times - self._compilations
+        if not (self.compiled and (new or asked)):
+            return
+        with activity.during(CHECKPOINT):
+            self.compiled.pack()
+        if new and self.tracker:
+            self._compilations += new
+            self.tracker.event("compile", step, **compilation.progress.facts())
 
     def _about_strategy(self) -> str:
         if self.config.strategy != "dp":
@@ -298,6 +323,7 @@ class Run:
         self._record_digests(self.tracker, state)
         every = self.config.checkpoint_every
         due = bool(every) and state.step % every == 0
+        self._pack_compiled(state.step, due)
         if self._writer.done or (self._writer.busy and (due or metrics)):
             with activity.during(CHECKPOINT):
                 self._take_result()
@@ -323,6 +349,7 @@ class Run:
             self._take_result()
         self.tracker.evaluation(state.step, metrics)
         self._record_digests(self.tracker, state)
+        self._pack_compiled(state.step, asked=True)
         activity.enter(CHECKPOINT)
         weights = cpu_state_dict(state.best_model)
         early = state.step < self.plan.total_steps
@@ -567,6 +594,7 @@ class Run:
         """On a node without rank 0, snapshots of former attempts are of no use any more."""
         if not self.directory:
             self.checkpoints.clear_snapshots(before=step)
+            self._pack_compiled(step, asked=True)
 
     def _print(self, text: str) -> None:
         if self.directory:
