@@ -77,7 +77,7 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
     torch._dynamo.callback.callback_handler.register_end_callback(progress.end)
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         # it exchanges statistics with other ranks, which is for Python to do
-        disabled: Any = torch.compiler.disable(SyncBatchNorm.forward)
+        disabled: Any = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore[no-untyped-call]
         SyncBatchNorm.forward = disabled  # type: ignore[method-assign]
     for network in model.children() if isinstance(model, nn.ModuleDict) else [model]:
         network.compile(dynamic=False)

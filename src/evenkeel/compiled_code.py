@@ -41,6 +41,9 @@ KIND = ("architecture", "cpu_capability", "device_model", "torch", "torch_build"
 TEMPORARY = re.compile(r"^locks/|(^|/)tmp\.pid_|\.tmp$")
 """Names of files that are of no use afterwards: inductor's locks, and what it or Triton is writing."""
 
+ASKED = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+"""What the user has set; torch sets it for itself as soon as dynamo is imported."""
+
 OURS = 0o700
 """Nobody else may write or read."""
 
@@ -142,7 +145,7 @@ class CompiledCode:
 
 def _private_folder() -> Path:
     """A folder for temporary files, of this user's and nobody else's: another user might put code into it."""
-    parent = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
+    parent = Path(ASKED or tempfile.gettempdir())
     folder = parent / f"evenkeel-{os.geteuid()}"
     try:
         folder.mkdir(mode=OURS, parents=True, exist_ok=True)

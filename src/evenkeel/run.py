@@ -203,6 +203,13 @@ class Run:
             self._compilations += new
             self.tracker.event("compile", step, **compilation.progress.facts())
 
+    def _leave_compiled(self, step: int) -> None:
+        """The run is over, and nothing is left on the nodes."""
+        if self.directory:
+            self._pack_compiled(step, asked=True)
+        if self.compiled and self.world.local_rank == 0:
+            self.compiled.clear()
+
     def _about_strategy(self) -> str:
         if self.config.strategy != "dp":
             return ""
@@ -343,13 +350,13 @@ class Run:
             NonFinite: the last step was not finite.
         """
         state.settle()
+        self._leave_compiled(state.step)
         if not (self.directory and self.tracker):
             return
         if self._writer.busy:
             self._take_result()
         self.tracker.evaluation(state.step, metrics)
         self._record_digests(self.tracker, state)
-        self._pack_compiled(state.step, asked=True)
         activity.enter(CHECKPOINT)
         weights = cpu_state_dict(state.best_model)
         early = state.step < self.plan.total_steps
