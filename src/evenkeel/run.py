@@ -601,7 +601,8 @@ class Run:
         """On a node without rank 0, snapshots of former attempts are of no use any more."""
         if not self.directory:
             self.checkpoints.clear_snapshots(before=step)
-            self._pack_compiled(step, asked=True)
+            if self.compiled:
+                self.compiled.pack()
 
     def _print(self, text: str) -> None:
         if self.directory:
