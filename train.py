@@ -21,6 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from evenkeel import data, launchers
 from evenkeel.arithmetic import fix_arithmetic, operations_named, threads_of_a_rank
 from evenkeel.cli import parse
+from evenkeel.compilation import LONGEST as LONGEST_COMPILATION
+from evenkeel.compilation import compile_networks
 from evenkeel.config import Config, devices_per_rank, validate
 from evenkeel.cut import has_batchnorm, settle
 from evenkeel.data import ElasticSampler
@@ -76,7 +78,8 @@ def main() -> int:
     run = Run(config, task, plan, world, len(test_set), cutter)
 
     # a collective's time-out explains nothing, so the watch for hangs must be earlier
-    with world.connected(timedelta(seconds=max(600, config.hang_timeout) + 300)) as store:
+    longest = max(600, config.hang_timeout) + LONGEST_COMPILATION * config.compile
+    with world.connected(timedelta(seconds=longest + 300)) as store:
         if run.begin(Probe(config, task, world, train_set, state)):
             return 0  # it was finished before
         config, plan = run.config, run.plan  # how steps are cut is known only now
@@ -109,6 +112,9 @@ def build(config: Config, task: Task, world: World, plan: Plan, model: nn.Module
     if config.sync_batchnorm:
         synchronise(model, plan, world, config.reduce)
     placed = place(model, config, world.devices)
+    if config.compile:
+        exact = config.deterministic or config.reduce == "tree"
+        compile_networks(model, world.device, exact, whole=config.reduce == "tree")
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
     optimizers = task.optimizers(model, config)

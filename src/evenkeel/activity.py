@@ -22,6 +22,7 @@ REDUCTION = "gradient reduction"
 COMMIT = "optimizer step"
 CHECKPOINT = "checkpoint"
 EVALUATION = "evaluation"
+COMPILATION = "compilation"
 HANGING = "hang"
 
 ACCOUNTS = {
@@ -32,6 +33,7 @@ ACCOUNTS = {
     COMMIT: "productive",
     CHECKPOINT: "checkpoint",
     EVALUATION: "evaluation",
+    COMPILATION: "start_up",
     HANGING: "dead",
 }
 """The ledger's account of each phase. Productive time is "redone" time in steps that an earlier attempt had done."""

@@ -52,6 +52,12 @@ class Config:
     loss_scale: float = 65536.0
     """First factor of the loss with --precision fp16, a power of two. Halved in a step whose gradient overflows, which
     is left out; doubled after 2,000 that do not."""
+    compile: Flag = False
+    """Compile the model with torch.compile, once for each shape. The run directory keeps the compiled code, so that a
+    later start of the run calls no compiler. Needs g++ on a CPU and Triton on a GPU."""
+    channels_last: Flag = False
+    """Keep images with their channels last in memory, in the model as well: often faster for convolutions, on GPUs with
+    --precision bf16 or fp16 and on CPUs."""
     place: str = ""
     """Networks on GPUs of their own, for example segmenter=0,discriminator=1: each process then has as many GPUs as are
     named, numbered from 0; networks that are not named are on 0. Without GPUs it changes nothing."""
@@ -279,6 +285,9 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
             f"--place {config.place} --model-parallel {config.model_parallel}: whole networks are placed or one is "
             "cut; leave one of them out"
         )
+    if config.compile and (config.strategy == "dp" or config.place or config.model_parallel > 1):
+        other = "--strategy dp" if config.strategy == "dp" else "--place" if config.place else "--model-parallel"
+        raise Refusal(f"--compile {other}: a compiled network is on one device for each process; leave one of them out")
     if config.strategy == "dp" and devices_per_rank(config) > 1:
         raise Refusal(
             "--strategy dp: gives each GPU a copy of the whole network, which --place and --model-parallel divide; "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import data
 from .activity import EVALUATION, activity
+from .compilation import uncompiled
 from .config import Config
 from .devices import replicas
 from .memory import note_batch
@@ -77,7 +78,7 @@ class Evaluation:
             # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
             seed_computation(derive(self.sampler.seed, "test", 0, micro_batch.start), self.world.devices)
             try:
-                with autocast(self.precision, self.world.device.type):
+                with autocast(self.precision, self.world.device.type), uncompiled():
                     of_samples = self.task.metrics(self.model, self._transfer(batch))
             except Exception as error:
                 note_batch(error, batch)

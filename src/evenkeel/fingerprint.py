@@ -52,6 +52,7 @@ NOT_COMPUTING = frozenset(
         "checkpoint",
         "cli",
         "comparison",
+        "compiled_code",
         "config",
         "cut",
         "devices",

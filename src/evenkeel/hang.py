@@ -30,15 +30,17 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from . import heartbeat
-from .activity import REDUCTION, activity
+from .activity import COMPILATION, REDUCTION, activity
+from .compilation import LONGEST
 from .devices import device_name
 from .processes import stat
 from .world import World
 
 log = logging.getLogger(__name__)
 
-ALARM, SAVED = "alarm", "saved"
-"""Keys in the store: somebody has noticed a hang; the step of rank 0's last complete checkpoint."""
+ALARM, SAVED, COMPILING = "alarm", "saved", "compiling"
+"""Keys in the store: somebody has noticed a hang; the step of rank 0's last complete checkpoint; who compiles, and with
+which beat it said so last."""
 
 PATIENCE = 5.0
 """Seconds that an answer of the store may take. It may be on the machine that is gone."""
@@ -96,6 +98,7 @@ class Watch:
         self._store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
         self._announced, self._seen = 0, 0
+        self._compiling = b""
         self._frozen: list[Beat] = []
         self._first_beats: list[Beat] = []
 
@@ -166,10 +169,20 @@ class Watch:
         if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > self._seen:
             self._seen = step
             self._saved(step)
+        self._tell_of_compilation(store, count)
         if self._alarm.is_set():
             store.set(ALARM, "")
         elif store.check([ALARM]):
             self._alarm.set()
+
+    def _tell_of_compilation(self, store: Store, count: int) -> None:
+        """While a rank compiles, it and those that wait for it make progress."""
+        if activity.phase == COMPILATION:
+            if activity.seconds_in_phase() < LONGEST:
+                store.set(COMPILING, f"{self.world.rank} {count}")
+        elif store.check([COMPILING]) and (told := store.get(COMPILING)) != self._compiling:
+            self._compiling = told
+            activity.changes += 1
 
     def _watch(self) -> None:
         changes, idle = -1, 0.0
@@ -177,7 +190,8 @@ class Watch:
         while not self._alarm.wait(tick):
             if self._stopped.is_set():
                 return
-            if activity.changes != changes:
+            compiling = activity.phase == COMPILATION and activity.seconds_in_phase() < LONGEST
+            if activity.changes != changes or compiling:
                 changes, idle = activity.changes, 0.0
                 with contextlib.suppress(OSError):
                     # should even this thread be kept from running, the stacks are written without Python's help

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
+from .compilation import SHAPES, too_many_shapes
 from .errors import EndedByData, EndedHere, Refusal
 
 OUT_OF_MEMORY = (
@@ -127,6 +128,11 @@ def explain(error: BaseException, model: nn.Module) -> None:
             f"a micro-batch has too few samples for BatchNorm in training ({error}); take another --batch-size or "
             "--micro-batch, one that leaves no single sample (python -m evenkeel plan shows the sizes), or freeze the "
             "layer"
+        ) from error
+    if too_many_shapes(error):
+        raise EndedHere(
+            f"--compile: a network has been compiled for {SHAPES} shapes, and here is another one; uncompiled its last "
+            "bits would be others. Pad batches to a few shapes, or leave --compile out"
         ) from error
     if "Expected to have finished reduction in the prior iteration" in str(error):
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import cos, pi
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .config import Config
@@ -90,6 +91,11 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Mod
     ways = [{way: group[way] for way in WAYS if way in group} for group in optimizer.param_groups]
     groups = [group | way for group, way in zip(saved["param_groups"], ways, strict=True)]
     optimizer.load_state_dict({**saved, "param_groups": groups})
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            # fused optimizers go through memory in its order, and with channels last the saved one may be another
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _merge_groups(optimizer: Optimizer, model: nn.Module) -> None:

@@ -76,6 +76,8 @@ def place(model: nn.Module, config: Config, devices: Sequence[torch.device]) -> 
     Raises:
         Refusal: it cannot be placed so.
     """
+    if config.channels_last:
+        channels_last(model)
     if devices_per_rank(config) == 1 and not config.place:
         model.to(devices[0])
         return ""
@@ -90,6 +92,20 @@ def place(model: nn.Module, config: Config, devices: Sequence[torch.device]) -> 
         for i, (device, size) in enumerate(zip(devices, sizes, strict=True))
     )
     return f"{placement.line}: {shown}" + ("; there is no GPU, so all is on the CPU" if on_cpu else "")
+
+
+def channels_last(model: nn.Module) -> None:
+    """Keep channels last in memory, in the model's tensors of four dimensions and in those that its networks get."""
+    model.to(memory_format=torch.channels_last)
+    for network in model.children() if isinstance(model, nn.ModuleDict) else [model]:
+        network.register_forward_pre_hook(_with_channels_last, with_kwargs=True)
+
+
+def _with_channels_last(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def change(tensor: Tensor) -> Tensor:
+        return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+    return tree_map_only(Tensor, change, (args, kwargs))
 
 
 def named(model: nn.Module, networks: Mapping[str, int]) -> Placement:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from . import tracking
+from . import compilation, tracking
 from .activity import CHECKPOINT, activity
 from .background import Background
 from .checkpoint import Checkpoints, Manifest, dump
+from .compiled_code import CompiledCode
 from .config import Config, saved_options
 from .cut import Cutter, passes
 from .devices import describe as describe_device
@@ -104,12 +105,16 @@ class Run:
         kept = fingerprint(task, world.device)
         if (gpus := len(replicas(config.strategy, world.device))) > 1:
             kept["strategy"] = f"dp on {gpus} GPUs"
+        if config.compile:
+            kept |= compilation.facts(world.device)
+        self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self.tracker: tracking.Tracker | None = None
         self._metrics = self.path / "metrics.jsonl"
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
+        self._compilations = 0
         self._writer: Background[float] = Background("checkpoint")
         self._staging = Staging(*world.devices)
         self._saving = 0
@@ -136,6 +141,7 @@ class Run:
         known = self.world.gather((launch_token(), status))
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
+        note = self._unpack_compiled(tokens, newest) if first_here else ""  # others wait for it with the next line
         self._refuse_other_data({} if self.config.fresh else newest.get("samples", {}))
         finished = self._finished(newest)
         said = self._settle_cut(known, probe)
@@ -165,6 +171,8 @@ class Run:
         tracking.start_logs(self.logs, self.world)
         mine = describe_device(self.world.device)
         log.info("this rank has %s", mine)
+        if note:
+            log.warning("%s", note)
         uneven = explain_uneven(self.world.gather(mine))
         if status["fruitless"] > MAX_FRUITLESS:
             self._end_crash_loop()
@@ -216,6 +224,30 @@ class Run:
         settled = {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
         self.checkpoints = replace(self.checkpoints, fingerprint=self.checkpoints.fingerprint | settled)
         return said or passes(self.plan, self.world) if is_open and not recorded and config.reduce == "tree" else said
+
+    def _unpack_compiled(self, tokens: list[str], newest: dict[str, Any]) -> str:
+        if not self.compiled:
+            return ""
+        restarted = set(filter(None, tokens)) & set(newest.get("launch", []))
+        return self.compiled.unpack(begins=self.config.fresh and not restarted)
+
+    def _pack_compiled(self, step: int, asked: bool) -> None:
+        """Keep compiled code with the run, if some is new or it is asked for."""
+        new = compilation.progress.times - self._compilations
+        if not (self.compiled and (new or asked)):
+            return
+        with activity.during(CHECKPOINT):
+            self.compiled.pack()
+        if new and self.tracker:
+            self._compilations += new
+            self.tracker.event("compile", step, **compilation.progress.facts())
+
+    def _leave_compiled(self, step: int) -> None:
+        """The run is over, and nothing is left on the nodes."""
+        if self.directory:
+            self._pack_compiled(step, asked=True)
+        if self.compiled and self.world.local_rank == 0:
+            self.compiled.clear()
 
     def _about_strategy(self) -> str:
         if self.config.strategy != "dp":
@@ -337,6 +369,7 @@ class Run:
         self._record_digests(self.tracker, state)
         every = self.config.checkpoint_every
         due = bool(every) and state.step % every == 0
+        self._pack_compiled(state.step, due)
         if self._writer.done or (self._writer.busy and (due or metrics)):
             with activity.during(CHECKPOINT):
                 self._take_result()
@@ -356,6 +389,7 @@ class Run:
             NonFinite: the last step was not finite.
         """
         state.settle()
+        self._leave_compiled(state.step)
         if not (self.directory and self.tracker):
             return
         if self._writer.busy:
@@ -612,6 +646,8 @@ class Run:
         """On a node without rank 0, snapshots of former attempts are of no use any more."""
         if not self.directory:
             self.checkpoints.clear_snapshots(before=step)
+            if self.compiled:
+                self.compiled.pack()
 
     def _print(self, text: str) -> None:
         if self.directory:
