@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import types
 from collections.abc import Sequence
@@ -53,7 +54,14 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
     chosen: Any = one_line_errors(lambda: tyro.cli(both, args=list(arguments), description=Config.__doc__))
     config: Config = chosen.job.resolved()
     validate(config)
-    return config, chosen.task if is_dataclass(task_class) else task_class()
+    task: Task = chosen.task if is_dataclass(task_class) else task_class()
+    return config, task.resolved(_of_the_run(config))
+
+
+def _of_the_run(config: Config) -> dict[str, Any] | None:
+    """The options of the run that is continued; None for a new one."""
+    saved = os.path.join(config.run_dir or "", "config.toml")  # noqa: PTH118
+    return None if config.fresh or not os.path.isfile(saved) else read_config(Path(saved))  # noqa: PTH113
 
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})

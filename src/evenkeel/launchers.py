@@ -125,7 +125,9 @@ def check_job(train_args: Sequence[str]) -> Config:
 
     config, task = parse(train_args)
     assert config.run_dir is not None  # resolved
-    run_directory.check(config.run_dir, saved_options(config, task.options()), config.fresh)
+    run_directory.check(
+        config.run_dir, saved_options(config, task.options()), config.fresh, task.harmless, earlier=task.earlier
+    )
     return config
 
 

@@ -22,7 +22,8 @@ from .activity import CHECKPOINT, activity
 from .background import Background
 from .checkpoint import Checkpoints, Manifest, dump
 from .compiled_code import CompiledCode
-from .config import Config, saved_options
+from .config import Config, flag, saved_options
+from .config import differences as differences_of_options
 from .cut import Cutter, passes
 from .devices import describe as describe_device
 from .devices import explain_uneven, replicas
@@ -98,7 +99,7 @@ class Run:
         self._cutter = cutter or (lambda _recorded: config)
         self.options = saved_options(config, task.options())
         self.samples = {"training": plan.samples} | ({} if test_samples is None else {"test": test_samples})
-        mine = (self.path, self.options, config.fresh, task.harmless, self.samples)
+        mine = (self.path, self.options, config.fresh, task.harmless, self.samples, task.earlier)
         self.directory: RunDirectory | None = claim(*mine) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             check(*mine)
@@ -110,6 +111,7 @@ class Run:
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self.tracker: tracking.Tracker | None = None
+        self._harmless = task.harmless
         self._metrics = self.path / "metrics.jsonl"
         self._skipped_told = 0
         self._overflows_told = (0, 0)
@@ -466,8 +468,14 @@ class Run:
         self._watch.kill_frozen()
 
     def _refuse_other_data(self, before: dict[str, int]) -> None:
-        """Each node has looked at its own copy of the run so far, and at its own data."""
+        """Each node has looked at its own copy of the run so far, at its own command line and at its own data."""
         everywhere = self.world.gather(self.samples)
+        options = self.world.gather(self.options)
+        for rank, theirs in enumerate(options):
+            for name, first, here in differences_of_options(options[0], theirs, self._harmless):
+                raise Refusal(
+                    f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type it, and the same on all nodes"
+                )
         for rank, there in enumerate(everywhere):
             refuse_other_data(self.path, before, there)
             for part, number in there.items():

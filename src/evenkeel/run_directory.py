@@ -138,6 +138,7 @@ def check(
     fresh: bool,
     harmless: frozenset[str] = frozenset(),
     samples: Mapping[str, int] | None = None,
+    earlier: Mapping[str, Any] | None = None,
 ) -> None:
     """Check that a run may use a folder, and create it if need be. Changes nothing in a run there.
 
@@ -147,6 +148,7 @@ def check(
         fresh: a run there will be moved aside.
         harmless: options of the task that may change.
         samples: how many there are, of the "training" data and of the "test" data.
+        earlier: what options of the task were in runs that are older than the option (`Task.earlier`).
 
     Raises:
         Refusal: it is a file, cannot be written, is not a run's, is another run's, or the run had other data.
@@ -157,7 +159,7 @@ def check(
         if path.is_dir() and not (path / "config.toml").exists() and _contents(path):
             raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
         if not fresh:
-            _refuse_changes(path, options, harmless, samples)
+            _refuse_changes(path, options, harmless, samples, earlier)
             _refuse_hidden_checkpoints(path)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # says now whether files can be written here
@@ -173,16 +175,17 @@ def claim(
     fresh: bool,
     harmless: frozenset[str] = frozenset(),
     samples: Mapping[str, int] | None = None,
+    earlier: Mapping[str, Any] | None = None,
 ) -> RunDirectory:
     """Check a folder, and lock it for rank 0 of this job. Arguments as of :func:`check`.
 
     Raises:
         Refusal: as :func:`check`, or it is in use.
     """
-    check(path, options, fresh, harmless, samples)
+    check(path, options, fresh, harmless, samples, earlier)
     lock = _lock(path)
     if not fresh:  # again: the last holder of the lock may have started over
-        _refuse_changes(path, options, harmless, samples)
+        _refuse_changes(path, options, harmless, samples, earlier)
     return RunDirectory(path, read_json(path / "status.json"), lock)
 
 
@@ -283,18 +286,24 @@ def _contents(path: Path, all_logs: bool = False) -> list[Path]:
 
 
 def _refuse_changes(
-    path: Path, options: dict[str, Any], harmless: frozenset[str], samples: Mapping[str, int] | None
+    path: Path,
+    options: dict[str, Any],
+    harmless: frozenset[str],
+    samples: Mapping[str, int] | None,
+    earlier: Mapping[str, Any] | None,
 ) -> None:
     """Refuse options or data that are not those of the run there."""
-    _refuse_another_run(path, options, harmless)
+    _refuse_another_run(path, options, harmless, earlier or {})
     known = read_json(path / "status.json").get("samples", {})  # a run that is older than this has none
     refuse_other_data(path, known, samples or {})
 
 
-def _refuse_another_run(path: Path, options: dict[str, Any], harmless: frozenset[str]) -> None:
+def _refuse_another_run(
+    path: Path, options: dict[str, Any], harmless: frozenset[str], earlier: Mapping[str, Any]
+) -> None:
     if not (path / "config.toml").exists():
         return
-    changed = differences(read_config(path / "config.toml"), options, harmless)
+    changed = differences({**earlier, **read_config(path / "config.toml")}, {**earlier, **options}, harmless)
     if changed:
         shown = ", ".join(
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
