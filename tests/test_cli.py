@@ -135,7 +135,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_no_options_at_all_are_the_defaults(folder: Path) -> None:
     config, task = parse([])
     assert config == Config().resolved()
-    assert task == Classify()
+    assert task == Classify().resolved(None)
 
 
 def another_value(option: Field[Any], hint: Any, file: Path) -> Any:
@@ -322,7 +322,7 @@ def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:
     expected = {"depth": 4, "rate": 2, "sizes": (3,), "roots": [Path("a")], "loud": True, "pair": (1, "a")}
     assert task.options() | expected == task.options()
     assert parse([*options, "--depth", "5"])[1].options()["depth"] == 5
-    assert parse([*toml(folder, task="nonsense"), "--task", "classify"])[1] == Classify()
+    assert parse([*toml(folder, task="nonsense"), "--task", "classify"])[1] == Classify().resolved(None)
 
 
 def test_a_whole_number_is_a_float_too(folder: Path) -> None:
