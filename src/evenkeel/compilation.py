@@ -21,7 +21,6 @@ from torch import nn
 
 from .activity import COMPILATION, activity
 from .errors import Refusal
-from .sync_batchnorm import SyncBatchNorm
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +74,6 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
     progress.wanted = True
     torch._dynamo.callback.callback_handler.register_start_callback(progress.begin)
     torch._dynamo.callback.callback_handler.register_end_callback(progress.end)
-    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        # it exchanges statistics with other ranks, which is for Python to do
-        disabled: Any = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore[no-untyped-call]
-        SyncBatchNorm.forward = disabled  # type: ignore[method-assign]
     for network in model.children() if isinstance(model, nn.ModuleDict) else [model]:
         network.compile(dynamic=False)
 
@@ -161,12 +156,20 @@ class Progress:
         """What they took."""
         self._before, self._began = "", 0.0
 
-    def facts(self) -> dict[str, int | float]:
-        """For a record: compilations and seconds so far, and how many graphs came out of inductor's cache or not."""
+    def report(self) -> dict[str, int | float]:
+        """For a record: compilations and seconds so far, and how many graphs came out of inductor's cache or not.
+
+        Warns if there is no graph at all.
+        """
         from torch._dynamo.utils import counters
 
         found = counters["inductor"]
         hits, misses = (found[f"fxgraph_cache_{name}"] for name in ("hit", "miss"))
+        if not hits + misses:
+            log.warning(
+                "--compile: nothing has been compiled: loss() must call the model itself (of an nn.ModuleDict: its "
+                "networks); TORCH_LOGS=graph_breaks shows what dynamo does not understand"
+            )
         return {"times": self.times, "seconds": round(self.seconds, 3), "hits": hits, "misses": misses}
 
     def begin(self, *_: object) -> None:
