@@ -66,8 +66,8 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
     dynamo.fail_on_recompile_limit_hit = exact
     dynamo.optimize_ddp = not whole
     # headers that are compiled beforehand lie outside the cache, and each start would ask the compiler about them
-    inductor.cpp_cache_precompile_headers = False
-    for name, value in EXACT.items() if exact else ():
+    settings = {"cpp_cache_precompile_headers": False} | (EXACT if exact else {})
+    for name, value in settings.items():  # not all are in all releases
         if hasattr(inductor, name):
             setattr(inductor, name, value)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_tell_of_too_many_shapes)
