@@ -156,10 +156,10 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     file = folder.parent / "model.pt"
     file.touch()
     hints = get_type_hints(Config)
-    on = ("fresh", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
+    on = ("fresh", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm", "channels_last")
     switches = dict.fromkeys(on, True)
-    # --place and --model-parallel exclude each other, and so do the last two
-    apart = ("task", "config", "eval_only", "strategy", "place", *on, "micro_batches")
+    # --compile, --place and --model-parallel exclude each other, and so do the last two
+    apart = ("task", "config", "eval_only", "strategy", "compile", "place", *on, "micro_batches")
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
@@ -167,6 +167,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     config, _ = parse([*arguments, *map(flag, switches)])
     assert asdict(config) == asdict(Config()) | expected | switches
     assert parse(["--eval-only"])[0].eval_only
+    assert parse(["--compile"])[0].compile
     config, _ = parse(["--strategy", "dp", "--micro-batch", "auto"])  # the first does not go with --reduce tree
     assert (config.strategy, config.micro_batch) == ("dp", "auto")
     assert parse(["--place", "a=0,b=1"])[0].place == "a=0,b=1"

@@ -28,12 +28,11 @@ TAIL = 9
 """The step of the recording task's epoch with fewer samples."""
 
 
-def compilers(folder: Path) -> dict[str, str]:
-    """Variables with which each call of g++ leaves a line in folder/calls."""
-    wrapper = folder / "g++"
-    wrapper.write_text(
-        f'#!/bin/sh\necho "$*" >> {folder}/calls\nexec /usr/bin/env PATH="{os.environ["PATH"]}" g++ "$@"\n'
-    )
+def compilers(folder: Path, pause: int = 0) -> dict[str, str]:
+    """Variables with which each call of g++ leaves a line in folder/calls, and each that compiles takes longer."""
+    wrapper, path = folder / "g++", os.environ["PATH"]
+    slower = f'case "$*" in *"-o "*) sleep {pause};; esac'
+    wrapper.write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\n{slower}\nPATH="{path}" exec g++ "$@"\n')
     wrapper.chmod(0o755)
     (folder / "tmp").mkdir()
     return {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder / "tmp")}
@@ -59,7 +58,8 @@ def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_
     for node in nodes:
         node.mkdir()
 
-    process = start(torchrun(2, TRAIN, *options), env=compilers(nodes[0]))
+    slow = ["--hang-timeout", "12"]  # the four compilations with which inductor begins take longer, and are no hang
+    process = start(torchrun(2, TRAIN, *options, *slow), env=compilers(nodes[0], pause=4))
     wait_for_step(run_dir, TAIL - 1, process)
     wait_until(lambda: newest_checkpoint(run_dir) >= TAIL - 3, "a checkpoint")
     kill_workers_and_agent(process)
@@ -93,9 +93,11 @@ def test_without_a_compiler_it_is_refused_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("option", [{"strategy": "dp"}, {"model_parallel": 2}, {"place": "a=0"}])
-def test_a_model_on_several_devices_is_not_compiled(option: dict[str, object]) -> None:
-    with pytest.raises(Refusal, match=r"^--compile --(strategy dp|model-parallel|place): "):
+@pytest.mark.parametrize(
+    "option", [{"strategy": "dp"}, {"model_parallel": 2}, {"place": "a=0"}, {"sync_batchnorm": True}]
+)
+def test_what_cannot_be_compiled_is_refused(option: dict[str, object]) -> None:
+    with pytest.raises(Refusal, match=r"^--compile --(strategy dp|model-parallel|place|sync-batchnorm): "):
         validate(Config(compile=True, **option).resolved())  # type: ignore[arg-type]
 
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from .activity import COMPILATION, activity
 from .errors import Refusal
-from .sync_batchnorm import SyncBatchNorm
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +66,14 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
     dynamo.fail_on_recompile_limit_hit = exact
     dynamo.optimize_ddp = not whole
     # headers that are compiled beforehand lie outside the cache, and each start would ask the compiler about them
-    inductor.cpp_cache_precompile_headers = False
-    for name, value in EXACT.items() if exact else ():
+    settings = {"cpp_cache_precompile_headers": False} | (EXACT if exact else {})
+    for name, value in settings.items():  # not all are in all releases
         if hasattr(inductor, name):
             setattr(inductor, name, value)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_tell_of_too_many_shapes)
     progress.wanted = True
     torch._dynamo.callback.callback_handler.register_start_callback(progress.begin)
     torch._dynamo.callback.callback_handler.register_end_callback(progress.end)
-    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        # it exchanges statistics with other ranks, which is for Python to do
-        disabled: Any = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore[no-untyped-call]
-        SyncBatchNorm.forward = disabled  # type: ignore[method-assign]
     for network in model.children() if isinstance(model, nn.ModuleDict) else [model]:
         network.compile(dynamic=False)
 
@@ -161,12 +156,20 @@ class Progress:
         """What they took."""
         self._before, self._began = "", 0.0
 
-    def facts(self) -> dict[str, int | float]:
-        """For a record: compilations and seconds so far, and how many graphs came out of inductor's cache or not."""
+    def report(self) -> dict[str, int | float]:
+        """For a record: compilations and seconds so far, and how many graphs came out of inductor's cache or not.
+
+        Warns if there is no graph at all.
+        """
         from torch._dynamo.utils import counters
 
         found = counters["inductor"]
         hits, misses = (found[f"fxgraph_cache_{name}"] for name in ("hit", "miss"))
+        if not hits + misses:
+            log.warning(
+                "--compile: nothing has been compiled: loss() must call the model itself (of an nn.ModuleDict: its "
+                "networks); TORCH_LOGS=graph_breaks shows what dynamo does not understand"
+            )
         return {"times": self.times, "seconds": round(self.seconds, 3), "hits": hits, "misses": misses}
 
     def begin(self, *_: object) -> None:

@@ -288,6 +288,11 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     if config.compile and (config.strategy == "dp" or config.place or config.model_parallel > 1):
         other = "--strategy dp" if config.strategy == "dp" else "--place" if config.place else "--model-parallel"
         raise Refusal(f"--compile {other}: a compiled network is on one device for each process; leave one of them out")
+    if config.compile and config.sync_batchnorm:
+        raise Refusal(
+            "--compile --sync-batchnorm: its layers exchange statistics in the midst of the network, which cannot be "
+            "compiled around them; leave one of the two out"
+        )
     if config.strategy == "dp" and devices_per_rank(config) > 1:
         raise Refusal(
             "--strategy dp: gives each GPU a copy of the whole network, which --place and --model-parallel divide; "

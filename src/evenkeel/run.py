@@ -116,7 +116,7 @@ class Run:
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
-        self._compilations = 0
+        self._compilations = -1
         self._writer: Background[float] = Background("checkpoint")
         self._staging = Staging(*world.devices)
         self._saving = 0
@@ -235,14 +235,14 @@ class Run:
 
     def _pack_compiled(self, step: int, asked: bool) -> None:
         """Keep compiled code with the run, if some is new or it is asked for."""
-        new = compilation.progress.times - self._compilations
+        new = compilation.progress.times != self._compilations
         if not (self.compiled and (new or asked)):
             return
         with activity.during(CHECKPOINT):
             self.compiled.pack()
         if new and self.tracker:
-            self._compilations += new
-            self.tracker.event("compile", step, **compilation.progress.facts())
+            self._compilations = compilation.progress.times
+            self.tracker.event("compile", step, **compilation.progress.report())
 
     def _leave_compiled(self, step: int) -> None:
         """The run is over, and nothing is left on the nodes."""
