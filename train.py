@@ -16,6 +16,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenkeel import data, launchers
+from evenkeel.allocator import keep_freed_memory
 from evenkeel.arithmetic import fix_arithmetic, operations_named
 from evenkeel.cli import parse
 from evenkeel.config import Config, devices_per_rank, validate
@@ -52,6 +53,7 @@ def main() -> int:
         return launchers.main(launchers.MultiNode, typed, Path(__file__).resolve())
     config, task = parse(sys.argv[1:])
     interruption = Interruption(config.grace)  # takes the signals from here on
+    keep_freed_memory()
     fix_arithmetic(config.deterministic or config.reduce == "tree", config.threads, config.precision == "tf32")
     world = World.from_environment(devices_per_rank(config), config.strategy)
     limit = config.limit_batches * config.batch_size
