@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenkeel import data, launchers
+from evenkeel.allocator import keep_freed_memory
 from evenkeel.arithmetic import fix_arithmetic, operations_named, threads_of_a_rank
 from evenkeel.cli import parse
 from evenkeel.compilation import LONGEST as LONGEST_COMPILATION
@@ -59,6 +60,7 @@ def main() -> int:
         return launchers.main(launchers.MultiNode, typed, Path(__file__).resolve())
     config, task = parse(sys.argv[1:])
     interruption = Interruption(config.grace)  # takes the signals from here on
+    keep_freed_memory()
     exact = config.deterministic or config.reduce == "tree"
     fix_arithmetic(exact, config.precision == "tf32")
     world = World.from_environment(devices_per_rank(config), config.strategy)

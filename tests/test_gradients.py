@@ -150,3 +150,11 @@ def test_a_resume_on_as_many_ranks_is_exact_in_every_bit_and_with_stock_ddp_it_i
     """Four ranks, because with two the order of an addition does not matter."""
     processes.finish_all(processes.fork_ranks(4, WORKER.with_name("resume_worker.py"), tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text()) == {"ours": True, "stock": False}
+
+
+@pytest.mark.multiprocess
+def test_each_step_of_several_micro_batches_a_rank_is_reduced(tmp_path: Path) -> None:
+    """DDP's `static_graph` has silently stopped to in the third one, beside `no_sync`."""
+    processes.finish_all(processes.fork_ranks(2, WORKER.with_name("reduced_worker.py"), tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found == {"ours": [True] * 4, "control": [True, True, False, True]}

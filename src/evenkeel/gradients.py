@@ -225,7 +225,6 @@ class Gradients:
         """What the loss is multiplied by for the backward pass."""
         return self.state.scaler.scale.to(device) if self.state.scaler else 1.0
 
-    @torch.no_grad()
     def _collect(self, loss: Tensor, weight: float) -> Tensor:
         """What else a micro-batch says, flat and in float64: its weighted loss, the changes of the buffers, its use of
         the parameters. Goes back to the buffers of the step's start for the next one."""

@@ -44,11 +44,11 @@ def step_unless(bad: Tensor | bool, optimizer: Optimizer) -> None:
     if isinstance(bad, Tensor):
         fused: Any = optimizer
         fused.found_inf, fused.grad_scale = bad.float(), None
-        if isinstance(optimizer, SGD):
-            _begin_momentum(optimizer)
-        optimizer.step()
-    elif not bad:
-        optimizer.step()
+    elif bad:
+        return
+    if isinstance(optimizer, SGD) and decides_on_device(optimizer):
+        _begin_momentum(optimizer)
+    optimizer.step()
 
 
 def _begin_momentum(optimizer: SGD) -> None:

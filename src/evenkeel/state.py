@@ -111,8 +111,10 @@ class State:
             overflow = self.scaler.overflow(norm, loss)
             broken = bad & ~overflow
         on = {device: bad.to(device) for device in self._devices}
-        # the host waits for its answer before the lock is taken, or a rescue would wait as well
-        known = bad if all(map(decides_on_device, self.optimizers)) else bool(bad)
+        # a CPU has the answer, and where the host must wait for a GPU's, it does so before it takes the lock, for a
+        # rescue would wait as well
+        on_device = bad.device.type != "cpu" and all(map(decides_on_device, self.optimizers))
+        known = bad if on_device else bool(bad)
         activity.enter(CHECKPOINT)  # which may be copying the state just now
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
             activity.enter(COMMIT)
