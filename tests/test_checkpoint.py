@@ -92,7 +92,7 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(checkpoints: Checkpoints, o
             inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(state.step))
             state.clear_gradients()
             state.model(inputs).square().mean().backward()
-            state.commit({}, torch.tensor(1.0))
+            state.commit([group.committed for group in state.buffers.groups], torch.tensor(1.0))
 
     uninterrupted, first, second = build(), build(), build()
     advance(uninterrupted, 6)
