@@ -42,7 +42,7 @@ WARM_UP = 0.2
 
 WorkloadName = Literal["digits", "resnet18", "mlp", "jpegs", "gpt"]
 SideName = Literal[
-    "bare", "bare again", "accelerate", "fabric", "lightning", "evenkeel", "evenkeel G/W", "evenkeel tree"
+    "bare", "bare again", "accelerate", "fabric", "lightning", "evenkeel", "evenkeel cut in 8", "evenkeel tree"
 ]
 
 
@@ -68,7 +68,7 @@ PEERS: dict[SideName, str] = {"accelerate": "accelerate", "fabric": "lightning",
 
 OURS: dict[SideName, Callable[[int], list[str]]] = {
     "evenkeel": lambda share: [],
-    "evenkeel G/W": lambda share: [f"--micro-batch={share}"],
+    "evenkeel cut in 8": lambda share: ["--micro-batches=8"],  # what the default was once
     "evenkeel tree": lambda share: [f"--micro-batch={share}", "--reduce=tree"],
 }
 """Side -> options of train.py, from a rank's share of the batch."""
