@@ -159,7 +159,9 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         job = {"workload": workload, "batch_size": WORKLOADS[workload].batch_size, "steps": steps, "slow": slow}
         job |= {"folder": folder, "images": str(images)}
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PEERS_JOB": json.dumps(job)}
+        # without compiled files each start would compile the sources anew, and those of a checkout are ours
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment = kept | {"OMP_NUM_THREADS": "1", "PEERS_JOB": json.dumps(job)}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = [*torchrun, *script(side, workload, steps, ranks, folder, images)]
         log = Path(folder, "log")
