@@ -30,9 +30,9 @@ def torchrun(ranks: int, *arguments: object, restarts: int = 0) -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's, with one thread a rank, and without W&B accounts, make's options, a terminal's size and what
-    pytest says."""
-    private = ("WANDB_", "MAKE", "MFLAGS", "ARGS", "COLUMNS", "LINES", "PYTEST_")
+    """This process's, with one thread a rank, and without W&B accounts, make's options, a terminal's size, what pytest
+    says, and what torch sets in it when its compiler is imported."""
+    private = ("WANDB_", "MAKE", "MFLAGS", "ARGS", "COLUMNS", "LINES", "PYTEST_", "TORCHINDUCTOR_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(private)}
     return kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull} | dict(extra or {})
 

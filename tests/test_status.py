@@ -116,8 +116,8 @@ def test_every_state_is_told(runs: Path) -> None:
     working = found["working"]
     assert working["step"] >= 3
     assert working["total_steps"] == LONG
-    # at least two pauses of 0.1 s a step; and on a busy machine no more than a hundred times that
-    assert 0.2 * (LONG - working["step"]) < working["eta"] < 20 * LONG
+    # at least a pause of 0.1 s a step; and on a busy machine no more than two hundred times that
+    assert 0.1 * (LONG - working["step"]) < working["eta"] < 20 * LONG
     assert [name for name, it in found.items() if it["eta"] is not None] == ["working"]
     for it in found.values():
         assert it["train"]["loss"] > 0 or it is found["finished"]

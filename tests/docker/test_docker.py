@@ -49,6 +49,13 @@ def starts(run_dir: Path) -> list[int]:
     return [record["step"] for record in records(run_dir, "start")]
 
 
+def goes_on_from(run_dir: Path, told: int) -> bool:
+    """Whether the second start was at the step that rank 0 told of, or at the next one, which another rank may have
+    finished when the signal came: the newest that any of them has saved counts."""
+    first, second = starts(run_dir)
+    return first == 0 and second - told in (0, 1)
+
+
 def no_step_is_missing(run_dir: Path) -> bool:
     """Whether the metrics have every step. One may be there twice: that during which the last was being saved."""
     steps = {record["step"] for record in records(run_dir, "train")}
@@ -138,7 +145,7 @@ def test_hardened_it_learns_as_well_and_comes_back_after_75_and_not_after_0(buil
     saved = re.search(r"stopped by SIGTERM; step (\d+) is saved", engine.logs("hardened"))
     assert saved
     assert int(saved[1]) >= 20
-    assert starts(run_dir) == [0, int(saved[1])]
+    assert goes_on_from(run_dir, int(saved[1]))
     assert no_step_is_missing(run_dir)
     assert read(run_dir)["metrics"]["accuracy"] >= 0.98
     assert owners(runs) == {USER}
@@ -177,7 +184,7 @@ def test_a_frozen_rank_is_told_and_a_stop_saves_and_a_start_goes_on(built: Built
     assert 3 <= stopped["step"] < 150
     engine.docker("start", "node")
     wait_for(lambda: stepped(run_dir, stopped["step"] + 2), "the next steps", more=more)
-    assert starts(run_dir) == [0, stopped["step"]]
+    assert goes_on_from(run_dir, stopped["step"])
     assert no_step_is_missing(run_dir)
     assert not [
         line for line in engine.docker("top", "node", "-o", "pid,stat,args").stdout.splitlines() if " Z" in line
