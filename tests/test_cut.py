@@ -80,7 +80,7 @@ def test_the_tree_has_a_cut_that_is_a_fact_of_the_job() -> None:
         (5, {"reduce": "tree"}, (0, 4)),
     ],
 )
-def test_a_recorded_options_stays_unless_ranks_would_be_idle(
+def test_a_recorded_cut_stays_unless_ranks_would_be_idle(
     ranks: int, options: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     assert cut(ranks, {"micro_batch": 16, "micro_batches": 4}, **options) == expected
