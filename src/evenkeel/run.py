@@ -542,12 +542,13 @@ class Run:
         if state.step == 0:
             return "there was no step to save"
         begun = time.perf_counter()
-        time.sleep(0.05 * self.world.local_rank)  # the lowest one that lives should be the one that writes
         kept = self._staging.take(patience=self.config.grace / 2)
         try:
             # new memory if the writer does not come back with the other
             staging = self._staging if kept else Staging(*self.world.devices)
             captured = state.capture(self.config.grace / 4, staging, final=True)
+            # The lowest one that lives should be the one that writes. Not before the capture: small steps go on meanwhile
+            time.sleep(0.05 * self.world.local_rank)
             path = self.checkpoints.rescue(captured)
         except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
