@@ -547,7 +547,7 @@ class Run:
             # new memory if the writer does not come back with the other
             staging = self._staging if kept else Staging(*self.world.devices)
             captured = state.capture(self.config.grace / 4, staging, final=True)
-            # The lowest one that lives should be the one that writes. Not before the capture: small steps go on meanwhile
+            # the lowest one that lives should write; not before the capture, because small steps go on meanwhile
             time.sleep(0.05 * self.world.local_rank)
             path = self.checkpoints.rescue(captured)
         except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed
