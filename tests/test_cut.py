@@ -16,7 +16,20 @@ from evenkeel.cut import fact_of_the_job, has_batchnorm, settle
 from evenkeel.launch import LARGEST_WORLD, Topology
 from evenkeel.run_directory import recorded_options
 
-from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, run_forked, wait_until
+from .processes import (
+    TRAIN,
+    checked,
+    finish,
+    finish_all,
+    fork,
+    fork_ranks,
+    free_port,
+    kill_group,
+    read,
+    records,
+    run_forked,
+    wait_until,
+)
 from .test_train import job
 
 
@@ -163,6 +176,25 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
     summary = read(run_dir)
     assert summary["samples_seen"] == 3 * 101
     assert summary["bits_void_from"] == step
+
+
+@pytest.mark.multiprocess
+def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    started = [
+        fork(
+            TRAIN, *job(tmp_path / "run", "--seed", rank), env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    refused = checked(finish(started[0]), 2)
+    kill_group(started[1])  # which leaves the speaking to the first
+    assert "--seed is 0 on rank 0 and 1 on rank 1; type it, and the same on all nodes" in refused.stderr
 
 
 @pytest.mark.multiprocess

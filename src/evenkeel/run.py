@@ -469,19 +469,18 @@ class Run:
 
     def _refuse_other_data(self, before: dict[str, int]) -> None:
         """Each node has looked at its own copy of the run so far, at its own command line and at its own data."""
-        everywhere = self.world.gather(self.samples)
-        options = self.world.gather(self.options)
-        for rank, theirs in enumerate(options):
-            for name, first, here in differences_of_options(options[0], theirs, self._harmless):
+        everywhere = self.world.gather((self.samples, self.options))
+        samples, options = everywhere[0]
+        for rank, (there, typed) in enumerate(everywhere):
+            for name, first, here in differences_of_options(options, typed, self._harmless):
                 raise Refusal(
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type it, and the same on all nodes"
                 )
-        for rank, there in enumerate(everywhere):
             refuse_other_data(self.path, before, there)
             for part, number in there.items():
-                if number != everywhere[0][part]:
+                if number != samples[part]:
                     raise Refusal(
-                        f"the {part} data has {everywhere[0][part]} samples on rank 0 and {number} on rank {rank}; "
+                        f"the {part} data has {samples[part]} samples on rank 0 and {number} on rank {rank}; "
                         "give all nodes the same data"
                     )
 
