@@ -72,6 +72,7 @@ NOT_COMPUTING = frozenset(
         "ledger",
         "memory",
         "mistakes",
+        "naming",
         "network",
         "planning",
         "placement",
