@@ -53,11 +53,11 @@ class Classify(Classification):
     augment: Annotated[Augment, NAME] = "none"
     """none; basic: shift or crop, and flip; trivial, rand: then TrivialAugment or RandAugment."""
     mixup: float = 0.0
-    """Alpha of blending pairs of images, 0.2 for example. 0: not."""
+    """Alpha of blending images in pairs, say 0.2. 0: not."""
     cutmix: float = 0.0
     """Alpha of pasting a part of an image into another; with --mixup either of them. 0: not."""
     label_smoothing: float = 0.0
-    """Share of the label spread over all classes; not in test/loss."""
+    """Share of the label spread over all classes."""
     on_bad_sample: Annotated[OnBadSample, NAME] = "raise"
     """When an image does not decode. raise: end; skip: another stands in for it."""
     decode: Annotated[Decode, NAME] = "auto"

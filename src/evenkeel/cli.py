@@ -18,6 +18,7 @@ import tyro
 from .config import GROUPS, OPTION_NAMES, Config, flag, validate
 from .errors import Refusal, one_line_errors
 from .run_directory import read_config
+from .synonyms import refuse_synonyms
 from .tasks import Task, load_task, option_name
 
 
@@ -46,6 +47,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
 
     parts = {group.__name__.lower(): _part(group, job_default) for group in GROUPS} | {"task": task_default}
     grouped = make_dataclass("Options", [(name, _group(type(it)), _default(it)) for name, it in parts.items()])
+    refuse_synonyms(arguments, {flag(option_name(option.name)) for it in parts.values() for option in fields(it)})
     about = inspect.getdoc(Config)
     chosen: Any = one_line_errors(lambda: tyro.cli(grouped, args=list(arguments), description=about))
     options = [vars(getattr(chosen, group.__name__.lower())) for group in GROUPS]

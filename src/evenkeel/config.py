@@ -38,7 +38,7 @@ class Run:
     epochs: int = 20
     """Passes over the training data."""
     max_steps: int = 0
-    """Stop after this many optimizer steps at the latest. 0: no limit."""
+    """Stop after this many optimizer steps. 0: no limit."""
     fresh: Flag = False
     """Start over. A run in the run directory is moved aside, not deleted."""
     eval_only: Flag = False
@@ -46,7 +46,7 @@ class Run:
     eval_every: int = 0
     """Steps between two evaluations. 0: after each epoch."""
     patience: int = 0
-    """Finish after this many evaluations without a better one. 0: never."""
+    """Evaluations without a better one to finish after. 0: none."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,7 @@ GROUPS = (Run, Data, Model, Optimizer, Precision, Checkpoints, Logging, Reproduc
 class Config(Reproducibility, Logging, Checkpoints, Precision, Optimizer, Model, Data, Run):
     """Train a task. Runs under torchrun on any number of processes, or alone as `python train.py`.
 
-    The same command again continues the run at its next step, on as many processes as there are then.
-    Every number is about the whole job: nothing has to change when the number of processes does.
+    The same command continues the run at its next step. Numbers are of the whole job, not of a process.
     """
 
     def resolved(self) -> Config:

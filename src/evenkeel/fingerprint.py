@@ -84,6 +84,7 @@ NOT_COMPUTING = frozenset(
         "seqlock",
         "single_samples",
         "staging",
+        "synonyms",
         "tracking",
         "weights",
         "world",

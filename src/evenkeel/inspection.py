@@ -139,8 +139,7 @@ class ExportModel:
     step: Step = None
     """Step of another one than the newest."""
     form: Annotated[Literal["bare", "dp", "safetensors"], tyro.conf.arg(name="as")] = "bare"
-    """bare: names as in the model; dp: with the prefix `module.` of DataParallel and DDP; safetensors: bare names in
-    that format, tied weights once for each name."""
+    """bare: names as in the model; dp: with the prefix `module.` of DataParallel; safetensors: bare, in that format."""
     raw: Flag = False
     """The weights that the optimizer works on, where --ema has averaged ones."""
 
