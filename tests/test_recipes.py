@@ -249,7 +249,7 @@ def test_when_a_run_is_over() -> None:
     assert not again.over(8)
     again.note(10, {"error": 4.5})
     assert again.over(10)
-    assert again.why() == "no better error than 4.0000 in 2 evaluations"
+    assert again.why() == "no better test/error than 4.0000 in 2 evaluations"
     with pytest.raises(Ended, match="has no metric 'error', only loss"):
         again.note(12, {"loss": 1.0})
     patient = Stopping(last_step=10, every=2)
