@@ -14,11 +14,17 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from evenkeel import display
+
+if __name__ == "__main__":
+    display.announce()  # for the imports below take seconds
+
 import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenkeel import data, launchers
+from evenkeel.activity import START_UP, activity
 from evenkeel.allocator import keep_freed_memory
 from evenkeel.arithmetic import fix_arithmetic, operations_named, threads_of_a_rank
 from evenkeel.cli import parse
@@ -59,6 +65,7 @@ def main() -> int:
     if typed := launchers.topology_in(sys.argv[1:]):  # python train.py -n 1 -g 2 -nr 0
         return launchers.main(launchers.MultiNode, typed, Path(__file__).resolve())
     config, task = parse(sys.argv[1:])
+    display.start()
     interruption = Interruption(config.grace)  # takes the signals from here on
     keep_freed_memory()
     exact = config.deterministic or config.reduce == "tree"
@@ -67,10 +74,12 @@ def main() -> int:
     recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know better: Run.begin
     torch.set_num_threads(config.threads or recorded.get("threads") or threads_of_a_rank(exact, world.local_world_size))
     limit = config.limit_batches * config.batch_size
+    activity.enter(START_UP, "data")
     train_set, test_set = data.limited(task.train_dataset(), limit), data.limited(task.test_dataset(), limit, "test")
     validate(config, len(train_set), len(test_set))
     if config.eval_only:
         return evaluate_only(config, task, world, test_set)
+    activity.enter(START_UP, "model")
     model = network(config, task, world)
     cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
     settled = cutter(recorded)

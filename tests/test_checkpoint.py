@@ -120,7 +120,7 @@ def test_an_empty_folder_and_none(checkpoints: Checkpoints) -> None:
 def test_the_manifest(checkpoints: Checkpoints) -> None:
     path = checkpoints.save(state(3), {"accuracy": 0.5, "loss": 1.5})
     manifest = json.loads((path / MANIFEST).read_text())
-    assert (manifest["step"], manifest["metrics"]) == (3, {"accuracy": 0.5, "loss": 1.5})
+    assert (manifest["step"], manifest["metrics"]) == (3, {"test/accuracy": 0.5, "test/loss": 1.5})
     assert manifest["files"][STATE]["bytes"] == (path / STATE).stat().st_size
     assert manifest["files"][STATE]["sha256"] == hashlib.sha256((path / STATE).read_bytes()).hexdigest()
     assert (manifest["kind"], manifest["host"]) == ("checkpoint", socket.gethostname())

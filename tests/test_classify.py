@@ -150,9 +150,9 @@ def test_the_linear_model_learns_its_random_data(loss: Any, tmp_path: Path) -> N
     run_forked(TRAIN, "--task", "regress", "--loss", loss, *shape, "--run-dir", tmp_path)
     metrics = read(tmp_path)["metrics"]
     if loss == "mse":
-        assert metrics["loss"] < 0.05, "the noise has a variance of 0.01, and the targets one of about 1.6"
+        assert metrics["test/loss"] < 0.05, "the noise has a variance of 0.01, and the targets one of about 1.6"
     else:
-        assert metrics["accuracy"] > 0.9
+        assert metrics["test/accuracy"] > 0.9
     assert f'loss = "{loss}"' in (tmp_path / "config.toml").read_text()
     task = Regress(loss_=loss, outputs=2, samples=512)
     assert parse(["--config", str(tmp_path / "config.toml")])[1] == task
@@ -236,7 +236,7 @@ def test_bad_images_end_a_run_or_are_skipped_alike_on_any_number_of_ranks_and_lo
     finish_all(job(3, tmp_path / "three", *skip, "--num-workers", 2))
     assert weights_of(tmp_path / "alone") == weights_of(tmp_path / "three")
     assert read(tmp_path / "alone")["metrics"] == read(tmp_path / "three")["metrics"]
-    assert read(tmp_path / "alone")["metrics"]["left_out"] == pytest.approx(1 / 20)
+    assert read(tmp_path / "alone")["metrics"]["test/left_out"] == pytest.approx(1 / 20)
     for path in (bad, bad_test):
         assert told_of(str(path), tmp_path / "alone") == [1], "in two epochs and two evaluations once"
         told = told_of(str(path), tmp_path / "three")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import Field, asdict, fields, replace
@@ -14,11 +17,21 @@ import tomli_w
 import torch
 
 import train
+from evenkeel.__main__ import SUBCOMMANDS
 from evenkeel.classify import Classify
 from evenkeel.cli import parse
-from evenkeel.config import Config, flag, saved_options
+from evenkeel.config import GROUPS, Config, flag, saved_options
 from evenkeel.devices import explain_devices
+from evenkeel.docker_run import ContainerNode
 from evenkeel.errors import Refusal, exit_code
+from evenkeel.inspection import ExportModel
+from evenkeel.launchers import MultiNode, SingleNode
+from evenkeel.regress import Regress
+from evenkeel.segment import Segment
+from evenkeel.slurm.node import NodeCommand
+from evenkeel.slurm.submission import Submit
+from evenkeel.synonyms import BY_NAME, SYNONYMS
+from evenkeel.tasks import option_name
 
 from .processes import TRAIN, run, torchrun
 
@@ -205,6 +218,11 @@ def test_help_lists_every_option_with_its_default(
     [
         (["--nonsense"], ["--nonsense"]),
         (["--batch-sise", "64"], ["--batch-sise", "perhaps --batch-size?"]),
+        (["--amp"], ["--amp: here it is --precision bf16 or --precision fp16"]),
+        (["--learning_rate=3"], ["--learning_rate: here it is --lr ("]),
+        (["--resume", "auto"], ["--resume: nothing to type: the same command continues where it stopped"]),
+        (["-b", "64"], ["-b: here it is --batch-size, of all processes together"]),
+        (["--task", "regress", "--model", "x"], ["--model: a part of the task: its class makes the network"]),
         (["stray"], ["stray"]),
         (["--depth", "3"], ["--depth"]),
         (["--epochs"], ["--epochs"]),
@@ -244,6 +262,36 @@ def test_help_lists_every_option_with_its_default(
 def test_bad_input(refused: Refused, arguments: list[str], expected: list[str]) -> None:
     message = refused(*arguments)
     assert [text for text in expected if text not in message] == [], message
+
+
+def test_what_a_synonym_names_exists_and_the_synonym_does_not() -> None:
+    ours = {flag(option_name(option.name)) for cls in (Config, Classify) for option in fields(cls)}
+    assert [name for here in SYNONYMS.values() for name in re.findall(r"--[a-z-]+", here) if name not in ours] == []
+    assert ours & BY_NAME.keys() == {"--model", "--dataset", "--data-dir"}, "which other tasks have not"
+    asked = "--learning-rate --gradient-accumulation-steps --resume --amp --fp16 --bf16 --workers --bs --batch --wd "
+    asked += (
+        "--max-epochs --num-epochs --output-dir --logdir --checkpoint --ckpt --local-rank --arch --data --data-path "
+    )
+    asked += "--print-freq --distributed --dist-url --use-env"
+    assert set(asked.split()) <= BY_NAME.keys()
+    assert len(BY_NAME) == sum(len(names.split()) for names in SYNONYMS), "each once"
+
+
+def test_a_task_may_have_an_option_of_that_name(folder: Path) -> None:
+    (folder.parent / "tasks_of_mine.py").write_text(TASK.replace("depth: int", "arch: int = 1\n    depth: int"))
+    assert parse([*mine("Rich"), "--arch", "7"])[1].options()["arch"] == 7
+
+
+COMMANDS = (SingleNode, MultiNode, Submit, NodeCommand, ContainerNode, ExportModel, *SUBCOMMANDS.values())
+
+
+@pytest.mark.parametrize("options", [*GROUPS, Classify, Regress, Segment, *COMMANDS])
+def test_no_help_text_is_broken_in_the_midst_of_a_sentence(options: type) -> None:
+    """tyro keeps the line breaks of a docstring below a field."""
+    (cls,) = ast.parse(inspect.getsource(options)).body
+    assert isinstance(cls, ast.ClassDef)
+    texts = [ast.literal_eval(it.value) for it in cls.body[1:] if isinstance(it, ast.Expr)]
+    assert [text for text in texts if "\n" in text] == []
 
 
 class Terminal(io.TextIOWrapper):
@@ -465,6 +513,13 @@ def test_a_real_refusal_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_real_help(tmp_path: Path) -> None:
-    done = run([sys.executable, str(TRAIN), "--help"], cwd=tmp_path, expect=0)
+    env = {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+    done = run([sys.executable, str(TRAIN), "--help"], cwd=tmp_path, env=env, expect=0)
     assert "--batch-size INT" in done.stdout
     assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) < 120
+    assert max(map(len, lines)) <= 100
+    assert re.findall(r"─ (\w+) options ─", done.stdout) == [
+        "run", "data", "model", "optimizer", "precision", "checkpoints", "logging", "reproducibility", "task",
+    ]  # fmt: skip

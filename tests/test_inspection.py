@@ -60,8 +60,8 @@ def test_list(run_dir: Path, part: str) -> None:
     time, size = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", r"[\d.]+ kB"
     expected = [
         rf"   5  checkpoint  {time}  {size}",
-        rf"  10  checkpoint  {time}  {size}  accuracy 0\.9000  loss 0\.1000  \(best\)",
-        rf" 200  checkpoint  {time}  {size}  accuracy 0\.8000  loss 0\.2000",
+        rf"  10  checkpoint  {time}  {size}  test/accuracy 0\.9000  test/loss 0\.1000  \(best\)",
+        rf" 200  checkpoint  {time}  {size}  test/accuracy 0\.8000  test/loss 0\.2000",
         rf" 210  snapshot    {time}  {size}  \(newest\)",
         r"  42  set aside  +damaged-step-00000042-1700000000000000000",
     ]
@@ -91,7 +91,7 @@ def test_inspect(run_dir: Path) -> None:
     lines = checkpoint("inspect", run_dir, "--step", 200).stdout.splitlines()
     path = run_dir / "checkpoints" / "step-00000200"
     assert lines[0].startswith(f"{path}: checkpoint of step 200, written ")
-    assert lines[1] == "metrics: accuracy 0.8000  loss 0.2000"
+    assert lines[1] == "metrics: test/accuracy 0.8000  test/loss 0.2000"
     assert lines[2].startswith(f"file {STATE}: ")
     assert lines[3:] == ["model: 10 parameters, buffers counted too", "  w  float32 [10]"]
     newest = checkpoint("inspect", run_dir).stdout.splitlines()

@@ -261,7 +261,9 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
         assert weights["1.running_mean"].eq(0).all()
         assert weights["1.weight"].eq(1).all()
     else:
-        told = [{r["step"]: (r["scale"], r["overflows"]) for r in records(d, "train")} for d in each(tmp_path)]
+        told = [
+            {r["step"]: (r["train/scale"], r["train/overflows"]) for r in records(d, "train")} for d in each(tmp_path)
+        ]
         # a step may have been saved by another rank before rank 0 could tell of it
         assert told[1].items() <= told[0].items()
         assert len(told[1]) > 20

@@ -63,7 +63,7 @@ def test_make_train_learns_the_digits(checkout: Path) -> None:
     out = type_in("make train", checkout).stdout
     print(f"make train took {time.monotonic() - begun:.1f} s")
     summary = read(checkout / "runs" / "classify")
-    assert summary["metrics"]["accuracy"] >= 0.98
+    assert summary["metrics"]["test/accuracy"] >= 0.98
     assert summary["state"] == "finished"
     assert len(summary["world_sizes"]) == 1
     assert "were productive" in out
@@ -75,7 +75,7 @@ def test_command(line: str, checkout: Path) -> None:
     """In the order of the README: a later one may build on an earlier."""
     done = type_in(line, checkout)
     if "Spirals" in line and "--help" not in line and "torchrun" in line:
-        assert read(checkout / "runs" / "Spirals")["metrics"]["accuracy"] > 0.95
+        assert read(checkout / "runs" / "Spirals")["metrics"]["test/accuracy"] > 0.95
     if "--help" in line:
         assert "--hidden" in done.stdout
 

@@ -249,7 +249,7 @@ def test_when_a_run_is_over() -> None:
     assert not again.over(8)
     again.note(10, {"error": 4.5})
     assert again.over(10)
-    assert again.why() == "no better error than 4.0000 in 2 evaluations"
+    assert again.why() == "no better test/error than 4.0000 in 2 evaluations"
     with pytest.raises(Ended, match="has no metric 'error', only loss"):
         again.note(12, {"loss": 1.0})
     patient = Stopping(last_step=10, every=2)
@@ -290,7 +290,7 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
     (done,) = finish_all(fork_ranks(0, TRAIN, *options))
     finish_all([*undisturbed, *forgetful])
 
-    said = "stopped early at step 9: no better score than 1.0000 in 2 evaluations"
+    said = "stopped early at step 9: no better test/score than 1.0000 in 2 evaluations"
     assert f"evenkeel: finished, {said}" in done.stdout
     for folder, last in ((plain, 9), (run_dir, 9), (control, 12)):
         summary, status = read(folder), read(folder, "status.json")

@@ -262,7 +262,7 @@ def test_it_learns(tmp_path: Path) -> None:
     background = float(torch.stack([(data[i][1] == 0).double().mean() for i in range(60)]).mean())
     metrics = read(tmp_path)["metrics"]
     print(f"mIoU {metrics['miou']:.3f}, of background alone {background / CLASSES:.3f}")
-    assert metrics["miou"] > 2 * background / CLASSES
+    assert metrics["test/miou"] > 2 * background / CLASSES
     assert metrics["pixel_accuracy"] > background
 
 
@@ -301,7 +301,7 @@ def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> 
     assert "--place segmenter=0,discriminator=1: part 0 " in logs
     assert "segmenter is cut before segmenter.classifier.0" in logs
     assert "there is no GPU, so all is on the CPU" in logs
-    last = {record["step"]: record["lr"] for record in records(run_dir, "train")}
+    last = {record["step"]: record["train/lr"] for record in records(run_dir, "train")}
     assert last[16] == pytest.approx(2e-3 * 0.5**0.9), "the segmenter's, at step 15 of 30"
     saved = torch.load(run_dir / "model.pt", weights_only=True)
     assert {name.split(".")[0] for name in saved} == {"segmenter", "discriminator"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from evenkeel.checkpoint import Checkpoints, read_manifest
 from evenkeel.ledger import goodput, ledger, read_records
 from evenkeel.slurm.record import JobRecord
 from evenkeel.standing import Metrics, Standing, standing
@@ -24,11 +26,13 @@ from . import processes
 from .processes import TRAIN, kill_group, read, run, start, torchrun
 from .terminal import Terminal
 from .test_inspection import contents_of
+from .test_old_runs import RUNS
 from .test_survival import workers_of
 from .test_train import PLAN, TASK, job, wait_for_step
 
 LONG = 10_000  # steps, so that a run outlives its tests
 NO_SLURM = {"PATH": str(Path(sys.executable).parent)}
+TRAINING = {"train/loss", "train/grad_norm", "train/lr", "train/samples_per_s"}
 STATUS = [sys.executable, "-m", "evenkeel", "status"]
 
 
@@ -111,7 +115,8 @@ def test_every_state_is_told(runs: Path) -> None:
         "working": "",
     }
     assert found["finished"]["step"] == found["finished"]["total_steps"] == PLAN.total_steps
-    assert found["finished"]["test"] == read(runs / "finished")["metrics"]
+    metrics = found["finished"]["metrics"]
+    assert {k: v for k, v in metrics.items() if k.startswith("test/")} == read(runs / "finished")["metrics"]
     assert found["stopped"]["step"] == read(runs / "sweep" / "stopped", "status.json")["step"]
     working = found["working"]
     assert working["step"] >= 3
@@ -120,7 +125,7 @@ def test_every_state_is_told(runs: Path) -> None:
     assert 0.1 * (LONG - working["step"]) < working["eta"] < 20 * LONG
     assert [name for name, it in found.items() if it["eta"] is not None] == ["working"]
     for it in found.values():
-        assert it["train"]["loss"] > 0 or it is found["finished"]
+        assert it["metrics"]["train/loss"] > 0 or it is found["finished"]
         assert it["starts"] == 1
         assert 0 < it["goodput"] < 1
         assert it["job"] is None
@@ -132,7 +137,7 @@ def test_the_table_fits_the_terminal(runs: Path) -> None:
     wide = status(runs).stdout
     header, *lines = wide.splitlines()
     assert header.split() == ["RUN", "STATE", "STEP", "DONE", "ETA", "METRICS", "STARTS", "GOODPUT"], "and no JOB"
-    assert re.search(rf"{runs}/finished +finished +27/27 +100% +loss \d\.\d{{4}} +1 +\d+%$", wide, re.MULTILINE)
+    assert re.search(rf"{runs}/finished +finished +27/27 +100% +train/loss \d\.\d{{4}} +1 +\d+%$", wide, re.MULTILINE)
     assert f"{runs}/sweep/failed: ZeroDivisionError: a bug in the user's loss" in lines
     short = os.path.relpath(runs, processes.ROOT)  # a long name has to be broken
     for width, columns in ((200, 8), (len(short) + 30, 3), (30, 3)):
@@ -235,6 +240,28 @@ def test_files_that_are_none_of_a_run(tmp_path: Path) -> None:
         ("cut", "unknown"), ("list", "unknown"), ("torn", "finished"),
     ]  # fmt: skip
     assert found[0]["why"].startswith("status.json cannot be read: ")
+
+
+def test_a_run_of_another_version_has_the_names_of_this_one(tmp_path: Path) -> None:
+    """Version 0.1.0 wrote bare names, and a run that it began may have been continued."""
+    run_dir = shutil.copytree(RUNS / "finished", tmp_path / "finished")
+    metrics = Metrics(run_dir / "metrics.jsonl")
+    found = standing(run_dir, metrics, None, None).metrics
+    assert set(found) == {*TRAINING, "test/loss", "test/accuracy"}
+    assert read(run_dir)["metrics"] == {"loss": found["test/loss"], "accuracy": found["test/accuracy"]}, "the control"
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        now = {"step": 61, "time": time.time()}
+        file.write(json.dumps({"kind": "train", "epoch": 4.1} | now | dict.fromkeys(TRAINING, 0.5)) + "\n")
+    again = standing(run_dir, metrics, None, None).metrics
+    assert again == found | dict.fromkeys(TRAINING, 0.5)
+    # the best checkpoint is told by a metric of old and of new manifests
+    old, *_ = (checkpoints := Checkpoints(run_dir / "checkpoints", 9, ("accuracy", "max"))).all()
+    assert read_manifest(old).best_by == ("test/accuracy", "max")
+    assert read_manifest(old).metrics.keys() == {"test/loss", "test/accuracy"}
+    checkpoints.save({"step": 61}, {"accuracy": 0.01})
+    assert checkpoints.best_path() != checkpoints.all()[-1]
+    checkpoints.save({"step": 62}, {"accuracy": 0.99})
+    assert checkpoints.best_path() == checkpoints.all()[-1]
 
 
 def test_a_folder_that_grows_while_it_is_watched(tmp_path: Path) -> None:

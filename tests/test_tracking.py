@@ -73,7 +73,7 @@ def test_each_event_is_a_line_of_json(run_dir: Path, capsys: pytest.CaptureFixtu
     it = tracker(run_dir)
     it.start(0)
     it.train(10, 1.5, 2.5, 0.1)
-    it.evaluation(10, {"accuracy": 0.5, "loss": 1.25})
+    it.evaluation(10, {"test/accuracy": 0.5, "test/loss": 1.25})
     it.event("checkpoint", 10, path="step-00000010")
     it.train(20, 0.5, 2.5, 0.0)
     it.close()
@@ -81,20 +81,22 @@ def test_each_event_is_a_line_of_json(run_dir: Path, capsys: pytest.CaptureFixtu
     assert kinds == [("start", 0), ("train", 10), ("eval", 10), ("checkpoint", 10), ("train", 20)]
     start, train, evaluation, *_ = lines(run_dir)
     assert (start["attempt"], start["world_size"]) == (1, 2)
-    assert (train["loss"], train["lr"], train["epoch"]) == (1.5, 0.1, 0)
-    assert train["samples_per_s"] > 0
-    assert (evaluation["accuracy"], evaluation["loss"]) == (0.5, 1.25)
+    assert (train["train/loss"], train["train/lr"], train["epoch"]) == (1.5, 0.1, 1.0)
+    assert train["train/samples_per_s"] > 0
+    assert (evaluation["test/accuracy"], evaluation["test/loss"]) == (0.5, 1.25)
     assert abs(train["time"] - time.time()) < 60
     shown = capsys.readouterr().out
     assert "2 ranks, step 0/20" in shown
-    assert "step 20/20  epoch 2/2  loss 0.5000  accuracy 0.5000" in shown
+    assert "step 20/20  epoch 2/2  train/loss 0.5000  test/accuracy 0.5000" in shown
+    assert "step 10/20  test/accuracy 0.5000  test/loss 1.2500\n" in shown
+    assert "step 10/20  epoch 1/2" in shown, "the last step of the first epoch, in which one epoch is done"
 
 
 def test_a_loss_that_is_no_number_does_not_spoil_the_file(run_dir: Path) -> None:
     it = tracker(run_dir)
     for loss in (float("nan"), float("inf"), -float("inf"), 1.0):
         it.train(10, loss, 2.5, 0.1)
-    assert [line["loss"] for line in lines(run_dir)] == [None, None, None, 1.0]
+    assert [line["train/loss"] for line in lines(run_dir)] == [None, None, None, 1.0]
 
 
 def test_another_attempt_appends(run_dir: Path) -> None:
@@ -315,11 +317,13 @@ def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) ->
     it = tracker(run_dir, wandb="online")
     it.start_wandb(None, {})
     it.train(10, 1.5, 2.5, 0.1)
-    it.evaluation(10, {"accuracy": 0.5})
+    it.evaluation(10, {"test/accuracy": 0.5})
     it.close(exit_code=75)
     it.close()
     assert [step for step, _ in fake.logged] == [10, 10]
-    assert fake.logged[0][1]["train/loss"] == 1.5
+    told = [{k: v for k, v in line.items() if k == "epoch" or "/" in k} for line in lines(run_dir)]
+    assert [values for _, values in fake.logged] == told, "by the same names"
+    assert (told[0]["train/loss"], told[0]["epoch"]) == (1.5, 1.0)
     assert fake.logged[1][1] == {"test/accuracy": 0.5}
     assert fake.ended == [75]
 

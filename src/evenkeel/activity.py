@@ -1,7 +1,7 @@
 """What this process is doing, and what it has spent its seconds on.
 
-One mark at each change of phase serves two readers: the ledger, which adds the seconds up, and the watch for
-hangs, which notices that nothing changes any more. A mark costs less than a microsecond.
+One mark at each change of phase serves three readers: the ledger, which adds the seconds up, the watch for hangs, which
+notices that nothing changes any more, and the display. A mark costs less than a microsecond.
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ class Activity:
         self.redo_until = 0
         """The last step that an earlier attempt had done: up to there, work is done again."""
         self.phase = START_UP
+        self.detail = "importing"
+        """What within the phase, for a reader, where there is more to say."""
         self.changes = 0
         """Marks so far. If it stands still, so does the process."""
         self._since = time.monotonic() - _age()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, detail: str = "") -> None:
         """Mark that another phase begins, or the next piece of the same one."""
         now = time.monotonic()
         self._seconds[self._account()] += now - self._since
-        self.phase, self._since = phase, now
+        self.phase, self.detail, self._since = phase, detail, now
         self.changes += 1
 
     def write_off(self) -> None:

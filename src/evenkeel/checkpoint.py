@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from .files import sync_folder, write_json
+from .naming import TEST, full_name, named
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,11 @@ class Checkpoints:
     fingerprint: dict[str, str] = field(default_factory=dict)
     """For the manifests, as is the next."""
     bits_void_from: int | None = None
+
+    @property
+    def best_name(self) -> str:
+        """The full name of the metric that says which one is best."""
+        return full_name(TEST, self.best[0])
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -175,8 +181,8 @@ class Checkpoints:
                 "time": time.time(),
                 "kind": kind,
                 "host": socket.gethostname(),
-                "metrics": dict(metrics),
-                "best_by": self.best,
+                "metrics": named(TEST, metrics),
+                "best_by": (self.best_name, self.best[1]),
                 "fingerprint": self.fingerprint,
                 "bits_void_from": self.bits_void_from,
                 "files": {STATE: asdict(written)},
@@ -227,7 +233,7 @@ class Checkpoints:
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is better than that of every checkpoint there is."""
-        value = _finite(metrics.get(self.best[0]))
+        value = _finite(named(TEST, metrics).get(self.best_name))
         if value is None:
             return False
         known = self.best_value()
@@ -235,7 +241,7 @@ class Checkpoints:
 
     def _value(self, path: Path) -> float | None:
         try:
-            return _finite(read_manifest(path).metrics.get(self.best[0]))
+            return _finite(read_manifest(path).metrics.get(self.best_name))
         except Damaged:
             return None
 
@@ -342,8 +348,8 @@ def read_manifest(path: Path) -> Manifest:
             time=float(content["time"]),
             kind=kind,
             host=str(content.get("host", "")),
-            metrics={str(name): float(value) for name, value in content["metrics"].items()},
-            best_by=(str(best_by[0]), str(best_by[1])) if best_by else None,
+            metrics={name: float(value) for name, value in named(TEST, content["metrics"]).items()},
+            best_by=(full_name(TEST, best_by[0]), str(best_by[1])) if best_by else None,
             fingerprint={str(name): str(value) for name, value in content.get("fingerprint", {}).items()},
             bits_void_from=None if void_from is None else int(void_from),
             files={STATE: files[STATE]} | files,

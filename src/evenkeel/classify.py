@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import augmentation, datasets, models
 from .augmentation import Augment
-from .config import Flag
+from .config import NAME, Flag
 from .data import SizedDataset
 from .datasets import ABOUT, OnBadSample
 from .decoding import Decode
@@ -36,41 +36,36 @@ AUXILIARY_WEIGHT = 0.4
 class Classify(Classification):
     """Image classification. Data sets and networks by name, augmentation, mixing, label smoothing."""
 
-    dataset: datasets.Name = "digits"
-    """digits comes with Evenkeel. mnist, fashion-mnist, cifar10 and cifar100 are downloaded once. imagefolder: JPEG and
-    other files in train/CLASS/ and val/CLASS/. fake: noise, for benchmarks."""
+    dataset: Annotated[datasets.Name, NAME] = "digits"
+    """digits, mnist, fashion-mnist, cifar10, cifar100, imagefolder (train/CLASS/ and val/CLASS/) or fake (noise)."""
     data_dir: Path = Path("data")
-    """Folder of the data: where data sets are downloaded to, or the one that holds train/ and val/."""
+    """Where data sets are downloaded to, or what holds train/ and val/."""
     model_: Annotated[str, tyro.conf.arg(name="model")] = models.OWN
-    """cnn, a small one, or any classification network of torchvision: resnet50, vit_b_16 ..."""
+    """cnn, a small one, or a classification network of torchvision: resnet50, vit_b_16 ..."""
     pretrained: Flag = False
-    """Begin with torchvision's published weights of the network, downloaded once; the last layer is new."""
+    """Begin with torchvision's weights; the last layer is new."""
     image_size: int = 0
-    """Height and width of what the network sees, in pixels. 0: those of the data set; 224 of an imagefolder."""
+    """Pixels the network sees, each way. 0: as in the data; 224 of an imagefolder."""
     width: int = 32
-    """Of the cnn: channels of its first convolution. The second has twice as many."""
+    """Of the cnn: channels of its first convolution."""
     dropout: float = 0.3
-    """Of the cnn: probability of dropping a feature before its last layer."""
-    augment: Augment = "none"
-    """Random changes of each training image. basic: shift or crop, and a flip where a mirror image is of the same
-    class. trivial, rand: the same, then TrivialAugment or RandAugment."""
+    """Of the cnn: share of features that is dropped."""
+    augment: Annotated[Augment, NAME] = "none"
+    """none; basic: shift or crop, and flip; trivial, rand: then TrivialAugment or RandAugment."""
     mixup: float = 0.0
-    """Blend images of a micro-batch in pairs, and their labels, with this alpha (0.2, say). 0: not."""
+    """Alpha of blending images in pairs, say 0.2. 0: not."""
     cutmix: float = 0.0
-    """Paste a part of one image into another, with this alpha (1.0, say). With --mixup: either, at random. 0: not."""
+    """Alpha of pasting a part of an image into another; with --mixup either of them. 0: not."""
     label_smoothing: float = 0.0
-    """Share of the label that is spread over all classes (0.1, say). The test loss is without it."""
-    on_bad_sample: OnBadSample = "raise"
-    """When an image file does not decode. raise: end, naming it. skip: another sample stands in for it; in the test it
-    is left out."""
-    decode: Decode = "auto"
-    """Of an imagefolder. exact: all pixels of a file, by Pillow. fast: what is seen of it, by the fastest decoder, and
-    large JPEGs at a half, a quarter or an eighth of their size, so pixels differ a little. auto: fast; a run that was
-    begun before there was a choice stays exact."""
+    """Share of the label spread over all classes."""
+    on_bad_sample: Annotated[OnBadSample, NAME] = "raise"
+    """When an image does not decode. raise: end; skip: another stands in for it."""
+    decode: Annotated[Decode, NAME] = "auto"
+    """Of an imagefolder. exact: all pixels, by Pillow; fast: only what is seen; auto: as the run began, or fast."""
     fake_samples: int = 1000
-    """Training samples of --dataset fake. A fifth as many are for the test."""
+    """Training samples of the fake data."""
     fake_classes: int = 10
-    """Classes of --dataset fake."""
+    """Classes of the fake data."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"on_bad_sample"})  # a run that one has ended must be able to go on
     earlier: ClassVar[Mapping[str, Any]] = {"decode": "exact"}

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import os
 import re
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
-from .config import OPTION_NAMES, Config, flag, validate
+from .config import GROUPS, OPTION_NAMES, Config, flag, validate
 from .errors import Refusal, one_line_errors
 from .run_directory import read_config
+from .synonyms import refuse_synonyms
 from .tasks import Task, load_task, option_name
 
 
@@ -43,19 +45,31 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
     _check_options(task_options)
     job_default, task_default = _with_file(from_file, early.config, Config, task_options)
 
-    hide_prefix: Any = tyro.conf.OmitArgPrefixes  # --width, not --task.width
-    both = make_dataclass(
-        "Options",
-        [
-            ("job", hide_prefix[Config], field(default_factory=lambda: job_default)),
-            ("task", hide_prefix[task_options], field(default_factory=lambda: task_default)),
-        ],
-    )
-    chosen: Any = one_line_errors(lambda: tyro.cli(both, args=list(arguments), description=Config.__doc__))
-    config: Config = chosen.job.resolved()
+    parts = {group.__name__.lower(): _part(group, job_default) for group in GROUPS} | {"task": task_default}
+    grouped = make_dataclass("Options", [(name, _group(type(it)), _default(it)) for name, it in parts.items()])
+    refuse_synonyms(arguments, {flag(option_name(option.name)) for it in parts.values() for option in fields(it)})
+    about = inspect.getdoc(Config)
+    chosen: Any = one_line_errors(lambda: tyro.cli(grouped, args=list(arguments), description=about))
+    options = [vars(getattr(chosen, group.__name__.lower())) for group in GROUPS]
+    config = Config(**{name: value for part in options for name, value in part.items()}).resolved()
     validate(config)
     task: Task = chosen.task if is_dataclass(task_class) else task_class()
     return config, task.resolved(_of_the_run(config))
+
+
+def _part(group: type, config: Config) -> Any:
+    """The values of a group's options."""
+    return group(**{option.name: getattr(config, option.name) for option in fields(group)})
+
+
+def _group(options: type) -> Any:
+    """A box of the help; its title says enough."""
+    hide_prefix: Any = tyro.conf.OmitArgPrefixes  # --width, not --task.width
+    return hide_prefix[Annotated[options, tyro.conf.arg(help="")]]
+
+
+def _default(value: Any) -> Any:
+    return field(default_factory=lambda: value)
 
 
 def _of_the_run(config: Config) -> dict[str, Any] | None:

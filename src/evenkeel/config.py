@@ -6,142 +6,175 @@ import os
 from dataclasses import asdict, dataclass, fields, replace
 from math import frexp
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from .errors import Refusal
 
-Flag = tyro.conf.FlagCreatePairsOff[bool]
+Flag = Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(help_behavior_hint="")]
+MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+
+NAME = tyro.conf.arg(metavar="NAME")
+"""Of an option whose help lists its values: they need not stand beside it."""
 
 FLOOR = 2.0**-14
 """The least loss scale, float16's smallest normal number. A gradient that overflows even so is no matter of scale."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """Train a task. Runs under torchrun on any number of processes, or alone as `python train.py`.
+# One line for each help text: tyro would keep the breaks of longer ones.
 
-    The same command again continues the run at its next step, on as many processes as there are then. Every
-    number below is about the whole job: nothing has to change when the number of processes does.
-    """
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, where and for how long."""
 
     task: str = "classify"
-    """What to train: a built-in task by name (classify, regress, segment), or your own class as FILE.py:CLASS or
-    PACKAGE.MODULE:CLASS. Its own options then appear below."""
-    run_dir: Path | None = None
+    """What to train: classify, regress, segment, or your own class as FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
+    run_dir: MaybePath = None
     """Folder for all that the run leaves: checkpoints, metrics, logs, the final model. Default: runs/TASK."""
+    config: MaybePath = None
+    """Read options from this TOML file. The command line overrides it."""
     epochs: int = 20
     """Passes over the training data."""
     max_steps: int = 0
-    """Stop after this many optimizer steps, if the epochs are not over before. 0: no limit."""
+    """Stop after this many optimizer steps. 0: no limit."""
+    fresh: Flag = False
+    """Start over. A run in the run directory is moved aside, not deleted."""
+    eval_only: Flag = False
+    """Train nothing: print the metrics of the run's newest checkpoint, or of --init-from. Changes nothing."""
+    eval_every: int = 0
+    """Steps between two evaluations. 0: after each epoch."""
+    patience: int = 0
+    """Evaluations without a better one to finish after. 0: none."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """How the data is cut and loaded; what it is, the task says."""
+
     batch_size: int = 64
-    """Samples of one optimizer step, over all processes together."""
-    reduce: Literal["ring", "tree"] = "ring"
-    """Order in which gradients are added up. ring: the stock all-reduce; tree: one that makes every bit of the result
-    independent of the number of processes."""
-    threads: int = 0
-    """CPU threads of each process, on which bits depend. 0: what the run began with; a new run divides the cores among
-    the processes of a node, or does as you say in OMP_NUM_THREADS, or takes 1 with --reduce tree or --deterministic."""
-    deterministic: Flag = False
-    """Compute only by algorithms that give the same bits each time, as --reduce tree does: two runs of one command on
-    one machine then end in the same weights. An operation that has none is named."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """What the forward and backward passes compute with. fp32: all of it in float32; tf32: the same with faster,
-    coarser products on GPUs; bf16, fp16: autocast, with the weights in float32. fp16 scales the loss."""
-    loss_scale: float = 65536.0
-    """First factor of the loss with --precision fp16, a power of two. Halved in a step whose gradient overflows, which
-    is left out; doubled after 2,000 that do not."""
-    compile: Flag = False
-    """Compile the model with torch.compile, once for each shape. The run directory keeps the compiled code, so that a
-    later start of the run calls no compiler. Needs g++ on a CPU and Triton on a GPU."""
-    channels_last: Flag = False
-    """Keep images with their channels last in memory, in the model as well: often faster for convolutions, on GPUs with
-    --precision bf16 or fp16 and on CPUs."""
-    place: str = ""
-    """Networks on GPUs of their own, for example segmenter=0,discriminator=1: each process then has as many GPUs as are
-    named, numbered from 0; networks that are not named are on 0. Without GPUs it changes nothing."""
-    model_parallel: int = 1
-    """Cut the network into this many consecutive parts of about equal memory, and give each process as many GPUs.
-    Without GPUs it changes nothing."""
-    micro_batch: int | Literal["auto"] = 0
-    """Samples that a process computes at a time; bounds memory. 0: what the run began with; a new run cuts each step
-    into as few as keep all processes at work (with --reduce tree: an eighth of the batch each, on any number of
-    processes). auto: the largest that fits into memory, tried once when the run starts, and kept."""
+    """Samples of one optimizer step, over all processes."""
+    micro_batch: Annotated[int | Literal["auto"], tyro.conf.arg(metavar="N|auto")] = 0
+    """Samples a process computes at a time; bounds memory. 0: as few parts as feed all processes; auto: largest."""
     micro_batches: int = 0
-    """Instead of --micro-batch: cut each step into this many, of nearly equal size. 0: as --micro-batch says."""
-    strategy: Literal["ddp", "dp"] = "ddp"
-    """ddp: DistributedDataParallel, a process for each GPU. dp: nn.DataParallel, one process that divides each
-    micro-batch (default: the whole batch) among all visible GPUs. ddp is faster even on one machine: each GPU has a
-    Python of its own and keeps its weights, and BatchNorm's statistics are not only the first GPU's."""
+    """Instead of --micro-batch: cut each step into this many."""
+    num_workers: int = 0
+    """Loading processes for each training process."""
+    limit_batches: int = 0
+    """For a smoke run: only this many batches of the training data, and as many test samples. 0: all."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights, and how they are laid out and averaged."""
+
+    init_from: MaybePath = None
+    """Start from these weights: a file of torch.save or safetensors, a run directory or a step folder."""
+    init_partial: Flag = False
+    """Let --init-from take what fits, and say what stays random."""
+    freeze: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")] = ()
+    """Modules or parameters that do not learn, with * for any text: features.0 or *.bias, for example."""
+    ema: float = 0.0
+    """Decay of averaged weights, 0.999 for example, which are then evaluated and exported. 0: none."""
+    sync_batchnorm: Flag = False
+    """BatchNorm over the global batch. Needs a rank for each micro-batch."""
+    channels_last: Flag = False
+    """Channels last in memory: often faster for convolutions."""
+    compile: Flag = False
+    """torch.compile. Needs g++ on a CPU and Triton on a GPU."""
+    place: str = ""
+    """Networks on GPUs of their own in each process, as NAME=0,OTHER=1."""
+    model_parallel: int = 1
+    """Cut the network over this many GPUs of each process."""
+    strategy: Annotated[Literal["ddp", "dp"], NAME] = "ddp"
+    """ddp: a process for each GPU. dp: nn.DataParallel, one process for all visible GPUs, which is slower."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The update of the weights."""
+
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], NAME] = "adamw"
+    """sgd (Nesterov momentum 0.9), adam or adamw. A task may bring its own instead."""
     lr: float = 2e-3
     """Peak learning rate."""
-    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
-    """sgd has Nesterov momentum 0.9. A task may bring its own optimizers instead."""
+    schedule: Annotated[Literal["constant", "linear", "cosine", "step", "poly"], NAME] = "cosine"
+    """constant; linear or cosine to 0; poly, linear to the power 0.9; step, a tenth after each third."""
+    warmup_steps: int = 0
+    """Steps of linear rise of the learning rate from 0."""
     weight_decay: float = 0.01
     """L2 penalty (sgd, adam) or decoupled decay (adamw)."""
     decay_norms: Flag = False
-    """Decay all parameters. Without it, those of fewer than two dimensions (norms, biases) are left out."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0 in a straight line."""
-    schedule: Literal["constant", "linear", "cosine", "step", "poly"] = "cosine"
-    """Course of the learning rate after the warm-up. linear, cosine: to 0 at the last step; poly: DeepLab's, the linear
-    one to the power of 0.9; step: a tenth after each third of the steps."""
+    """Decay norms and biases too."""
     clip_norm: float = 0.0
     """Largest 2-norm of the whole gradient. 0: no clipping."""
-    ema: float = 0.0
-    """Decay of an exponential moving average of the weights, 0.999 for example, which is then what is evaluated and
-    exported. 0: none."""
-    freeze: tuple[str, ...] = ()
-    """Parts that do not learn: names of modules or parameters, with * for any text (features.0 or *.bias). Modules stay
-    in evaluation mode, so BatchNorm's statistics in them do not move."""
-    sync_batchnorm: Flag = False
-    """Give BatchNorm the statistics of the global batch, not of the micro-batch. Needs a rank for each micro-batch."""
-    patience: int = 0
-    """Evaluations in a row without a better value of the task's best metric after which the run is finished. 0: it
-    takes all its steps."""
-    seed: int = 0
-    """Decides initial weights, sample order, augmentation and dropout."""
-    num_workers: int = 0
-    """Data loading processes for each training process. Does not change the data."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Numbers of the forward and backward passes. Weights are in float32 always."""
+
+    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], NAME] = "fp32"
+    """fp32; tf32: the same with faster, coarser products on GPUs; bf16 or fp16: autocast."""
+    loss_scale: float = 65536.0
+    """First factor of the loss with fp16, a power of two."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What is saved, and what happens when something goes wrong."""
+
     checkpoint_every: int = 100
-    """Steps between two checkpoints. There is one at the end and at a stop in any case."""
-    grace: float = 25.0
-    """Seconds from a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) to the end of the process, saved or not. torchrun kills
-    after 30."""
-    hang_timeout: float = 600.0
-    """Seconds without any progress after which a job is taken to hang: it says which rank is where, saves the last
-    finished step and ends, and torchrun starts it again. Allow for compilation. 0: never, for a debugger, say."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When a loss or the gradient is NaN or infinite. stop: end before that step; skip: leave the step out."""
+    """Steps between two; there is one at each stop anyway."""
     keep: int = 2
-    """Newest checkpoints to keep, besides the best one."""
-    eval_every: int = 0
-    """Steps between two evaluations on the test data. 0: after each epoch."""
-    limit_batches: int = 0
-    """For a smoke run: only this many batches of --batch-size from the training data, and as many samples from the test
-    data, taken evenly from all of it. 0: all."""
-    eval_only: Flag = False
-    """Train nothing: evaluate the newest checkpoint of the run, or the weights of --init-from if the run did not begin
-    from them, and print the metrics. Changes nothing in the run, which may be at work."""
+    """Newest checkpoints to keep, besides the best."""
+    grace: float = 25.0
+    """Seconds from a signal to the end of the process, saved or not. torchrun kills after 30."""
+    hang_timeout: float = 600.0
+    """Seconds without progress after which a job is taken to hang, saved and ended. 0: never."""
+    on_nonfinite: Annotated[Literal["stop", "skip"], NAME] = "stop"
+    """When a loss or the gradient is NaN or infinite. stop: end before that step; skip: leave it out."""
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is told."""
+
     log_every: int = 10
     """Steps between two lines of metrics."""
-    digest_every: int = 0
-    """Steps between two records of a digest of every tensor, for `python -m evenkeel compare`. 0: none."""
+    wandb: Annotated[Literal["auto", "online", "offline", "disabled"], NAME] = "auto"
+    """auto: online where there is a key (WANDB_API_KEY or `wandb login`), else off; online; offline; disabled."""
+
+
+@dataclass(frozen=True)
+class Reproducibility:
+    """What the bits of the result depend on."""
+
+    seed: int = 0
+    """Of weights, order, augmentation, dropout."""
+    deterministic: Flag = False
+    """Only algorithms that give the same bits each time on one machine."""
+    reduce: Annotated[Literal["ring", "tree"], NAME] = "ring"
+    """Order of adding gradients up. ring: the stock one; tree: same bits on any number of processes."""
+    threads: int = 0
+    """CPU threads of each process. 0: what the run began with; a new one divides the cores, or takes 1."""
     strict_bits: Flag = False
-    """Refuse to continue where machine, libraries or code differ from those of the checkpoint, or between processes, so
-    that the bits of the result might. Without it that is a warning."""
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases. auto: online where a key is configured (WANDB_API_KEY or `wandb login`), else off."""
-    fresh: Flag = False
-    """Start over, even if the run directory holds a run: that one is moved aside, not deleted."""
-    init_from: Path | None = None
-    """Start from these weights instead of random ones: a file of torch.save or safetensors, with or without the
-    prefixes of DataParallel, DDP and torch.compile, or a run directory or step folder. What does not fit is refused."""
-    init_partial: Flag = False
-    """Let --init-from take what fits from a file that does not fit in all. Says what stayed random."""
-    config: Path | None = None
-    """Read options from this TOML file; the command line overrides it."""
+    """Refuse to continue where machine, libraries or code differ from the checkpoint's; else a warning."""
+    digest_every: int = 0
+    """Steps between two digests of every tensor, for `python -m evenkeel compare`. 0: none."""
+
+
+GROUPS = (Run, Data, Model, Optimizer, Precision, Checkpoints, Logging, Reproducibility)
+"""Of options, in the order of --help."""
+
+
+@dataclass(frozen=True)
+class Config(Reproducibility, Logging, Checkpoints, Precision, Optimizer, Model, Data, Run):
+    """Train a task. Runs under torchrun on any number of processes, or alone as `python train.py`.
+
+    The same command continues the run at its next step. Numbers are of the whole job, not of a process.
+    """
 
     def resolved(self) -> Config:
         """The same with the defaults that depend on other options filled in."""

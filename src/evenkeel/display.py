@@ -1,58 +1,146 @@
-"""The live line of a run on a terminal. Imported only where there is one: rich takes as long as all of our modules."""
+"""The live line of a run on a terminal, redrawn by time: where the process is, whoever has reported what.
+
+A thread draws it from plain Python values (`activity`), so it costs a step nothing and no device is asked. rich is
+imported only where there is a terminal: it takes as long as all of our modules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import atexit
+import os
+import sys
+import time
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+from .activity import CHECKPOINT, COMPILATION, DATA, EVALUATION, HANGING, START_UP, activity
+from .errors import lose_stdout
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+REDRAWS = 4
+"""A second."""
+
+RECENT = 80
+"""Redraws with a new step that the speed is taken from."""
+
+BRIEF = 0.3
+"""Seconds for which a wait for data or for a checkpoint is a part of training, and not worth a word."""
+
+WORDS = {
+    COMPILATION: "compiling",
+    EVALUATION: "evaluating",
+    CHECKPOINT: "saving",
+    DATA: "waiting for data",
+    HANGING: "hanging",
+}
+"""Phases that are told apart. All others of a step are training."""
+
+
+def announce() -> None:
+    """Say, before the imports that take seconds, that something is on its way. The next line overwrites it."""
+    if _is_seen():
+        print("starting: importing", end="\r", flush=True)
+
+
+def start() -> None:
+    """Show what this process does from now on, if it is the one to tell and there is a terminal."""
+    global shown
+    if _is_seen() and not shown:
+        shown = Display()
+        atexit.register(shown.stop)
+
+
+def stop() -> None:
+    """Take the line away, or leave it as the last one of a run that has begun."""
+    if shown:
+        shown.stop()
+
+
+def _is_seen() -> bool:
+    return os.environ.get("RANK", "0") == "0" and sys.stdout.isatty()
 
 
 class Display:
-    """A bar with the last step's text, below what is printed meanwhile.
+    """Step, a bar, phase, epoch, the last metrics, speed and time left, below whatever is printed meanwhile."""
 
-    Args:
-        total_steps: of the run.
-        on_broken_pipe: is called when the terminal has gone.
-    """
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
 
-    def __init__(self, total_steps: int, on_broken_pipe: Callable[[], None]) -> None:
+        class Terminal(Console):
+            def on_broken_pipe(self) -> None:
+                self.quiet = True
+                lose_stdout()  # the reader may go without an end to the training
+
+            def show_cursor(self, show: bool = True) -> bool:
+                return False  # nor hide it: a process that is killed could not bring it back
+
         # no colours for numbers, and no line breaks of rich's own
-        self._console = _Console(highlight=False, soft_wrap=True)
-        self._console.gone = on_broken_pipe
-        columns = (
-            # only the text at the end may shrink in a narrow terminal
-            TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
-            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
-        )
-        self._progress = Progress(*columns, console=self._console, expand=True)
-        self._line = self._progress.add_task("starting", total=total_steps)
+        console = Terminal(highlight=False, soft_wrap=True)
+        self.told = ""
+        """The last metrics, as text."""
+        self._plan: Plan | None = None
+        self._end = ""
+        self._seen = 0
+        self._points: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        self._live = Live(console=console, get_renderable=self._line, refresh_per_second=REDRAWS, transient=True)
+        self._live.start(refresh=True)
 
-    def start(self, step: int) -> None:
-        """Show the bar, at a step."""
-        self._progress.start()
-        self._progress.update(self._line, completed=step)
+    def begin(self, plan: Plan) -> None:
+        """From here on there are steps to count."""
+        self._plan, self._seen, self._live.transient = plan, activity.step, False
 
-    def update(self, step: int, text: str) -> None:
-        """A step is done."""
-        self._progress.update(self._line, completed=step, description=text)
+    def stop(self, end: str = "stopped") -> None:
+        """Leave the line as it is, with a word for how the run has ended; take it away if none had begun."""
+        self._end = self._end or end * bool(self._plan)
+        self._live.stop()
 
-    def say(self, text: str) -> None:
-        """A line above the bar."""
-        self._console.print(text, markup=False)
+    def _line(self) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
 
-    def stop(self) -> None:
-        """Leave the bar as it is."""
-        self._progress.stop()
+        line, step = Table.grid(padding=(0, 1), expand=True), activity.step
+        cells: list[Any] = [Text("  ".join(filter(None, [self._end or _doing(), *self._facts(step)])))]
+        if self._plan:
+            total = self._plan.total_steps
+            cells = [Text(f"step {step}/{total}"), ProgressBar(total, step, width=16), *cells]
+        for cell in cells:  # only the text at the end may shrink in a narrow terminal
+            line.add_column(no_wrap=True, overflow="ellipsis", ratio=1 if cell is cells[-1] else None)
+        line.add_row(*cells)
+        return line
+
+    def _facts(self, step: int) -> list[str]:
+        """Epoch, metrics, speed and time left, as far as they are known."""
+        if not (plan := self._plan):
+            return []
+        epoch, _ = plan.locate(min(step, plan.total_steps - 1))
+        facts = [f"epoch {epoch + 1}/{plan.epochs}", self.told]
+        if step != self._seen:
+            self._seen = step
+            self._points.append((time.monotonic(), step))
+        if len(self._points) > 1 and not self._end:
+            (then, first), (now, step) = self._points[0], self._points[-1]
+            speed = (plan.samples_seen(step) - plan.samples_seen(first)) / (now - then)
+            left = timedelta(seconds=round((plan.total_steps - step) * (now - then) / (step - first)))
+            facts += [f"{speed:,.0f} samples/s", f"ETA {left}"]
+        return facts
 
 
-class _Console(Console):
-    """An output whose reader may go without an end to the training."""
+def _doing() -> str:
+    """The present phase in words; how long it has lasted, where that is all the progress there is to see."""
+    phase, detail, seconds = activity.phase, activity.detail, activity.seconds_in_phase()
+    if phase == START_UP:
+        word = f"starting: {detail}"
+    elif phase in (DATA, CHECKPOINT) and seconds < BRIEF:
+        word = "training"
+    else:
+        word = " ".join(filter(None, [WORDS.get(phase, "training"), detail]))
+    return f"{word}, {seconds:.0f} s" if seconds >= 2 else word
 
-    gone: Callable[[], None]
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        self.gone()
+shown: Display | None = None
+"""That of this process, if there is one."""

@@ -113,8 +113,7 @@ class ContainerNode(MultiNode):
     shm_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = ""
     """Size of /dev/shm in the container, such as 8g; `host` shares the machine's (--ipc=host). Default: as large."""
     detach: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
-    """Leave the container in the background and print its id. The engine then starts it again when it was stopped or
-    killed from inside, or with the machine, but not after `docker stop`."""
+    """Leave it in the background and print its id; the engine restarts it, but not after `docker stop`."""
 
 
 def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ: Mapping[str, str]) -> Command:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
+from .activity import START_UP, activity
 from .arithmetic import operations_named
 from .checkpoint import Checkpoints
 from .config import Config
@@ -20,6 +21,7 @@ from .cut import fact_of_the_job, settle
 from .data import SizedDataset
 from .errors import Refusal
 from .evaluation import Evaluation
+from .naming import TEST, named, shown
 from .placement import place
 from .precision import substitute
 from .randomness import derive, seed_computation
@@ -43,6 +45,7 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
     if one_node and not config.init_from and not checkpoints.newest_name():
         raise _nothing(run_dir)  # before there is a process group
     seed_computation(derive(config.seed, "weights"), world.devices)  # for what --init-partial leaves random
+    activity.enter(START_UP, "model")
     model = task.model()
     with world.connected(), operations_named():
         if world.broadcast(_is_its_own_origin(config, checkpoints)):
@@ -52,7 +55,7 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
         metrics = Evaluation(task, model, test_set, config, world)()
         if world.rank == 0:
             notes = [note for note in (placed, substitute(config.precision, world.device)) if note]
-            _print(origin, metrics, len(test_set), notes)
+            _print(origin, named(TEST, metrics), len(test_set), notes)
     return 0
 
 
@@ -119,11 +122,10 @@ def _nothing(run_dir: Path) -> Refusal:
 def _print(origin: str, metrics: dict[str, float], samples: int, notes: list[str]) -> None:
     weights = re.split(r": (?:all )?\d+ (?:tensors )?of the model", origin)[0]
     step = re.search(r"\bstep-(\d+)", weights)
-    shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     for note in notes:
         print(f"evenkeel: {note}")
     print(f"evenkeel: {origin}")
-    print(f"evenkeel: evaluated {samples} samples: {shown}")
+    print(f"evenkeel: evaluated {samples} samples: {shown(metrics)}")
     result = {
         "weights": weights,
         "step": int(step[1]) if step else None,

@@ -73,8 +73,9 @@ class Evaluation:
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
-        for micro_batch, batch in zip(self.sampler.micro_batches(0), self.batches, strict=True):
-            activity.enter(EVALUATION)  # again, because each batch is progress
+        mine = self.sampler.micro_batches(0)
+        for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
+            activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again, for each batch is progress
             # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
             seed_computation(derive(self.sampler.seed, "test", 0, micro_batch.start), self.world.devices)
             try:
@@ -89,7 +90,7 @@ class Evaluation:
                 sums.setdefault(name, []).append(values.double().sum(0))
         for module, training in modes:
             module.training = training
-        mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
-        shares = [share for share in self.world.gather(mine) if share] or [{}]
+        rows_here = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
+        shares = [share for share in self.world.gather(rows_here) if share] or [{}]
         rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
         return self.task.summarize({name: values.sum(0) / self.samples for name, values in rows.items()})

@@ -21,7 +21,6 @@ from rich.progress import Progress
 from .checkpoint import (
     Checkpoints,
     Damaged,
-    Manifest,
     is_step_folder,
     load,
     read_manifest,
@@ -32,6 +31,7 @@ from .checkpoint import (
 from .config import Flag
 from .errors import Ended, Refusal
 from .files import write_atomically
+from .naming import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ class InspectCheckpoint:
         state, manifest = _load(path), read_manifest(path)
         host = f" on {manifest.host}" * bool(manifest.host)
         print(f"{path}: {manifest.kind} of step {manifest.step}, written {_when(manifest.time)}{host}")
-        print(f"metrics: {_metrics(manifest) or 'no evaluation at this step'}")
+        print(f"metrics: {shown(manifest.metrics) or 'no evaluation at this step'}")
         for name, written in manifest.files.items():
             print(f"file {name}: {decimal(written.bytes)}, sha256 {written.sha256}")
         model = list(_tensors(state["model"]))
@@ -139,8 +139,7 @@ class ExportModel:
     step: Step = None
     """Step of another one than the newest."""
     form: Annotated[Literal["bare", "dp", "safetensors"], tyro.conf.arg(name="as")] = "bare"
-    """bare: names as in the model; dp: with the prefix `module.` of DataParallel and DDP; safetensors: bare names in
-    that format, tied weights once for each name."""
+    """bare: names as in the model; dp: with the prefix `module.` of DataParallel; safetensors: bare, in that format."""
     raw: Flag = False
     """The weights that the optimizer works on, where --ema has averaged ones."""
 
@@ -253,7 +252,7 @@ def _row(path: Path, best: bool, newest: bool) -> Row:
     except Damaged as damage:
         return str(step_of(path)), "damaged", "", "", str(damage)
     size = sum(written.bytes for written in manifest.files.values())
-    notes = [_metrics(manifest), "(best)" * best, "(newest)" * newest]
+    notes = [shown(manifest.metrics), "(best)" * best, "(newest)" * newest]
     return str(manifest.step), manifest.kind, _when(manifest.time), decimal(size), "  ".join(filter(None, notes))
 
 
@@ -293,10 +292,6 @@ def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _tensors(value, f"{name}.{key}" if name else str(key))
-
-
-def _metrics(manifest: Manifest) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in manifest.metrics.items())
 
 
 def _when(seconds: float) -> str:

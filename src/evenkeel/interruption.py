@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from . import display
 from .processes import STOP_SIGNALS, die_with_parent, survives_the_terminal
 
 STOPPED = 75
@@ -114,6 +115,7 @@ class Interruption:
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:
+            display.stop()
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # a pipe that is gone
                     stream.flush()

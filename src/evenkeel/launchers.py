@@ -46,8 +46,7 @@ class SingleNode:
     """
 
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
-    """GPUs of this node to use, one process for each, or for as many as --place or --model-parallel need. Default: all;
-    on a machine without, the number of processes, 2 by default."""
+    """GPUs of this node to use, one for each process or as --place says; without any, processes. Default: all, 2."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """How often this node may start its processes again after one of them, or another node, has died."""
     script: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from . import compilation, tracking
-from .activity import CHECKPOINT, activity
+from .activity import CHECKPOINT, START_UP, activity
 from .background import Background
 from .checkpoint import Checkpoints, Manifest, dump
 from .compiled_code import CompiledCode
@@ -36,6 +36,7 @@ from .interruption import STOPPED
 from .ledger import goodput, ledger, read_records
 from .memory import OutOfMemory, explained
 from .mistakes import is_out_of_memory
+from .naming import TEST, named, shown
 from .plan import Plan
 from .precision import substitute
 from .probe import Probe
@@ -215,6 +216,7 @@ class Run:
             found = recorded.get("micro_batch", 0)
             if not found:
                 assert probe
+                activity.enter(START_UP, "--micro-batch auto")
                 found, said = probe()
             config = replace(config, micro_batch=int(found))
         if not config.threads and recorded.get("threads"):
@@ -279,6 +281,7 @@ class Run:
             if newest == 0:
                 other_bits = self._compare_bits(None)
                 break
+            activity.enter(START_UP, "resuming")
             holder = steps.index(newest)
             saved = self.checkpoints.load_newest() if self.world.rank == holder else None
             # a damaged one has been set aside by now, and another node may hold the next best
@@ -288,6 +291,7 @@ class Run:
                 other_bits = self._compare_bits(found)
                 state.restore(self.world.broadcast_tensors(saved, holder))
                 break
+        activity.enter(START_UP, "first step")
         if self.tracker:
             if state.placed:
                 log.info("%s", state.placed)
@@ -369,6 +373,7 @@ class Run:
         if self.directory.fruitless:
             self.directory.update("running", fruitless=0)  # this attempt has finished a step
         self._record_digests(self.tracker, state)
+        metrics = named(TEST, metrics)
         every = self.config.checkpoint_every
         due = bool(every) and state.step % every == 0
         self._pack_compiled(state.step, due)
@@ -396,6 +401,7 @@ class Run:
             return
         if self._writer.busy:
             self._take_result()
+        metrics = named(TEST, metrics)
         self.tracker.evaluation(state.step, metrics)
         self._record_digests(self.tracker, state)
         activity.enter(CHECKPOINT)
@@ -418,9 +424,8 @@ class Run:
                 f"{self.checkpoints.newest_step()}; make room and run the same command again"
             ) from error
         self.tracker.event("finish", state.step)
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         productive = f"{summary['goodput']:.0%} of {sum(summary['ledger'].values()):.1f} s were productive"
-        self._print(f"finished, {f'{why}, ' * early}{productive}: {shown}  -> {self.path / 'model.pt'}")
+        self._print(f"finished, {f'{why}, ' * early}{productive}: {shown(metrics)}  -> {self.path / 'model.pt'}")
         self.tracker.close()
 
     def stopped(self, state: State, reason: str) -> None:

@@ -83,9 +83,7 @@ class Segment(Task):
     """
 
     backbone: Backbone = "resnet18"
-    """Of torchvision's DeepLabV3. mobilenet_v3_large, resnet50, resnet101: as torchvision builds them. resnet18: its
-    first half, to an eighth of the size, which learns on a CPU in minutes. small: three plain convolutions, for
-    tests."""
+    """Of DeepLabV3: mobilenet_v3_large, resnet50 or resnet101; resnet18: its first half; small: for tests."""
     canvas: int = 64
     """Side of a canvas in pixels."""
     digit_size: int = 32
@@ -103,8 +101,7 @@ class Segment(Task):
     discriminator_lr: float = 1e-4
     """Peak learning rate of the discriminator, whose optimizer is Adam."""
     discriminator_schedule: Literal["same", "constant", "linear", "cosine", "poly"] = "linear"
-    """Course of the discriminator's learning rate; same: as --schedule says. With --schedule constant it is constant as
-    well, because such a run may be prolonged."""
+    """Course of the discriminator's learning rate. same: as --schedule, as it is with a constant one anyway."""
 
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("miou", "max")
 

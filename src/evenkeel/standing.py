@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from .files import read_json
 from .ledger import goodput, ledger
+from .naming import TEST, TRAIN, named
 from .processes import stat
 from .run_directory import ASIDE
 from .slurm.jobs import JobStatus
@@ -30,6 +31,9 @@ State = Literal["queued", "running", "finished", "stopped", "failed", "lost", "u
 
 RECENT = 20
 """Lines of metrics that the present speed is taken from."""
+
+UNMEASURED = ("kind", "step", "time", "spent", "epoch")
+"""What a line of metrics holds besides metrics."""
 
 SILENCE = 600.0
 """Seconds without a sign of life after which a run of another machine is taken for dead."""
@@ -50,10 +54,9 @@ class Standing:
     """None: it has not yet said so."""
     eta: float | None
     """Seconds to its end at the speed of the last lines of metrics; None unless it is running."""
-    train: dict[str, float | None]
-    """Of the last line of training: loss, grad_norm, lr, samples_per_s. None stands for what is not finite."""
-    test: dict[str, float | None]
-    """Of the last evaluation."""
+    metrics: dict[str, float | None]
+    """By their full names: of the last line of training train/loss, train/lr and so on, and all of the last evaluation.
+    None stands for what is not finite."""
     starts: int
     """Attempts so far."""
     goodput: float | None
@@ -161,8 +164,7 @@ def standing(run: Path, metrics: Metrics, job_id: str | None, job: JobStatus | N
         step=step,
         total_steps=total,
         eta=(total - step) * pace if state == "running" and total and pace is not None else None,
-        train=_values(metrics.train, "epoch"),
-        test=_values(metrics.test),
+        metrics=_values(TRAIN, metrics.train) | _values(TEST, metrics.test),
         starts=len(status.get("world_sizes", [])),
         goodput=metrics.goodput(),
         heard=heard,
@@ -267,6 +269,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _values(record: dict[str, Any], *others: str) -> dict[str, float | None]:
-    """The measured values of a line of metrics."""
-    return {name: value for name, value in record.items() if name not in ("kind", "step", "time", "spent", *others)}
+def _values(part: str, record: dict[str, Any]) -> dict[str, float | None]:
+    """The measured values of a line of metrics; those of version 0.1.0 had bare names."""
+    return named(part, {name: value for name, value in record.items() if name not in UNMEASURED})

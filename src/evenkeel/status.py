@@ -21,6 +21,7 @@ from rich.text import Text
 from .config import Flag
 from .errors import Refusal
 from .keyboard import CtrlC
+from .naming import TRAIN
 from .slurm.commands import SlurmError
 from .slurm.jobs import JobStatus, ask
 from .standing import Metrics, Standing, find, job_id, standing
@@ -195,9 +196,8 @@ def _job(it: Standing) -> str:
 
 def _metrics(it: Standing) -> str:
     """The loss of training, and what the last evaluation has measured besides a loss."""
-    shown = {"loss": it.train["loss"]} if "loss" in it.train else {}
-    shown |= {name: value for name, value in it.test.items() if name != "loss"}
-    return "  ".join(f"{name} {_number(value)}" for name, value in shown.items())
+    names = [name for name in it.metrics if (name.partition("/")[0] == TRAIN) == (name.partition("/")[2] == "loss")]
+    return "  ".join(f"{name} {_number(it.metrics[name])}" for name in names)
 
 
 def _number(value: Any) -> str:

@@ -13,6 +13,7 @@ from math import isnan
 from typing import Any
 
 from .errors import Ended
+from .naming import TEST, full_name
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Stopping:
     def why(self) -> str:
         """Why the run is over before its last step, in a line."""
         best = "any number" if self.memory.best is None else f"{self.memory.best:.4f}"
-        return f"no better {self.metric[0]} than {best} in {self.memory.stale} evaluations"
+        return f"no better {full_name(TEST, self.metric[0])} than {best} in {self.memory.stale} evaluations"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""

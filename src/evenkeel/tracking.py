@@ -17,17 +17,17 @@ import time
 import uuid
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlparse
 
-from .activity import activity
+from . import display
+from .activity import START_UP, activity
 from .config import Config
 from .errors import lose_stdout
+from .interruption import STOPPED
+from .naming import TEST, TRAIN, named, shown
 from .plan import Plan
 from .world import World
-
-if TYPE_CHECKING:
-    from .display import Display
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +80,10 @@ class Tracker:
         self.config, self.plan, self.path = config, plan, run_dir
         self.attempt, self.world_size = attempt, world_size
         self.metrics: dict[str, float] = {}
+        self._losses: dict[str, float] = {}
         self._wandb: Any = None
         self._mark = (time.perf_counter(), 0)
-        self._display = _live_display(plan.total_steps)
+        self._display = display.shown
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> str | None:
         """Open the run's one W&B run; its id, if there is one now. Trouble with it never ends a training."""
@@ -90,6 +91,7 @@ class Tracker:
         if mode == "disabled":
             self.say(f"Weights & Biases is off{': ' if why else ''}{why}")
             return run_id
+        activity.enter(START_UP, "Weights & Biases")
         run_id = run_id or uuid.uuid4().hex[:12]
         try:
             import wandb
@@ -116,7 +118,7 @@ class Tracker:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         self.say(f"{attempt}{ranks}, step {step}/{self.plan.total_steps} -> {self.path}")
         if self._display:
-            self._display.start(step)
+            self._display.begin(self.plan)
 
     def train(self, step: int, loss: float, norm: float, lr: float, more: dict[str, float] | None = None) -> None:
         """A line for a step: its loss, the gradient's norm, the speed since the last line, and what else there is."""
@@ -125,25 +127,27 @@ class Tracker:
         seconds, seen = max(now - then, 1e-9), self.plan.samples_seen
         speed = (seen(step) - seen(step_then)) / seconds
         left = timedelta(seconds=round((self.plan.total_steps - step) * seconds / max(1, step - step_then)))
-        epoch = (step - 1) // self.plan.steps_per_epoch
         facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)} | (more or {})
-        self.event("train", step, epoch=epoch, **facts)
-        self._log_wandb(step, {f"train/{name}": value for name, value in facts.items()} | {"epoch": epoch})
+        values = {"epoch": round(step / self.plan.steps_per_epoch, 4)} | named(TRAIN, facts)
+        self.event("train", step, **values)
+        self._log_wandb(step, values)
 
-        metrics = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items() if name != "loss")
-        text = f"epoch {epoch + 1}/{self.plan.epochs}  loss {loss:.4f}{metrics}  {speed:,.0f} samples/s  ETA {left}"
+        self._losses = {f"{TRAIN}/loss": loss}
         if self._display:
-            self._display.update(step, text)
+            self._display.told = self._latest()
         else:
+            epoch, _ = self.plan.locate(step - 1)
+            text = f"epoch {epoch + 1}/{self.plan.epochs}  {self._latest()}  {speed:,.0f} samples/s  ETA {left}"
             self.say(f"step {step}/{self.plan.total_steps}  {text}")
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """The result of an evaluation."""
+        """The result of an evaluation, by full names."""
         self.metrics = metrics
         self.event("eval", step, **metrics)
-        self._log_wandb(step, {f"test/{name}": value for name, value in metrics.items()})
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self.say(f"step {step}/{self.plan.total_steps}  test: {shown}")
+        self._log_wandb(step, metrics)
+        if self._display:
+            self._display.told = self._latest()
+        self.say(f"step {step}/{self.plan.total_steps}  {shown(metrics)}")
 
     def event(self, kind: str, step: int, **facts: Any) -> None:
         """A line in metrics.jsonl."""
@@ -161,39 +165,26 @@ class Tracker:
 
     def say(self, text: str) -> None:
         """A line for the reader."""
-        if self._display:
-            self._display.say(text)
-            return
         try:
             print(text, flush=True)
         except BrokenPipeError:
-            _go_on_unread()
+            lose_stdout()  # the reader may go (`| head`, a closed terminal) without an end to the training
+            log.info("nobody reads the output any more; metrics.jsonl goes on")
 
     def close(self, exit_code: int = 0) -> None:
         """End the display and the W&B run."""
         if self._display:
-            self._display.stop()
+            self._display.stop({0: "finished", STOPPED: "stopped"}.get(exit_code, "failed"))
         if self._wandb:
             self._wandb.finish(exit_code=exit_code)
             self._wandb = None
 
+    def _latest(self) -> str:
+        return shown(self._losses | {name: value for name, value in self.metrics.items() if name != f"{TEST}/loss"})
+
     def _log_wandb(self, step: int, values: dict[str, float]) -> None:
         if self._wandb:
             self._wandb.log(values, step=step)
-
-
-def _live_display(total_steps: int) -> Display | None:
-    if not sys.stdout.isatty():
-        return None
-    from .display import Display  # rich, only where it is seen
-
-    return Display(total_steps, _go_on_unread)
-
-
-def _go_on_unread() -> None:
-    """The reader of the output may go (`| head`, a closed terminal) without an end to the training."""
-    lose_stdout()
-    log.info("nobody reads the output any more; metrics.jsonl goes on")
 
 
 def wandb_mode(asked: str) -> tuple[Any, str]:

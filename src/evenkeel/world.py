@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from .activity import START_UP, activity
 from .devices import choose, explain_devices, refuse_company, refuse_missing
 from .errors import REFUSED, Refusal
 from .rendezvous import fresh_store
@@ -91,6 +92,7 @@ class World:
         if not self.launched:
             yield None
             return
+        activity.enter(START_UP, "connecting")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch remembers as many collectives, for `hang`
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

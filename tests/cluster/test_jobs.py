@@ -53,7 +53,7 @@ def test_the_digits_reach_their_accuracy(cluster: Cluster, tmp_path: Path) -> No
         ended(cluster, job, runs[name])
         summary = read(runs[name])
         print(f"{name}: {summary['metrics']}, {summary['seconds']} s")
-        assert summary["metrics"]["accuracy"] > 0.97
+        assert summary["metrics"]["test/accuracy"] > 0.97
         assert summary["world_sizes"] == [4]
 
 

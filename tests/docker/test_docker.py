@@ -148,7 +148,7 @@ def test_hardened_it_learns_as_well_and_comes_back_after_75_and_not_after_0(buil
     assert int(saved[1]) >= 20
     assert goes_on_from(run_dir, int(saved[1]))
     assert no_step_is_missing(run_dir)
-    assert read(run_dir)["metrics"]["accuracy"] >= 0.98
+    assert read(run_dir)["metrics"]["test/accuracy"] >= 0.98
     assert owners(runs) == {USER}
     engine.docker("rm", "hardened")
 

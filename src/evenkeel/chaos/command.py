@@ -48,8 +48,7 @@ class ChaosCommand:
     """
 
     kill_every: Annotated[str, tyro.conf.arg(metavar="DURATION")] = "20s"
-    """Mean time between two faults: 20s, 2m or a number of seconds. A fault also waits until the job has got over
-    the one before it and has done a step."""
+    """Mean time between two faults: 20s, 2m or seconds. Each waits for a step after the one before it, too."""
     minutes: float = 5.0
     """After so long nothing more is done to the job."""
     count: int = 0
@@ -57,14 +56,11 @@ class ChaosCommand:
     seed: int = 0
     """Decides which faults come in which order, and at which intervals."""
     faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...")] = ""
-    """What may happen: kill, term, stop (SIGKILL, SIGTERM, SIGSTOP to a rank), truncate (the newest checkpoint), agent
-    (SIGKILL to torchrun), fill (the disk of the run directory, for some seconds), node (crash of one, with --nodes).
-    Default: all but fill, which is for you to ask for, because the disk may belong to others too."""
+    """kill, term, stop (a rank), truncate (a checkpoint), agent, fill (the disk), node. Default: all but fill."""
     then: Literal["finish", "stop"] = "finish"
     """What comes after the last fault: let the job finish, or stop it by SIGTERM."""
     nodes: int = 1
-    """Run the command on so many nodes, which are network namespaces on this machine (needs root). In the command
-    {node} then stands for the node's number, from 0, and {master} for the address of node 0."""
+    """Nodes (network namespaces; needs root); in the command {node} is a node's number, {master} node 0's address."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
     """The run's folder. Default: the --run-dir in the command."""
 

@@ -192,8 +192,7 @@ class NodeCommand:
     """
 
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
-    """GPUs of each node to use, one process for each, or for as many as --place or --model-parallel need. Default:
-    those that were given; without GPUs, 2 processes."""
+    """GPUs of each node, one for each process or as --place says. Default: those given; without any, 2 processes."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """How often this node may start its processes again after one of them has died."""
     max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = MAX_REQUEUES

@@ -51,8 +51,7 @@ class Submit:
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
     """How many nodes; MIN:MAX takes what there is at each start."""
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
-    """GPUs of each node, one process for each, or for as many as --place or --model-parallel need. Default: those of a
-    node of the partition; without GPUs, 2 processes."""
+    """GPUs of each node, one a process or as --place says. Default: the partition's; without any, 2 processes."""
     partition: Words = None
     """Default: the cluster's."""
     account: Words = None
