@@ -10,6 +10,7 @@ a rank was killed too often, anything else is a bug.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 from .errors import REFUSED
 from .interruption import STOPPED
-from .processes import STOP_SIGNALS, survives_the_terminal
+from .processes import REFUSAL, STOP_SIGNALS, survives_the_terminal
 
 KILLED = 128 + signal.SIGKILL
 """Exit code for a process that was killed: by the kernel for its memory, or with its node."""
@@ -37,8 +38,9 @@ def main(arguments: list[str]) -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         return verdict([failure.exitcode for failure in error.failures.values()])
-    except SignalException:
-        return STOPPED  # the workers were sent SIGTERM, and had their grace
+    except SignalException as ended:
+        # the workers were sent SIGTERM, and had their grace
+        return REFUSED if ended.args == (REFUSAL.name,) else STOPPED
     return 0
 
 
@@ -55,6 +57,15 @@ def heed_signals() -> None:
     for number in STOP_SIGNALS:
         if not (number == signal.SIGHUP and survives_the_terminal(os.getpid())):
             signal.signal(number, stop)
+    signal.signal(REFUSAL, _refuse)
+
+
+def _refuse(_number: int, _frame: object) -> None:
+    """A rank has said why. Only torchrun's own exception leaves the rendezvous open, for nodes that may do without."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    logging.disable(logging.WARNING)  # torchrun would name the signal and every worker
+    raise SignalException(REFUSAL.name, signal.SIGTERM)
 
 
 def verdict(codes: Collection[int]) -> int:

@@ -8,9 +8,10 @@ import io
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
+
+from .processes import end_agent, orphaned_within, torchrun_agent
 
 T = TypeVar("T")
 
@@ -83,8 +84,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     A bug is a traceback and 1, as if it had not been caught. But a :func:`leave` that follows spares a rank that has
     lost its peer a second of taking down the interpreter, for which the job's restart would wait.
 
-    Under torchrun all processes of a node refuse alike. The first to exit ends the others, so the one that
-    speaks must be first.
+    A refusal ends torchrun as well, which would start the ranks again and report each of them on a page.
     """
     try:
         return main() or 0
@@ -93,15 +93,21 @@ def exit_code(main: Callable[[], int | None]) -> int:
             print(f"evenkeel: {' '.join(str(ended).split())}", file=sys.stderr, flush=True)
         return FAILED
     except Refusal as refusal:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            line = " ".join(str(refusal).split())
-            print(f"evenkeel: {line}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(10)  # torchrun ends this process as soon as local rank 0 has exited
+        _refuse(f"evenkeel: {' '.join(str(refusal).split())}")
         return REFUSED
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
+
+
+def _refuse(line: str) -> None:
+    """Say it once a node. Mostly all ranks of a node refuse alike, and local rank 0 is the one that speaks."""
+    others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
+    if others_speak and orphaned_within(10, os.getppid()):
+        return
+    print(line, file=sys.stderr, flush=True)
+    if agent := torchrun_agent():
+        end_agent(agent)
 
 
 def leave(code: int) -> NoReturn:
