@@ -9,17 +9,21 @@ a rank was killed too often, anything else is a bug.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from .errors import REFUSED
 from .interruption import STOPPED
+from .network import Waiting
 from .processes import REFUSAL, STOP_SIGNALS, survives_the_terminal
 
 KILLED = 128 + signal.SIGKILL
@@ -33,6 +37,10 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
+    if typed.nnodes != "1":
+        what = f"waiting for other nodes, --nnodes {typed.nnodes}, at {typed.rdzv_endpoint or typed.master_addr}"
+        threading.Thread(target=_tell_of_waiting, args=(what,), name="waiting", daemon=True).start()
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -66,6 +74,17 @@ def _refuse(_number: int, _frame: object) -> None:
 
     logging.disable(logging.WARNING)  # torchrun would name the signal and every worker
     raise SignalException(REFUSAL.name, signal.SIGTERM)
+
+
+def _tell_of_waiting(what: str) -> None:
+    """torchrun says nothing while it waits for other nodes, at the start or after a loss. It has no workers then."""
+    children, waiting = Path(f"/proc/self/task/{os.getpid()}/children"), Waiting()
+    with contextlib.suppress(OSError):  # not every kernel lists them
+        while True:
+            if children.read_text():
+                waiting = Waiting()
+            waiting.tell(lambda: what)
+            time.sleep(0.5)
 
 
 def verdict(codes: Collection[int]) -> int:

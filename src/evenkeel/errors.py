@@ -15,6 +15,9 @@ from .processes import end_agent, orphaned_within, torchrun_agent
 
 T = TypeVar("T")
 
+OTHERS_SPEAK = 10.0
+"""Seconds in which local rank 0 says what all ranks of its node refuse. Where only another one does, that speaks."""
+
 FAILED = 1
 """Exit code of a run that could not go on; torchrun starts it again, if it may."""
 
@@ -93,7 +96,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
             print(f"evenkeel: {' '.join(str(ended).split())}", file=sys.stderr, flush=True)
         return FAILED
     except Refusal as refusal:
-        _refuse(f"evenkeel: {' '.join(str(refusal).split())}")
+        _refuse(" ".join(str(refusal).split()))
         return REFUSED
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -101,12 +104,16 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 
 def _refuse(line: str) -> None:
-    """Say it once a node. Mostly all ranks of a node refuse alike, and local rank 0 is the one that speaks."""
+    """Say it once a node, and end its torchrun. Mostly all ranks refuse alike, and local rank 0 is to speak."""
     others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
-    if others_speak and orphaned_within(10, os.getppid()):
+    if others_speak and orphaned_within(OTHERS_SPEAK, os.getppid()):
         return
-    print(line, file=sys.stderr, flush=True)
+    print(f"evenkeel: {line}", file=sys.stderr, flush=True)
     if agent := torchrun_agent():
+        if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"] and "EVENKEEL_LARGEST_WORLD" not in os.environ:
+            from .rendezvous import refuse_together  # an elastic job can do without this node
+
+            refuse_together(line)
         end_agent(agent)
 
 
