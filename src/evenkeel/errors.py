@@ -18,6 +18,9 @@ T = TypeVar("T")
 OTHERS_SPEAK = 10.0
 """Seconds in which local rank 0 says what all ranks of its node refuse. Where only another one does, that speaks."""
 
+NODES_REFUSE = 30.0
+"""How long a node that refuses waits for the others, which may be slower to start."""
+
 FAILED = 1
 """Exit code of a run that could not go on; torchrun starts it again, if it may."""
 
@@ -105,13 +108,14 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 def _refuse(line: str) -> None:
     """Say it once a node, and end its torchrun. Mostly all ranks refuse alike, and local rank 0 is to speak."""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
-    if others_speak and orphaned_within(OTHERS_SPEAK, os.getppid()):
+    if others_speak and orphaned_within(OTHERS_SPEAK + NODES_REFUSE * (nodes > 1), os.getppid()):
         return
     print(f"evenkeel: {line}", file=sys.stderr, flush=True)
     if agent := torchrun_agent():
-        if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"] and "EVENKEEL_LARGEST_WORLD" not in os.environ:
-            from .rendezvous import refuse_together  # an elastic job can do without this node
+        if nodes > 1 and "EVENKEEL_LARGEST_WORLD" not in os.environ:  # an elastic job can do without this node
+            from .rendezvous import refuse_together
 
             refuse_together(line)
         end_agent(agent)

@@ -54,16 +54,13 @@ from torch.distributed import DistError, is_torchelastic_launched
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from .errors import EndedHere, Refusal
+from .errors import NODES_REFUSE, EndedHere, Refusal
 from .network import Waiting, reach
 
 log = logging.getLogger(__name__)
 
 _REFUSED = "refused by rank "
 """So begins what stands in the place of a call if the job's input is refused on another node."""
-
-REFUSE_SECONDS = 30.0
-"""How long a node that refuses waits for the others, which may be slower to start."""
 
 PATIENCE = 1.0
 """Seconds in which a call must fill, or its answers count as old and it is repeated. Doubled for each repeat,
@@ -112,13 +109,13 @@ def refuse_together(text: str) -> None:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # a store of rank 0 may come later, but one of an agent that is not there has been
-    patience = 0 if _agent_hosts() else REFUSE_SECONDS
+    patience = 0 if _agent_hosts() else NODES_REFUSE
     with contextlib.suppress(EndedHere, DistError):
-        room = _room(job_store(rank, world_size, timedelta(seconds=REFUSE_SECONDS), patience), world_size)
+        room = _room(job_store(rank, world_size, timedelta(seconds=NODES_REFUSE), patience), world_size)
         if not _refused(room):
             room.set("call", f"{_REFUSED}{rank}: {text}")
         room.add("refused", 1)
-        deadline = time.monotonic() + REFUSE_SECONDS
+        deadline = time.monotonic() + NODES_REFUSE
         while room.add("refused", 0) < int(os.environ["GROUP_WORLD_SIZE"]) and time.monotonic() < deadline:
             time.sleep(0.02)
     if os.environ["GROUP_RANK"] == "0":
