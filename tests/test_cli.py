@@ -15,11 +15,12 @@ import tomli_w
 import torch
 
 import train
+from evenkeel.agent import first_error
 from evenkeel.classify import Classify
 from evenkeel.cli import parse
 from evenkeel.config import Config, flag, saved_options
 from evenkeel.devices import explain_devices
-from evenkeel.errors import Refusal, exit_code
+from evenkeel.errors import Ended, Refusal, exit_code
 
 from .processes import TRAIN, checked, finish, free_port, run, start, torchrun, wait_until_gone
 
@@ -401,6 +402,18 @@ def test_what_a_run_saves_starts_the_same_run(folder: Path, arguments: list[str]
     assert task_again.options() == task.options()
     assert replace(again, config=None) == config
     assert saved_options(again, task_again.options()) == saved
+
+
+def test_torchruns_report_of_a_known_end_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main() -> int:
+        raise Ended("the\nend")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert exit_code(main) == 1
+    assert first_error([tmp_path]) == "evenkeel.errors.Ended: the end"
 
 
 def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:

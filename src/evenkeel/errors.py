@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import json
 import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from .processes import end_agent, orphaned_within, torchrun_agent
@@ -95,8 +97,10 @@ def exit_code(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except Ended as ended:
+        line = " ".join(str(ended).split())
         if isinstance(ended, EndedHere) or os.environ.get("RANK", "0") == "0":
-            print(f"evenkeel: {' '.join(str(ended).split())}", file=sys.stderr, flush=True)
+            print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+        _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return FAILED
     except Refusal as refusal:
         _refuse(" ".join(str(refusal).split()))
@@ -104,6 +108,15 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
+
+
+def _shorten_report(line: str) -> None:
+    """torchrun's closing report shows the traceback that `record` has left for it, where a line tells more."""
+    with contextlib.suppress(KeyError, OSError, ValueError):  # no torchrun, or one that keeps no files
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        report = json.loads(path.read_text())
+        report["message"]["extraInfo"]["py_callstack"] = line
+        path.write_text(json.dumps(report))
 
 
 def _refuse(line: str) -> None:
