@@ -6,6 +6,7 @@ import ast
 import inspect
 import io
 import re
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import Field, asdict, fields, replace
@@ -18,12 +19,13 @@ import torch
 
 import train
 from evenkeel.__main__ import SUBCOMMANDS
+from evenkeel.agent import first_error
 from evenkeel.classify import Classify
 from evenkeel.cli import parse
 from evenkeel.config import GROUPS, Config, flag, saved_options
 from evenkeel.devices import explain_devices
 from evenkeel.docker_run import ContainerNode
-from evenkeel.errors import Refusal, exit_code
+from evenkeel.errors import Ended, Refusal, exit_code
 from evenkeel.inspection import ExportModel
 from evenkeel.launchers import MultiNode, SingleNode
 from evenkeel.regress import Regress
@@ -33,7 +35,7 @@ from evenkeel.slurm.submission import Submit
 from evenkeel.synonyms import BY_NAME, SYNONYMS
 from evenkeel.tasks import option_name
 
-from .processes import TRAIN, run, torchrun
+from .processes import TRAIN, checked, finish, free_port, run, start, torchrun, wait_until_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch asks for a real stderr
 
@@ -450,6 +452,18 @@ def test_what_a_run_saves_starts_the_same_run(folder: Path, arguments: list[str]
     assert saved_options(again, task_again.options()) == saved
 
 
+def test_torchruns_report_of_a_known_end_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main() -> int:
+        raise Ended("the\nend")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert exit_code(main) == 1
+    assert first_error([tmp_path]) == "evenkeel.errors.Ended: the end"
+
+
 def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> int:
         raise Refusal("a\n  b\r\n\tc")
@@ -465,19 +479,6 @@ def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str]) -> Non
     assert exit_code(lambda: 1 // 0) == 1
     assert "in <lambda>\n    assert exit_code(lambda: 1 // 0) == 1" in (err := capsys.readouterr().err)
     assert err.rstrip().endswith("ZeroDivisionError: integer division or modulo by zero")
-
-
-def test_only_local_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-
-    def main() -> int:
-        raise Refusal("no")
-
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert exit_code(main) == 2
-    assert capsys.readouterr().err == ""
-    assert slept, "the first process to exit ends the others, and must not be a silent one"
 
 
 @pytest.mark.multiprocess
@@ -497,18 +498,136 @@ def test_a_real_refusal(tmp_path: Path, arguments: list[str], expected: str) -> 
     assert contents(tmp_path) == before
 
 
+NONSENSE = (
+    "evenkeel: --task nonsense: unknown; built in: classify, regress, segment; your own: FILE.py:CLASS or "
+    "PACKAGE.MODULE:CLASS\n"
+)
+
+REFUSER = """
+import os, sys, time
+from pathlib import Path
+from evenkeel import errors
+
+def main():
+    (Path(os.environ["OUT"]) / f"{os.environ['RANK']}-{os.getpid()}").touch()
+    if os.environ["RANK"] in sys.argv[1]:
+        raise errors.Refusal("no")
+    time.sleep(120)
+
+errors.OTHERS_SPEAK = 1
+errors.leave(errors.exit_code(main))
+"""
+
+
+def once(out: Path) -> list[int]:
+    """The pids of all that were started; no rank was started twice."""
+    ranks, pids = zip(*(path.name.split("-") for path in out.iterdir()), strict=True)
+    assert len(set(ranks)) == len(ranks)
+    return [int(pid) for pid in pids]
+
+
 @pytest.mark.multiprocess
-def test_a_real_refusal_under_torchrun(tmp_path: Path) -> None:
-    """torchrun adds its own report, but each process of ours says nothing, or one line."""
-    done = run(torchrun(2, TRAIN, "--task", "nonsense"), cwd=tmp_path, expect=1)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("evenkeel:")]
-    assert lines == [
-        "evenkeel: --task nonsense: unknown; built in: classify, regress, segment; your own: FILE.py:CLASS or "
-        "PACKAGE.MODULE:CLASS"
+@pytest.mark.parametrize(("command", "expected"), [("torch.distributed.run", -signal.SIGALRM), ("evenkeel.agent", 2)])
+def test_a_real_refusal_under_torchrun(tmp_path: Path, command: str, expected: int) -> None:
+    """Once, with nothing before or after it, and no second attempt."""
+    argv = [
+        word.replace("torch.distributed.run", command) for word in torchrun(2, TRAIN, "--task=nonsense", restarts=3)
     ]
-    assert "exitcode  : 2" in done.stderr
-    assert done.stdout == ""
+    done = run(argv, cwd=tmp_path, expect=expected)
+    assert (done.stdout, done.stderr) == ("", NONSENSE)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("refusing", ["01", "1"])
+def test_no_worker_is_left_of_a_refusal_whoever_refuses(tmp_path: Path, refusing: str) -> None:
+    (tmp_path / "job.py").write_text(REFUSER)
+    (out := tmp_path / "out").mkdir()
+    job = torchrun(2, tmp_path / "job.py", refusing, restarts=3)
+    done = run(job, env={"OUT": str(out)}, expect=-signal.SIGALRM)
+    assert (done.stdout, done.stderr) == ("", "evenkeel: no\n")
+    wait_until_gone(once(out), limit=5)
+
+
+@pytest.mark.multiprocess
+def test_stderr_that_torchrun_keeps_is_shown_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(REFUSER)
+    (out := tmp_path / "out").mkdir()
+    done = run(torchrun(2, "--tee=3", tmp_path / "job.py", "01", restarts=3), env={"OUT": str(out)}, expect=1)
+    assert done.stderr.count("evenkeel: no\n") == 1
+    assert once(out)
+
+
+@pytest.mark.multiprocess
+def test_without_that_torchrun_starts_the_refused_again(tmp_path: Path) -> None:
+    """The control, and what is spared a launcher that only looks like torchrun: it is not ended."""
+    (tmp_path / "job.py").write_text(REFUSER)
+    (out := tmp_path / "out").mkdir()
+    wrapped = ["--no-python", "sh", "-c", f"{sys.executable} {tmp_path}/job.py 0; exit $?"]
+    done = run(torchrun(1, *wrapped, restarts=3), env={"OUT": str(out)}, expect=1)
+    assert done.stderr.count("evenkeel: no\n") == len(list(out.iterdir())) == 4
+    assert len(done.stderr.splitlines()) > 20
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("refusing", ["0123", "01", "23"])
+def test_two_nodes_refuse_together(tmp_path: Path, refusing: str) -> None:
+    """With one line each, whether or not the reason is on the node."""
+    script = REFUSER.replace("time.sleep(120)", "job_store_of(os.environ)")
+    (tmp_path / "job.py").write_text(script.replace("def main", TWO_NODES + "def main", 1))
+    (out := tmp_path / "out").mkdir()
+    port = free_port()
+    nodes = [
+        start(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--max-restarts=3",
+             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={int(node == 0)}",
+             "--local-addr=127.0.0.1", str(tmp_path / "job.py"), refusing],
+            env={"OUT": str(out)},
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    lines = sorted(checked(finish(node), -signal.SIGALRM).stderr for node in nodes)
+    assert once(out)
+    assert lines[0] == "evenkeel: no\n"
+    assert lines[1] in ("evenkeel: no\n", "evenkeel: refused by rank 0: no\n", "evenkeel: refused by rank 2: no\n")
+    assert (lines[1] == lines[0]) == (refusing == "0123")
+
+
+TWO_NODES = """
+def job_store_of(environ):
+    from datetime import timedelta
+    from evenkeel.rendezvous import fresh_store, job_store
+    place = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    fresh_store(job_store(*place, timedelta(minutes=2)), *place, timedelta(minutes=2))
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": 5, "WORLD_SIZE": 2}, "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=2"),
+        (
+            {"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1},
+            "LOCAL_WORLD_SIZE=1: no such rank; start",
+        ),
+        (
+            {"RANK": 0, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
+            "LOCAL_WORLD_SIZE=2: no such rank; start",
+        ),
+        (
+            {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 3},
+            "LOCAL_WORLD_SIZE=3: no such rank; start",
+        ),
+        ({"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}, "MASTER_ADDR= MASTER_PORT=: not where"),
+    ],
+)
+def test_a_rank_that_cannot_be(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, variables: dict[str, int], expected: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert expected in refused()
 
 
 @pytest.mark.multiprocess

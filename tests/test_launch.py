@@ -18,6 +18,7 @@ import pytest
 
 from evenkeel import launch, launchers, network
 from evenkeel.errors import REFUSED, Refusal
+from evenkeel.interruption import STOPPED
 from evenkeel.launch import Command, Topology, parse_master, parse_nodes, torchrun
 from evenkeel.network import Link, find_link, meet
 from evenkeel.processes import count_cores
@@ -43,7 +44,7 @@ def option(made: Command, name: str) -> str:
 
 def test_one_node() -> None:
     made = command(Topology(gpus=4), HERE, "--epochs", "5")
-    assert made.argv[:3] == (sys.executable, "-m", "torch.distributed.run")
+    assert made.argv[:3] == (sys.executable, "-m", "evenkeel.agent")
     assert made.argv[-4:] == ("--", "train.py", "--epochs", "5")
     assert option(made, "--nnodes") == "1"
     assert option(made, "--nproc-per-node") == "4"
@@ -193,6 +194,21 @@ def test_processes_for_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
     assert launch.count_processes(None) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_dry_run_needs_no_other_node(node: int, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["-n", "2", "-g", "2", "-nr", str(node), "--master", "no-such-host.invalid", "--script", __file__]
+    assert launchers.main(launchers.MultiNode, [*argv, "--dry-run"], REPOSITORY / "train.py") == 0
+    printed, said = capsys.readouterr()
+    assert (
+        f"--rdzv-endpoint no-such-host.invalid:29500 --rdzv-id evenkeel-29500 --rdzv-conf is_host={1 - node},"
+        in printed
+    )
+    assert "--local-addr" not in printed
+    assert said.startswith("evenkeel: --master no-such-host.invalid: cannot be reached from this node: ")
+    assert said.endswith("; printed without what only its address tells\n")
+    assert launchers.main(launchers.MultiNode, argv, REPOSITORY / "train.py") == REFUSED
 
 
 def test_dry_run_and_elastic_node_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,14 +407,14 @@ def test_the_printed_command_does_the_same(launched: Callable[..., Launched]) ->
 
 
 @pytest.mark.multiprocess
-def test_a_restart_works_and_the_exit_status_is_torchruns(launched: Callable[..., Launched]) -> None:
+def test_a_restart_works_and_the_exit_code_says_how_it_ended(launched: Callable[..., Launched]) -> None:
     job = launched(CRASHER, ["-g", "2", "--max-restarts", "1"])
     done = job.run()
     assert done.returncode == 0, done.stderr
     assert [path.read_text() for path in sorted(job.folder.glob("rank*"))] == ["4", "4"]
 
     done = launched("raise SystemExit(7)", ["-g", "1", "--max-restarts", "0"]).run()
-    assert done.returncode == 1
+    assert done.returncode == 7
     assert "exitcode  : 7" in done.stderr
 
 
@@ -412,7 +428,7 @@ def test_signals_reach_the_workers_and_leave_none_behind(launched: Callable[...,
     for process, number in zip(launchers, signals, strict=True):
         process.send_signal(number)
     for job, process, number in zip(jobs, launchers, signals, strict=True):
-        assert process.wait(timeout=LIMIT) == 1  # torchrun's own after a signal
+        assert process.wait(timeout=LIMIT) == STOPPED
         assert [p.read_text() for p in job.folder.glob("*.signal")] == [number.name] * 2
     assert not [pid for pid in pids if running(pid)]
 
@@ -423,7 +439,7 @@ def test_a_worker_that_will_not_end_is_killed(launched: Callable[..., Launched])
     process = job.start()
     (pid,) = job.pids(1)
     process.send_signal(signal.SIGUSR2)
-    assert process.wait(timeout=30) == 1  # torchrun's own patience, under our launchers 45
+    assert process.wait(timeout=30) == STOPPED  # torchrun's own patience, under our launchers 45
     assert not running(pid)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from evenkeel import rendezvous
-from evenkeel.rendezvous import fresh_store
+from evenkeel.errors import EndedHere, Refusal
+from evenkeel.rendezvous import fresh_store, job_store
 
 from .processes import LIMIT, free_port, wait_until
 
@@ -59,7 +61,7 @@ def agree(attempt: list[Future[Store]]) -> Store:
 
 
 def died(future: Future[Store]) -> bool:
-    return isinstance(future.exception(), TimeoutError)
+    return isinstance(future.exception(), EndedHere)
 
 
 def test_arrivals_in_any_order(join: Join) -> None:
@@ -162,15 +164,63 @@ def test_never_two_of_a_rank_whoever_is_alive(join: Join, seed: int) -> None:
 
 def test_the_time_limit_names_the_missing(join: Join) -> None:
     attempt = [join(rank, 6, lives=1.5) for rank in (0, 2, 5)]
-    with pytest.raises(TimeoutError, match=r"rank 0 of 6: .* 1\.5 s from 3 rank\(s\): 1, 3, 4\. "):
+    with pytest.raises(
+        EndedHere, match=r"3 of 6 ranks are here; waiting for 1, 3, 4, in vain for 1\.5 s; see their logs"
+    ):
         attempt[0].result()
-    with pytest.raises(TimeoutError, match=r"rank 2 of 6: .* 1\.5 s from rank 0\. "):
+    with pytest.raises(EndedHere, match=r"rank 2 of 6: .* 1\.5 s from rank 0\. "):
         attempt[1].result()
 
 
 def test_the_time_limit_does_not_name_hundreds(join: Join) -> None:
-    with pytest.raises(TimeoutError, match=r"99 rank\(s\): 1, 2, .*, 20, \.\.\.\. "):
+    with pytest.raises(EndedHere, match=r"1 of 100 ranks are here; waiting for 1, 2, .*, 20, \.\.\., in vain"):
         join(0, 100, lives=0.1).result()
+
+
+def test_the_missing_are_named_while_they_are_awaited(join: Join, capfd: pytest.CaptureFixture[str]) -> None:
+    attempt = [join(0, 3), join(2, 3)]
+    said: list[str] = []
+
+    def told() -> bool:
+        said.append(capfd.readouterr().err)
+        return "2 of 3 ranks are here; waiting for 1, for " in "".join(said)
+
+    wait_until(told, "a line")
+    agree([attempt[0], join(1, 3), attempt[1]])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_refusal_of_another_node_ends_the_waiting(join: Join, store: TCPStore, first: int) -> None:
+    """Whoever was there before it; and without it they wait on."""
+    room = PrefixStore("evenkeel/rendezvous/3", store)
+    waiting = [join(rank, 3) for rank in range(first)]
+    time.sleep(0.2)
+    assert not any(future.done() for future in waiting)
+    room.set("call", "refused by rank 2: no")
+    waiting += [join(rank, 3) for rank in range(first, 2)]
+    for future in waiting:
+        with pytest.raises(Refusal, match="refused by rank 2: no"):
+            future.result()
+    room.delete_key("call")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_where_nobody_listens_is_said_soon_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], host: str
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(
+        EndedHere, match=rf"no answer at MASTER_ADDR={host} MASTER_PORT={port} for 5 s \(.+\); start rank 0"
+    ):
+        job_store(1, 2, timedelta(seconds=5))
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1, "torch's own way prints nothing, or a warning for each try"
+    assert re.fullmatch(
+        rf"evenkeel: rank 1 of 2 waits for rank 0 at MASTER_ADDR={host} MASTER_PORT={port} \(.+\), for [345] s now",
+        said[0],
+    )
 
 
 # From here on with real torchruns. The worker connects, says so, and then does what files tell it to do.
@@ -184,7 +234,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evenkeel.rendezvous import fresh_store
+from evenkeel.errors import EndedHere, Refusal
+from evenkeel.rendezvous import fresh_store, job_store
 
 signal.alarm(500)  # nothing is left behind, come what may
 mode, orders = sys.argv[1], Path(sys.argv[2])
@@ -380,7 +431,8 @@ ORPHAN = """
 import os, sys, time
 from datetime import timedelta
 from torch.distributed import HashStore
-from evenkeel.rendezvous import fresh_store
+from evenkeel.errors import EndedHere, Refusal
+from evenkeel.rendezvous import fresh_store, job_store
 
 if os.fork():
     time.sleep(0.2)

@@ -9,17 +9,22 @@ a rank was killed too often, anything else is a bug.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from .errors import REFUSED
 from .interruption import STOPPED
-from .processes import STOP_SIGNALS, survives_the_terminal
+from .network import Waiting
+from .processes import REFUSAL, STOP_SIGNALS, survives_the_terminal
 
 KILLED = 128 + signal.SIGKILL
 """Exit code for a process that was killed: by the kernel for its memory, or with its node."""
@@ -32,13 +37,18 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
+    if typed.nnodes != "1":
+        what = f"waiting for other nodes, --nnodes {typed.nnodes}, at {typed.rdzv_endpoint or typed.master_addr}"
+        threading.Thread(target=_tell_of_waiting, args=(what,), name="waiting", daemon=True).start()
     try:
         run.main(arguments)
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         return verdict([failure.exitcode for failure in error.failures.values()])
-    except SignalException:
-        return STOPPED  # the workers were sent SIGTERM, and had their grace
+    except SignalException as ended:
+        # the workers were sent SIGTERM, and had their grace
+        return REFUSED if ended.args == (REFUSAL.name,) else STOPPED
     return 0
 
 
@@ -55,6 +65,26 @@ def heed_signals() -> None:
     for number in STOP_SIGNALS:
         if not (number == signal.SIGHUP and survives_the_terminal(os.getpid())):
             signal.signal(number, stop)
+    signal.signal(REFUSAL, _refuse)
+
+
+def _refuse(_number: int, _frame: object) -> None:
+    """A rank has said why. Only torchrun's own exception leaves the rendezvous open, for nodes that may do without."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    logging.disable(logging.WARNING)  # torchrun would name the signal and every worker
+    raise SignalException(REFUSAL.name, signal.SIGTERM)
+
+
+def _tell_of_waiting(what: str) -> None:
+    """torchrun says nothing while it waits for other nodes, at the start or after a loss. It has no workers then."""
+    children, waiting = Path(f"/proc/self/task/{os.getpid()}/children"), Waiting()
+    with contextlib.suppress(OSError):  # not every kernel lists them
+        while True:
+            if children.read_text():
+                waiting = Waiting()
+            waiting.tell(lambda: what)
+            time.sleep(0.5)
 
 
 def verdict(codes: Collection[int]) -> int:

@@ -56,9 +56,9 @@ def _launch(arguments: list[str], only_check: bool) -> int:
     if only_check and topology.master_host and not resolves(topology.master_host):
         check_host(None if typed.script else check_train_options(train_args))  # node 0 may come later
         return 0
-    if topology.master_host:
+    if topology.master_host and not typed.dry_run:
         wait_for_name(topology.master_host, JOIN_SECONDS)
-    start = prepare(MultiNode, arguments, TRAIN, telling=True)
+    start = prepare(MultiNode, arguments, TRAIN)
     check_host(start.config)
     if typed.dry_run:
         print(start.command)

@@ -5,14 +5,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from .processes import end_agent, orphaned_within, torchrun_agent
+
 T = TypeVar("T")
+
+OTHERS_SPEAK = 10.0
+"""Seconds in which local rank 0 says what all ranks of its node refuse. Where only another one does, that speaks."""
+
+NODES_REFUSE = 30.0
+"""How long a node that refuses waits for the others, which may be slower to start."""
 
 FAILED = 1
 """Exit code of a run that could not go on; torchrun starts it again, if it may."""
@@ -83,25 +92,46 @@ def exit_code(main: Callable[[], int | None]) -> int:
     A bug is a traceback and 1, as if it had not been caught. But a :func:`leave` that follows spares a rank that has
     lost its peer a second of taking down the interpreter, for which the job's restart would wait.
 
-    Under torchrun all processes of a node refuse alike. The first to exit ends the others, so the one that
-    speaks must be first.
+    A refusal ends torchrun as well, which would start the ranks again and report each of them on a page.
     """
     try:
         return main() or 0
     except Ended as ended:
+        line = " ".join(str(ended).split())
         if isinstance(ended, EndedHere) or os.environ.get("RANK", "0") == "0":
-            print(f"evenkeel: {' '.join(str(ended).split())}", file=sys.stderr, flush=True)
+            print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+        _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return FAILED
     except Refusal as refusal:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            line = " ".join(str(refusal).split())
-            print(f"evenkeel: {line}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(10)  # torchrun ends this process as soon as local rank 0 has exited
+        _refuse(" ".join(str(refusal).split()))
         return REFUSED
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
+
+
+def _shorten_report(line: str) -> None:
+    """torchrun's closing report shows the traceback that `record` has left for it, where a line tells more."""
+    with contextlib.suppress(KeyError, OSError, ValueError):  # no torchrun, or one that keeps no files
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        report = json.loads(path.read_text())
+        report["message"]["extraInfo"]["py_callstack"] = line
+        path.write_text(json.dumps(report))
+
+
+def _refuse(line: str) -> None:
+    """Say it once a node, and end its torchrun. Mostly all ranks refuse alike, and local rank 0 is to speak."""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
+    if others_speak and orphaned_within(OTHERS_SPEAK + NODES_REFUSE * (nodes > 1), os.getppid()):
+        return
+    print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+    if agent := torchrun_agent():
+        if nodes > 1 and "EVENKEEL_LARGEST_WORLD" not in os.environ:  # an elastic job can do without this node
+            from .rendezvous import refuse_together
+
+            refuse_together(line)
+        end_agent(agent)
 
 
 def leave(code: int) -> NoReturn:

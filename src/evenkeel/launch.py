@@ -131,7 +131,6 @@ def torchrun(
     *,
     cores: int,
     environ: Mapping[str, str],
-    telling: bool = False,
     log_dir: Path | None = None,
 ) -> Command:
     """Turn a topology into the command that starts this node's share of the job.
@@ -145,7 +144,6 @@ def torchrun(
         train_args: its options.
         cores: of this node, for this job.
         environ: of the command.
-        telling: through :mod:`evenkeel.agent`, whose exit code says how the job ended here.
         log_dir: where ranks leave their tracebacks; None: in a folder that nobody looks into.
     """
     # Port 0: the agent that hosts the store lets the kernel choose while it binds, so two jobs on one machine
@@ -161,7 +159,7 @@ def torchrun(
     if link.interface:
         # Gloo binds to whatever the host name resolves to, often 127.0.1.1. NCCL looks at the interfaces.
         env["GLOO_SOCKET_IFNAME"] = link.interface
-    agent = [sys.executable, "-m", "evenkeel.agent" if telling else "torch.distributed.run"]
+    agent = [sys.executable, "-m", "evenkeel.agent"]  # torchrun with an exit code that says how the job ended here
     options = {
         "--nnodes": topology.nodes,
         "--nproc-per-node": str(topology.gpus),
@@ -172,9 +170,10 @@ def torchrun(
         "--rdzv-id": topology.run_id or (f"evenkeel-{port}" if port else "evenkeel"),
         # Said outright: torch would guess from the host name, and fail where that resolves to something else.
         "--rdzv-conf": f"is_host={int(topology.node_rank == 0)},{RENDEZVOUS}",
-        # Becomes MASTER_ADDR when this node has rank 0; the default is its host name, unknown to the others.
-        "--local-addr": link.address,
     }
+    if link.address:
+        # Becomes MASTER_ADDR when this node has rank 0; the default is its host name, unknown to the others.
+        options["--local-addr"] = link.address
     if log_dir:
         options["--log-dir"] = str(log_dir)
     if _torchrun_has("--signals-to-handle"):

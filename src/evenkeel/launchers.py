@@ -42,7 +42,8 @@ class SingleNode:
       launch/single_node.py -g 4 -- --epochs 5        four processes
       launch/single_node.py -g 4 --dry-run            only print the command and its environment
 
-    The launcher becomes torchrun, so signals and the exit status are torchrun's.
+    The launcher becomes torchrun, so signals are torchrun's. Exit code: 0 finished, 75 stopped and can be continued,
+    2 refused, 137 killed, anything else is a bug.
     """
 
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
@@ -142,7 +143,7 @@ def command_for(
     train_args: Sequence[str],
     *,
     cores: int = 0,
-    telling: bool = False,
+    link: Link | None = None,
     log_dir: Path | None = None,
 ) -> Command:
     """The command that starts the share of the node that this is.
@@ -152,17 +153,16 @@ def command_for(
         script: what the ranks run.
         train_args: its options.
         cores: of this node, for this job; 0: those that this process may use.
-        telling: see :func:`~evenkeel.launch.torchrun`.
-        log_dir: the same.
+        link: how the others reach this node; None: found out here.
+        log_dir: see :func:`~evenkeel.launch.torchrun`.
     """
     return torchrun(
         topology,
-        link_of(topology),
+        link or link_of(topology),
         script,
         train_args,
         cores=cores or count_cores(),
         environ=os.environ,
-        telling=telling,
         log_dir=log_dir,
     )
 
@@ -184,14 +184,13 @@ class Start:
     """train.py's options; None for a script of the user's own."""
 
 
-def prepare(options: type[SingleNode], argv: Sequence[str], train: Path, *, telling: bool = False) -> Start:
+def prepare(options: type[SingleNode], argv: Sequence[str], train: Path) -> Start:
     """From a command line to what it starts, or a :class:`Refusal`.
 
     Args:
         options: of the launcher.
         argv: its command line.
         train: the script of a job that names no other.
-        telling: see :func:`~evenkeel.launch.torchrun`.
     """
     typed, train_args = parse_arguments(options, argv)
     topology = typed.topology(1 if typed.gpus is None else typed.gpus)
@@ -202,7 +201,14 @@ def prepare(options: type[SingleNode], argv: Sequence[str], train: Path, *, tell
     if config:
         check_company(config, topology.gpus * topology.max_nodes)
     topology = replace(topology, gpus=processes_of_node(config, typed.gpus) if config else count_processes(typed.gpus))
-    return Start(typed, topology, command_for(topology, script, train_args, telling=telling), config)
+    try:
+        link = link_of(topology)
+    except Refusal as refusal:
+        if not typed.dry_run:
+            raise
+        print(f"evenkeel: {refusal}; printed without what only its address tells", file=sys.stderr)
+        link = Link("")
+    return Start(typed, topology, command_for(topology, script, train_args, link=link), config)
 
 
 def check_company(config: Config, processes: int) -> None:

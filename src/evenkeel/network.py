@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import Refusal
@@ -60,15 +61,47 @@ def meet(master: str, port: int, *, is_master: bool, patience: float) -> None:
                     f"--master: port {port} of this node: {error.strerror}; give all nodes another, HOST:PORT"
                 ) from None
         return
-    deadline, told = time.monotonic() + patience, False
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((master, port), timeout=5):
-            return
-        if not told:
-            print(f"evenkeel: waiting for node 0 at {master} port {port}", file=sys.stderr, flush=True)
-            told = True
-        time.sleep(0.5)
-    raise Refusal(f"--master {master}: nothing answered on port {port} for {patience:.0f} s; is node 0 started?")
+    if reason := reach(master, port, patience, f"waiting for node 0 at {master} port {port}"):
+        raise Refusal(
+            f"--master {master}: nothing answered on port {port} for {patience:.0f} s ({reason}); is node 0 started, "
+            "and is this its address?"
+        )
+
+
+class Waiting:
+    """Says on stderr what is waited for: after a few seconds, and then again and again."""
+
+    def __init__(self, first: float = 3.0, every: float = 20.0) -> None:
+        self._start = time.monotonic()
+        self._next, self._every = self._start + first, every
+
+    def tell(self, what: Callable[[], str]) -> None:
+        """Say it, if it is time; `what` is called only then."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + self._every
+            print(f"evenkeel: {what()}, for {now - self._start:.0f} s now", file=sys.stderr, flush=True)
+
+
+def reach(host: str, port: int, patience: float, what: str) -> str:
+    """Wait until something listens there. Returns why nothing does, if the patience is over, or else nothing.
+
+    Args:
+        host: its name or address.
+        port: its TCP port.
+        patience: in seconds.
+        what: is being done, for those who wait as well.
+    """
+    deadline, waiting = time.monotonic() + patience, Waiting()
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=1.5):
+                return ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            return reason
+        waiting.tell(lambda: f"{what} ({reason})")  # noqa: B023
+        time.sleep(0.25)
 
 
 def _source_address(family: int, target: tuple[str | int, ...] | tuple[int, bytes]) -> str:

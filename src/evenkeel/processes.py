@@ -8,11 +8,15 @@ import os
 import re
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """From torchrun's agent or Docker, the keyboard, Slurm (two), and a terminal that is closed."""
+
+REFUSAL = signal.SIGALRM
+"""From a rank to its agent: the job's input is refused, and another start would not change that."""
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
@@ -50,11 +54,52 @@ def die_with_parent(number: signal.Signals) -> None:
 
 def survives_the_terminal(pid: int) -> bool:
     """Whether a process ignores SIGHUP, as `nohup` has it. Linux only."""
+    return _in_mask(pid, "SigIgn", signal.SIGHUP)
+
+
+def _in_mask(pid: int, mask: str, number: signal.Signals) -> bool:
+    """Whether a signal is in one of the masks of proc_pid_status(5)."""
     try:
-        (ignored,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        (bits,) = re.findall(rf"^{mask}:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except (OSError, ValueError):
         return False
-    return bool(int(ignored, 16) >> (signal.SIGHUP - 1) & 1)
+    return bool(int(bits, 16) >> (number - 1) & 1)
+
+
+def torchrun_agent() -> int | None:
+    """The pid of the torchrun that has started this process; None if another has, or where that cannot be known.
+
+    `torch.distributed.run` names its thread so. A shell between the two, or a launcher of somebody's own, does not.
+    """
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        if "TORCHELASTIC_RUN_ID" in os.environ and Path(f"/proc/{parent}/comm").read_text() == "pt_elastic\n":
+            return parent
+    return None
+
+
+def end_agent(agent: int) -> None:
+    """Have torchrun end without starting its workers again, and return when it has, or would not, in a few seconds.
+
+    By a signal that it does not handle: to those that it does it answers with a traceback. Two need that: process 1 of
+    a container, which no other signal ends, and one with --redirects or --tee, to show what it has not shown yet.
+    """
+    with contextlib.suppress(OSError):  # it has just ended
+        workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+        shown = os.path.samestat(Path(f"/proc/{agent}/fd/2").stat(), os.fstat(2))
+        quiet = (shown and agent != 1) or _in_mask(agent, "SigCgt", REFUSAL)  # evenkeel.agent does handle it
+        os.kill(agent, REFUSAL if quiet else signal.SIGTERM)
+        for worker in {*map(int, workers)} - {os.getpid()}:
+            os.kill(worker, signal.SIGTERM)
+    orphaned_within(5, agent)
+
+
+def orphaned_within(seconds: float, parent: int) -> bool:
+    """Wait so long for the parent's death; whether it has come."""
+    deadline = time.monotonic() + seconds
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return os.getppid() != parent
 
 
 def count_cores() -> int:

@@ -41,6 +41,7 @@ Waiting is by polling: a `Store.wait` that times out prints warnings, and asks t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -49,14 +50,86 @@ from datetime import timedelta
 from typing import Any, cast
 from uuid import uuid4
 
-from torch.distributed import is_torchelastic_launched
+from torch.distributed import DistError, is_torchelastic_launched
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+from .errors import NODES_REFUSE, EndedHere, Refusal
+from .network import Waiting, reach
 
 log = logging.getLogger(__name__)
+
+_REFUSED = "refused by rank "
+"""So begins what stands in the place of a call if the job's input is refused on another node."""
 
 PATIENCE = 1.0
 """Seconds in which a call must fill, or its answers count as old and it is repeated. Doubled for each repeat,
 so that a store too slow for it delays the job but cannot stop it."""
+
+
+def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | None = None) -> Store:
+    """The store of the job at MASTER_ADDR and MASTER_PORT, which nobody awaits in silence.
+
+    torch's own `env://` makes the same, but rank 0 waits in it for all others without knowing who is missing.
+
+    Args:
+        rank: this worker's rank.
+        world_size: the number of ranks.
+        timeout: for what is asked of the store.
+        patience: seconds that it may take to appear; None: as long as `timeout`.
+
+    Raises:
+        EndedHere: it has not appeared.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # rank 0 need not find itself by the name that the others use
+    hosts = rank == 0 and not _agent_hosts()
+    if not hosts:
+        who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
+        seconds = timeout.total_seconds() if patience is None else patience
+        if reason := reach(host, port, seconds, f"{who} waits for rank 0 at {where}"):
+            remedy = "start rank 0 on that host, and every rank with the same two values"
+            raise EndedHere(f"{who}: no answer at {where} for {seconds:g} s ({reason}); {remedy}")
+    name = "localhost" if hosts else host
+    store: Store = TCPStore(
+        name, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts
+    )  # typed, because torch's stub of it is not
+    return store
+
+
+def _agent_hosts() -> bool:
+    """Whether the store is one of torchrun's agents', and not of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def refuse_together(text: str) -> None:
+    """Have the other nodes refuse as well, which would wait for the ranks of this one, and wait until they do.
+
+    For one rank of each node, under torchrun. The node that has the store leaves last.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # a store of rank 0 may come later, but one of an agent that is not there has been
+    patience = 0 if _agent_hosts() else NODES_REFUSE
+    with contextlib.suppress(EndedHere, DistError):
+        room = _room(job_store(rank, world_size, timedelta(seconds=NODES_REFUSE), patience), world_size)
+        if not _refused(room):
+            room.set("call", f"{_REFUSED}{rank}: {text}")
+        room.add("refused", 1)
+        deadline = time.monotonic() + NODES_REFUSE
+        while room.add("refused", 0) < int(os.environ["GROUP_WORLD_SIZE"]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    if os.environ["GROUP_RANK"] == "0":
+        time.sleep(0.1)
+
+
+def _room(store: Store, world_size: int) -> Store:
+    return PrefixStore(f"evenkeel/rendezvous/{world_size}", store)
+
+
+def _refused(room: Store) -> str:
+    """What another node has refused, if it has."""
+    call = room.get("call").decode() if room.check(["call"]) else ""
+    return call if call.startswith(_REFUSED) else ""
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -66,8 +139,8 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
     a store that is fresh anyway, and costs some 20 ms, or half a second on 1,024 ranks.
 
     Args:
-        store: the job's store, as ``next(torch.distributed.rendezvous("env://"))`` gives it. It may hold keys
-            of dead attempts and be in use by stale workers.
+        store: the job's store, as :func:`job_store` gives it. It may hold keys of dead attempts and be in use by stale
+            workers.
         rank: this worker's rank.
         world_size: the number of ranks of this attempt.
         timeout: how long to wait for the other ranks; they may start as far apart as this.
@@ -76,10 +149,11 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
         A view of `store` under a prefix that is the same on all ranks of this attempt and on no others.
 
     Raises:
-        TimeoutError: ranks did not answer in time. Rank 0 names them; the others can only name rank 0.
+        EndedHere: ranks did not answer in time. Rank 0 names them; the others can only name rank 0.
+        Refusal: another node has refused the job's input (:func:`refuse_together`).
         RuntimeError: this worker's attempt is over: another rank 0 has called since, or its agent has died.
     """
-    room = PrefixStore(f"evenkeel/rendezvous/{world_size}", store)
+    room = _room(store, world_size)
     start = time.monotonic()
     nonce = _call(room, world_size, timeout) if rank == 0 else _answer(room, rank, world_size, timeout)
     log.debug("rank %d of %d: namespace %s after %.3f s", rank, world_size, nonce, time.monotonic() - start)
@@ -88,10 +162,13 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
 
 def _call(room: Store, world_size: int, timeout: timedelta) -> str:
     """Rank 0's part: the nonce that all ranks have answered."""
-    patience = PATIENCE
+    patience, waiting = PATIENCE, Waiting()
     nonce, here, called = _new_call(room, world_size)
     for _ in _polls(world_size, timeout):
+        waiting.tell(lambda: _describe(room, here))  # noqa: B023  (it is called at once)
         if room.get("call").decode() != nonce:
+            if refused := _refused(room):
+                raise Refusal(refused)
             raise RuntimeError("another rank 0 has called the ranks since: the attempt of this one is over")
         if not room.check(here):
             continue
@@ -102,15 +179,25 @@ def _call(room: Store, world_size: int, timeout: timedelta) -> str:
             return nonce
         patience *= 2
         nonce, here, called = _new_call(room, world_size)
-    missing = [rank for rank, key in enumerate(here, start=1) if not room.check([key])]
-    raise TimeoutError(
-        f"rank 0 of {world_size}: no answer within {timeout.total_seconds():g} s from {len(missing)} "
-        f"rank(s): {', '.join(map(str, missing[:20]))}{', ...' * (len(missing) > 20)}. "
-        "See their logs; if they are only slow to start, raise the timeout"
+    raise EndedHere(
+        f"{_describe(room, here)}, in vain for {timeout.total_seconds():g} s; see their logs; if they are only slow to "
+        "start, raise --hang-timeout"
     )
 
 
+def _describe(room: Store, here: list[str]) -> str:
+    """Who has come to the roll-call, and who has not."""
+    missing = [rank for rank, key in enumerate(here, start=1) if not room.check([key])]
+    size = len(here) + 1
+    where = " ".join(f"{name}={os.environ.get(name, '')}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+    names = f"{', '.join(map(str, missing[:20]))}{', ...' * (len(missing) > 20)}"
+    here_now = f"{size - len(missing)} of {size} ranks are here"
+    return f"rank 0 at {where}: {here_now}; waiting for {names or 'all to answer together'}"
+
+
 def _new_call(room: Store, world_size: int) -> tuple[str, list[str], float]:
+    if refused := _refused(room):
+        raise Refusal(refused)
     nonce = uuid4().hex
     room.set("call", nonce)
     return nonce, [f"{nonce}/here/{rank}" for rank in range(1, world_size)], time.monotonic()
@@ -118,15 +205,20 @@ def _new_call(room: Store, world_size: int) -> tuple[str, list[str], float]:
 
 def _answer(room: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Every other rank's part: the nonce under which rank 0 has let this worker in."""
-    name, nonce = uuid4().hex, ""
+    name, nonce, waiting = uuid4().hex, "", Waiting()
     for _ in _polls(world_size, timeout):
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this node wait for the same
+            what = f"rank {rank} of {world_size} waits for rank 0{', which waits for others' if nonce else ''}"
+            waiting.tell(lambda: what)  # noqa: B023
         # The call first: once there is a new one, a go under the old one leads to a rank 0 that is gone.
         if room.check(["call"]) and (call := room.get("call").decode()) != nonce:
+            if call.startswith(_REFUSED):
+                raise Refusal(call)
             nonce = call
             room.set(f"{nonce}/here/{rank}", name)
         if nonce and room.check([f"{nonce}/go/{name}"]):
             return nonce
-    raise TimeoutError(
+    raise EndedHere(
         f"rank {rank} of {world_size}: no answer within {timeout.total_seconds():g} s from rank 0. "
         "Either it is missing, or it waits for other ranks, which its own error names"
     )

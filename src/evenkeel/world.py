@@ -17,12 +17,11 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from .activity import START_UP, activity
 from .devices import choose, explain_devices, refuse_company, refuse_missing
 from .errors import REFUSED, Refusal
-from .rendezvous import fresh_store
+from .rendezvous import fresh_store, job_store
 
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ class World:
 
         Raises:
             Refusal: if the processes on this node need more than the visible GPUs, or there are more than the strategy
-                bears, or variables are missing.
+                bears, or variables are missing or contradict each other.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name) for name in names]
@@ -74,9 +73,17 @@ class World:
         except ValueError:
             shown = " ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in names)
             raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/") from None
+        if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size and local_rank <= rank):
+            shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+            raise Refusal(f"{shown}: no such rank; start with torchrun or launch/, or unset them all")
         if strategy == "dp":
             refuse_company(world_size, torch.cuda.device_count())
         first, *more = _devices(local_rank, local_world_size, devices_per_rank)
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise Refusal(
+                f"MASTER_ADDR={host} MASTER_PORT={port}: not where rank 0 can be; start with torchrun or launch/"
+            )
         return World(rank, local_rank, world_size, local_world_size, first, True, tuple(more))
 
     @contextmanager
@@ -100,7 +107,7 @@ class World:
             # SIGTERM and the watch for hangs see to its end
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store = job_store(self.rank, self.world_size, timeout)
         store = fresh_store(store, self.rank, self.world_size, timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         yield store

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import REFUSED, Ended
+from ..processes import REFUSAL
 from .faults import Fault, Missed, aim
 from .job import Job
 from .progress import Progress
@@ -142,7 +143,7 @@ class Experiment:
         progress = (len(self.progress.of("train")), self.progress.step)
         self._fruitless = self._fruitless + 1 if progress == self._progress_at_end else 0
         self._progress_at_end = progress
-        if code == REFUSED:
+        if code in (REFUSED, -REFUSAL):
             raise Ended("the command was refused, which a second try does not change")
         if self._fruitless == MAX_FRUITLESS:
             raise Ended(f"the command ended {MAX_FRUITLESS} times in a row without a step, last with {code}")

@@ -157,9 +157,7 @@ class _Preparation:
         errors = self.record.errors(step.requeues) / f"node-{step.node}"
         errors.mkdir(parents=True, exist_ok=True)
         os.environ[LARGEST_WORLD] = str(gpus * parse_nodes(self.record.nodes)[1])
-        self.command = command_for(
-            topology, node.script, node.train_args, cores=step.cores, telling=True, log_dir=errors
-        )
+        self.command = command_for(topology, node.script, node.train_args, cores=step.cores, log_dir=errors)
         wait_for_master(topology)
         return 0
 
