@@ -158,3 +158,15 @@ def test_each_step_of_several_micro_batches_a_rank_is_reduced(tmp_path: Path) ->
     processes.finish_all(processes.fork_ranks(2, WORKER.with_name("reduced_worker.py"), tmp_path / "out.json"))
     found = json.loads((tmp_path / "out.json").read_text())
     assert found == {"ours": [True] * 4, "control": [True, True, False, True]}
+
+
+@pytest.mark.multiprocess
+def test_collectives_of_a_rank_come_in_an_order_and_their_errors_reach_the_user(tmp_path: Path) -> None:
+    """What would dead-lock NCCL, or hide an error, and shows without a GPU."""
+    processes.finish_all(processes.fork_ranks(3, WORKER.with_name("collectives_worker.py"), tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["threads"] == 1, "the tree, where parameters may be unused"
+    assert found["threads, control"] == 2
+    assert found["not waited for"] == 0, "BatchNorm gathers while DDP reduces, in another group"
+    assert found["not waited for, control"] > 0
+    assert found["failure"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
