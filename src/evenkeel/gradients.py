@@ -324,10 +324,16 @@ def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         The norm before, a scalar on the device, the same on every rank.
     """
     parameters = list(parameters)
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = get_total_norm([_aligned(p.grad) for p in parameters if p.grad is not None])
     if max_norm:
         clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """A gradient, or a copy of one on a GPU that does not begin at a multiple of 16 bytes, as in DDP's bucket it may:
+    the squares of such a one are added up in another order."""
+    return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
 
 
 def _at_work(runs: Sequence[range]) -> int:

@@ -167,10 +167,10 @@ class Tree:
             self._pipeline.check()
             return
         fold = self._fold(self._taken(), self._kept.sums) if self._runs[self.world.rank] else Fold(_add)
-        uses = torch.tensor([place in self._used for place in range(len(self.parameters))])
-        total = self._sum_over_ranks(fold, uses) if self.world.world_size > 1 else fold.root()
-        for parameter, gradient, used in zip(self.parameters, total, uses.tolist(), strict=True):
-            parameter.grad = gradient if used else None
+        used = [place in self._used for place in range(len(self.parameters))]
+        total, used = self._sum_over_ranks(fold, used) if self.world.world_size > 1 else (fold.root(), used)
+        for parameter, gradient, is_used in zip(self.parameters, total, used, strict=True):
+            parameter.grad = gradient if is_used else None
 
     def catch_up(self) -> None:
         """Nothing here could wait for the other thread without a dead-lock; `synchronise` refuses this on GPUs."""
@@ -184,13 +184,14 @@ class Tree:
             parameter.grad = None
         return gradients
 
-    def _sum_over_ranks(self, fold: Fold[list[Tensor]], uses: Tensor) -> list[Tensor]:
-        """Exchange this rank's sums of all parameters at once.
+    def _sum_over_ranks(self, fold: Fold[list[Tensor]], used: list[bool]) -> tuple[list[Tensor], list[bool]]:
+        """For each parameter the sum over all ranks, and whether any has used it.
 
         Args:
-            fold: this rank's; empty if it is idle.
-            uses: whether this rank has used a parameter, one boolean for each, on the CPU; then whether any has.
+            fold: this rank's sums; empty if it is idle.
+            used: whether this rank has used a parameter.
         """
+        uses = torch.tensor(used)
         asked = dist.all_reduce(uses, dist.ReduceOp.MAX, async_op=True)  # by gloo: no GPU is waited for
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self.parameters:
@@ -208,7 +209,7 @@ class Tree:
             exchange.gather(flat).wait()
             views.update(zip(parameters, _views(flat, parameters), strict=True))
         asked.wait()
-        return [views[parameter] for parameter in self.parameters]
+        return [views[parameter] for parameter in self.parameters], uses.tolist()
 
     def _exchange(self, key: Any, like: Tensor) -> "Exchange":
         if key not in self._exchanges:
