@@ -1,6 +1,8 @@
 """How the ranks call collectives: rank 0 writes as JSON what matters to NCCL and shows on gloo.
 
 torchrun --nproc_per_node=3 collectives_worker.py OUT.json
+
+On GPUs without the controls, which might hang.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenkeel.errors import leave
 from evenkeel.gradients import Gradients, Loss
+from evenkeel.hang import _collectives
 from evenkeel.plan import Plan
 from evenkeel.reduction import Exchange, Tree
 from evenkeel.state import State
@@ -62,7 +65,7 @@ class Way(Task):
 def made(world: World, unused: bool, reduce: Literal["ring", "tree"], sync: bool = False) -> Gradients:
     """For steps of two micro-batches, of three samples and of two, so that the third rank is idle."""
     task, plan = Way(unused), Plan(5, 5, 3, epochs=1)
-    model = task.model()
+    model = task.model().to(world.device)
     if sync:
         synchronise(model, plan, world)
     return Gradients(task, State(model, []), world, plan, reduce=reduce)
@@ -76,18 +79,19 @@ def step(gradients: Gradients) -> None:
     _ = gradients.of_step(0, mine, batches).loss
 
 
-def recorded() -> list[Any]:
-    """All collectives of this rank so far, those of torch's C++ code too."""
-    found = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-    return found.get("entries", [])  # type: ignore[no-any-return]
+def recorded() -> dict[tuple[int, int], Any]:
+    """All collectives of this rank so far, those of torch's C++ code too, by backend and number."""
+    found = [json.loads(text).get("entries", []) for text in _collectives()]
+    return {(kind, entry["record_id"]): entry for kind, entries in enumerate(found) for entry in entries}
 
 
 def callers(world: World, gradients: Gradients) -> int:
     """The most threads of a rank that call collectives in a step."""
     step(gradients)
-    before = len(recorded())
+    before = recorded()
     step(gradients)
-    return max(world.gather(len({entry["thread_id"] for entry in recorded()[before:]})))
+    threads = {entry["thread_id"] for number, entry in recorded().items() if number not in before}
+    return max(world.gather(len(threads)))
 
 
 def callers_by_ddp(world: World) -> int:
@@ -180,13 +184,15 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     world = World.from_environment()
     with world.connected():
-        result = {
+        result: dict[str, Any] = {
             "threads": callers(world, made(world, True, "tree")),
-            "threads, control": callers_by_ddp(world),
             "not waited for": not_waited_for(world, True),
-            "not waited for, control": not_waited_for(world, False),
             "failure": failure(world),
+            "recorded": sorted({entry["profiling_name"] for entry in recorded().values()}),
         }
+        if world.device.type == "cpu":
+            result["threads, control"] = callers_by_ddp(world)
+            result["not waited for, control"] = not_waited_for(world, False)
         if world.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(result))
     leave(0)

@@ -186,4 +186,5 @@ def test_collectives_of_a_rank_come_in_an_order_and_their_errors_reach_the_user(
     assert found["threads, control"] == 2
     assert found["not waited for"] == 0, "BatchNorm gathers while DDP reduces, in another group"
     assert found["not waited for, control"] > 0
+    assert "gloo:all_to_all" in found["recorded"]
     assert found["failure"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
