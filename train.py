@@ -121,7 +121,7 @@ def build(config: Config, task: Task, world: World, plan: Plan, model: nn.Module
     freeze(model, config.freeze)
     refuse_single_samples(config, task, model, plan, world)
     if config.sync_batchnorm:
-        synchronise(model, plan, world, config.reduce)
+        synchronise(model, plan, world, config.reduce, task.unused_parameters)
     placed = place(model, config, world.devices)
     if config.compile:
         exact = config.deterministic or config.reduce == "tree"

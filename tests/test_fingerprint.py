@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import evenkeel
+from evenkeel.arithmetic import EXACT_NCCL, fix_arithmetic
 from evenkeel.classify import Classify
 from evenkeel.fingerprint import NOT_COMPUTING, describe, differences, differences_among_ranks, fingerprint
 from evenkeel.tasks import load_task
@@ -51,6 +52,24 @@ def own_task(folder: Path, factor: str) -> dict[str, str]:
         for name in ("my_fingerprinted_task", "my_helper"):
             del sys.modules[name]
         importlib.invalidate_caches()
+
+
+def test_with_exact_bits_on_gpus_nccl_has_one_order_of_adding_and_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*EXACT_NCCL, "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")  # or it would not be put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    try:
+        fix_arithmetic(exact=True)
+        assert "env:NCCL_ALGO" not in fingerprint(Classify(), CPU), "the control: there is no GPU"
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        fix_arithmetic(exact=False)
+        assert "env:NCCL_ALGO" not in fingerprint(Classify(), CPU)
+        fix_arithmetic(exact=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = fingerprint(Classify(), CPU)
+    assert {name: found[f"env:{name}"] for name in EXACT_NCCL} == EXACT_NCCL | {"NCCL_PROTO": "LL"}, "as the user says"
 
 
 @pytest.mark.multiprocess

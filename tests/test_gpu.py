@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from evenkeel.classify import Classify
 from evenkeel.config import Config
-from evenkeel.gradients import clip
+from evenkeel.gradients import Gradients, clip
 from evenkeel.optimization import build_optimizer
+from evenkeel.plan import Plan
 from evenkeel.seqlock import STUCK, Torn
 from evenkeel.staging import Staging
 from evenkeel.state import State
+from evenkeel.world import World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,3 +160,61 @@ def test_the_loss_of_classify_is_that_of_the_cpu_and_the_host_does_not_wait_for_
             losses[device, seed] = loss.item()
     for seed in range(4):
         assert losses["cuda", seed] == pytest.approx(losses["cpu", seed], rel=1e-2)
+
+
+def test_page_locked_memory_is_given_back_with_its_owner() -> None:
+    state, staging = on_gpu(), Staging(torch.device("cuda", 0))
+    state.pin(staging)
+    weights = state.capture(staging=staging)["model"]["0.weight"]
+    assert weights.is_pinned()
+    assert weights.untyped_storage().nbytes() == weights.nbytes
+    del staging
+    gc.collect()
+    assert not weights.is_pinned()
+    assert torch.equal(weights, state.model.state_dict()["0.weight"].cpu())
+
+
+def test_the_norm_does_not_depend_on_where_a_gradient_begins_in_memory() -> None:
+    norms: dict[str, set[float]] = {"ours": set(), "control": set()}
+    values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).cuda()
+    for shift in range(4):
+        parameter = nn.Parameter(torch.empty_like(values))
+        parameter.grad = torch.empty(len(values) + shift, device="cuda")[shift:].copy_(values)
+        norms["ours"].add(clip([parameter], 0.0).item())
+        norms["control"].add(get_total_norm([parameter.grad]).item())
+    assert len(norms["ours"]) == 1
+    if len(norms["control"]) == 1:
+        pytest.skip("this GPU, or this torch, adds up misaligned gradients in the same order")
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_the_host_does_not_wait_for_the_gpu_in_a_step(unused: bool) -> None:
+    """Batches of a kind of their own, and parameters that a micro-batch does not use."""
+
+    class Batch:
+        def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+            self.images, self.labels = images, labels
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+            return Batch(*(part.to(device, non_blocking=non_blocking) for part in (self.images, self.labels)))
+
+    class Task(Classify):
+        unused_parameters = unused
+
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            return super().loss(model, (batch.images, batch.labels))
+
+    task, plan, device = Task(), Plan(12, 12, 4, epochs=1), torch.device("cuda", 0)
+    model = task.model().to(device)
+    images, labels = (tensor[:4].pin_memory() for tensor in task.train_dataset().tensors)  # type: ignore[attr-defined]
+    world, batches = World(0, 0, 1, 1, device, launched=False), [Batch(images, labels)] * 3
+    state = State(model, [build_optimizer(model.parameters(), Config())])
+    gradients = Gradients(task, state, world, plan, reduce="tree")
+    for mode in ("default", "error"):  # the first step copies constants, and lets cuDNN choose
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            state.clear_gradients()
+            done = gradients.of_step(0, plan.micro_batches(0), batches)
+            state.commit(done.buffers, clip(state.parameters, 1.0))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from evenkeel.optimization import build_optimizer
 from evenkeel.placement import place
 from evenkeel.staging import Staging
 from evenkeel.state import State, sha256
+from evenkeel.world import World
 
 from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, wait_until
 
@@ -136,3 +138,38 @@ def test_a_run_on_two_gpus_a_rank_is_that_of_one(tmp_path: Path, ranks: int, cut
     finish_all(fork_ranks(ranks, *job))
     assert read(run_dir)["weights_sha256"] == read(tmp_path / "one")["weights_sha256"]
     assert read(run_dir)["metrics"] == read(tmp_path / "one")["metrics"]
+
+
+def test_a_bare_cuda_is_the_rank_s_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with torch.cuda.device(0):  # puts it back
+        assert World.from_environment().device == torch.zeros(1).cuda().device == torch.device("cuda", 1)
+
+
+@pytest.mark.multiprocess
+def test_collectives_on_nccl_come_in_an_order_are_recorded_and_their_errors_reach_the_user(tmp_path: Path) -> None:
+    """Two NCCL communicators: BatchNorm's beside DDP's; and the tree, where parameters may be unused."""
+    worker = Path(__file__).with_name("collectives_worker.py")
+    finish_all(fork_ranks(2, worker, tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["threads"], found["not waited for"]) == (1, 0)
+    assert found["failure"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert {"all_reduce", "all_to_all"} <= {
+        name.partition(":")[2] for name in found["recorded"] if name.startswith("nccl")
+    }, found["recorded"]
+
+
+@pytest.mark.multiprocess
+def test_with_exact_bits_a_ring_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    options = ["--deterministic", "--wandb", "disabled", "--log-every", 1, "--epochs", 3, "--checkpoint-every", 2]
+    finish_all(fork_ranks(2, TRAIN, *options, "--run-dir", tmp_path / "undisturbed"))
+    run_dir = tmp_path / "run"
+    started = fork_ranks(2, TRAIN, *options, "--run-dir", run_dir)
+    wait_until(lambda: (run_dir / "metrics.jsonl").exists() and records(run_dir, "train"), "a step")
+    for rank in started:
+        rank.send_signal(signal.SIGTERM)
+    for rank in started:
+        finish(rank)
+    finish_all(fork_ranks(2, TRAIN, *options, "--run-dir", run_dir))
+    assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]

@@ -123,6 +123,23 @@ def test_dropout_depends_on_the_micro_batch_and_not_on_what_ran_before() -> None
     assert torch.equal(gradient(1), gradient(2))
 
 
+def test_the_norm_does_not_depend_on_where_a_gradient_begins_in_memory() -> None:
+    """On a GPU that is `test_gpu`'s; here it is why the CPU's need no copies."""
+    found = []
+    for shift in range(4):
+        model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.Linear(333, 111), nn.Linear(5, 1))
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            memory = torch.empty(parameter.numel() + shift)[shift:]
+            assert bool(memory.data_ptr() % 16) == bool(shift)
+            parameter.grad = memory.view(parameter.shape).copy_(torch.randn(parameter.shape, generator=generator))
+        norm = clip(model.parameters(), 1.0)
+        found.append(
+            torch.cat([norm.reshape(1), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+        )
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
 @pytest.mark.multiprocess
 def test_any_world_size_agrees_with_one_process_and_a_naive_loop_does_not(tmp_path: Path) -> None:
     """Weights and losses after 12 steps at W = 1, 2, 3, 4, 6 with BatchNorm, dropout, a tail and idle ranks."""
@@ -158,3 +175,16 @@ def test_each_step_of_several_micro_batches_a_rank_is_reduced(tmp_path: Path) ->
     processes.finish_all(processes.fork_ranks(2, WORKER.with_name("reduced_worker.py"), tmp_path / "out.json"))
     found = json.loads((tmp_path / "out.json").read_text())
     assert found == {"ours": [True] * 4, "control": [True, True, False, True]}
+
+
+@pytest.mark.multiprocess
+def test_collectives_of_a_rank_come_in_an_order_and_their_errors_reach_the_user(tmp_path: Path) -> None:
+    """What would dead-lock NCCL, or hide an error, and shows without a GPU."""
+    processes.finish_all(processes.fork_ranks(3, WORKER.with_name("collectives_worker.py"), tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["threads"] == 1, "the tree, where parameters may be unused"
+    assert found["threads, control"] == 2
+    assert found["not waited for"] == 0, "BatchNorm gathers while DDP reduces, in another group"
+    assert found["not waited for, control"] > 0
+    assert "gloo:all_to_all" in found["recorded"]
+    assert found["failure"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -9,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from evenkeel.hang import Beat, describe
+from evenkeel.hang import Beat, _collectives, describe
 
 from . import processes
 from .processes import (
@@ -48,6 +50,15 @@ def test_the_culprit_comes_first() -> None:
     assert describe(frozen, [5, 7]).startswith("ranks 5, 7 do not answer any more, last seen in gradient reduction")
     gpu = replace(beat(811, "data loading"), device="cuda:0 (GPU 2)")
     assert describe({0: waiting, 3: gpu}, [3]).startswith("rank 3 (cuda:0 (GPU 2) of host) does not answer any more")
+
+
+def test_each_backend_s_recorder_is_asked() -> None:
+    """What has been recorded is in `test_a_frozen_rank_...`, for gloo, and in `test_gpus`."""
+    told = [json.loads(text) for text in _collectives()]
+    assert len(told) == 3
+    general = torch._C._distributed_c10d._dump_fr_trace_json
+    assert ("version" in told[2]) == ("backend" in (general.__doc__ or "")), "nccl2, if this release knows it"
+    assert "version" in told[0]
 
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]

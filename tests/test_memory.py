@@ -135,6 +135,7 @@ def test_the_device_is_the_first_of_this_process_where_each_has_several(monkeypa
     monkeypatch.setattr(devices, "_chosen", [])
     assert devices.own_device() == CPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     assert World.from_environment(2).device == devices.own_device() == torch.device("cuda", 2)
 
 

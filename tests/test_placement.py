@@ -338,12 +338,15 @@ def test_how_many_devices_a_rank_has() -> None:
 
 
 def test_a_local_rank_has_consecutive_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     for name, value in {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     assert World.from_environment(2).devices == (torch.device("cuda", 2), torch.device("cuda", 3))
     assert World.from_environment().devices == (torch.device("cuda", 1),)
+    assert current == [torch.device("cuda", 2), torch.device("cuda", 1)], "a task's .cuda() is on its own, not on 0"
     with pytest.raises(Refusal) as caught:
         World.from_environment(3)
     assert str(caught.value) == explain_devices(2, 4, 3)

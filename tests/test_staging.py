@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import itertools
 import os
 import resource
@@ -24,7 +25,7 @@ from evenkeel.config import Config
 from evenkeel.plan import Plan
 from evenkeel.run import Run
 from evenkeel.seqlock import Seqlock, Torn
-from evenkeel.staging import Staging
+from evenkeel.staging import ALIGNED, Staging, in_one_piece
 from evenkeel.state import State
 from evenkeel.world import World
 
@@ -315,6 +316,31 @@ def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path, rank_0
 
 def resident_megabytes() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+def test_memory_to_be_page_locked_is_as_large_as_the_state_and_on_the_rank_that_writes(tmp_path: Path) -> None:
+    """Blocks of torch's own, of a power of two each, would be up to twice that."""
+    sources = [*tensors(tree()), torch.ones(1025, 1024)]
+    memory, parts = in_one_piece(sources)
+    assert sum(t.nbytes for t in sources) <= memory.nbytes < sum(t.nbytes for t in sources) + ALIGNED * len(sources)
+    first = memory.data_ptr()
+    for part, source in zip(parts, sources, strict=True):
+        assert (part.shape, part.dtype, part.stride()) == (
+            source.shape,
+            source.dtype,
+            torch.empty_like(source).stride(),
+        )
+        assert part.untyped_storage().nbytes() == part.nbytes, "a file would have all the memory for each tensor"
+        assert not part.numel() or (first <= part.data_ptr() and part.data_ptr() + part.nbytes <= first + memory.nbytes)
+        part.copy_(source)
+    assert same(parts, sources), "no part overlaps another"
+    torch.save(parts[-1], file := io.BytesIO())
+    assert len(file.getvalue()) < 1.1 * parts[-1].nbytes
+    for rank, pinned in ((0, True), (1, False)):
+        training = Training(tmp_path / str(rank), World(rank, rank, 1, 1, CPU, launched=False))
+        training.step()
+        training.run.checkpoint(training.state, {})
+        assert training.run._staging.pinned is pinned
 
 
 def test_a_rank_that_never_writes_needs_no_memory_for_it_until_a_rescue(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def test_what_cannot_be_synchronised_is_refused() -> None:
     on_gpu = World(0, 0, 4, 4, torch.device("cuda", 0), launched=True)
     with pytest.raises(Refusal, match="--sync-batchnorm --reduce tree: may dead-lock on GPUs"):
         synchronise(nn.BatchNorm1d(3), plan, on_gpu, "tree")
+    with pytest.raises(Refusal, match="--sync-batchnorm: may dead-lock on GPUs with a task's unused_parameters"):
+        synchronise(nn.BatchNorm1d(3), plan, on_gpu, unused=True)
 
 
 class Odd(nn.BatchNorm2d):

@@ -43,6 +43,29 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     assert moved["both"].image.data_ptr() == given["both"].image.data_ptr()
 
 
+def test_a_batch_with_a_to_of_its_own_is_not_waited_for_if_it_can_do_that() -> None:
+    asked: list[Any] = []
+
+    class Plain:
+        def to(self, device: torch.device) -> Plain:
+            asked.append(device)
+            return self
+
+    class Ahead:
+        def to(self, device: torch.device, *, non_blocking: bool = False) -> Ahead:
+            asked.append(non_blocking)
+            return self
+
+    class Passing:
+        def to(self, *where: Any, **how: Any) -> Passing:
+            asked.append(how)
+            return self
+
+    cpu = torch.device("cpu")
+    to_device([Plain(), Ahead(), Passing()], cpu)
+    assert asked == [cpu, True, {"non_blocking": True}]
+
+
 @pytest.mark.gpu
 @needs_a_gpu
 @pytest.mark.parametrize("on_its_own", [True, False])

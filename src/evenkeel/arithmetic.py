@@ -15,19 +15,27 @@ from torch import Tensor
 from .errors import Ended
 from .processes import count_cores
 
+EXACT_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+"""In place of what NCCL takes for the fastest on a machine. A switch that adds (NVLS) does so in an order that depends
+on what has been allocated before (NVIDIA/nccl issue 2360)."""
+
 
 def fix_arithmetic(exact: bool, tf32: bool = False) -> None:
     """Choose how this process computes. Before it uses a GPU.
 
     Args:
         exact: only by algorithms that give the same bits each time (https://docs.pytorch.org/docs/stable/notes/randomness.html),
-            none chosen by their speed. An operation that has no such algorithm raises an error which names it.
+            none chosen by their speed. An operation that has no such algorithm raises an error which names it. NCCL's
+            may be chosen by the user.
         tf32: whether float32 products on a GPU may keep 10 bits of their factors' 23. Their bits are the same each time
             on one model of GPU all the same.
     """
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
     if exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if torch.cuda.device_count():
+            for name, value in EXACT_NCCL.items():
+                os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True)
         deterministic: Any = torch.utils.deterministic
         deterministic.fill_uninitialized_memory = False  # costs time, and hides nothing here

@@ -12,10 +12,12 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import inspect
 import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from functools import cache
 from itertools import accumulate, islice
 from multiprocessing.process import BaseProcess
 from operator import index
@@ -334,8 +336,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if callable(move := getattr(batch, "to", None)):  # a PackedSequence, say, which knows what must stay on the host
-        return move(device)
+        kind: Any = type(batch)
+        return move(device, non_blocking=True) if _may_not_block(kind) else move(device)
     return with_parts(batch, lambda part: to_device(part, device))
+
+
+@cache
+def _may_not_block(kind: Any) -> bool:
+    """Whether a kind of batch takes `non_blocking` in its `to`, as torch's do."""
+    try:
+        taken = inspect.signature(kind.to).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
 
 
 def with_parts(batch: Any, function: Callable[[Any], Any]) -> Any:

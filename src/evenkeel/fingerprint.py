@@ -40,6 +40,7 @@ ENVIRONMENT = (
     "TORCH_BLAS_PREFER_CUBLASLT",
     "NCCL_ALGO",
     "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
 )
 """Variables by which libraries choose other kernels or another order of adding, and which no call of torch tells."""
 

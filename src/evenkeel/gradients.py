@@ -143,15 +143,17 @@ class Gradients:
         self.state, self.world, self.plan, self.seed = state, world, plan, seed
         self._task = task
         self._learning = [p for p in state.parameters if p.requires_grad]
-        self._used = _Used(state.model) if task.unused_parameters and reduce == "tree" else None
-        self.reduction: Reduction = Tree(state.model, world, bool(self._used)) if reduce == "tree" else Ring(world)
+        unused = task.unused_parameters
+        self.reduction: Reduction = Tree(state.model, world, unused) if reduce == "tree" else Ring(world)
         self.wrapped = wrap(state.model, task, world, self.reduction, precision, strategy)
-        self.numel = 1 + state.buffers.numel + (self._used.numel if self._used else 0)
-        """Numbers that a micro-batch says besides the gradient: loss, changes of the buffers, uses of parameters."""
+        self.numel = 1 + state.buffers.numel
+        """Numbers that a micro-batch says besides the gradient: loss and changes of the buffers."""
         self._transfer = Transfer(world.device)
         self._peers = peers_of(state.model)
         if self._peers:
-            self._peers.connect([_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)])
+            counts = [_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
+            # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
+            self._peers.connect(counts, None if unused else self.reduction.catch_up)
 
     def of_step(self, step: int, micro_batches: Sequence[MicroBatch], batches: Iterable[Any]) -> "Step":
         """Compute and add up the gradient of a step; afterwards every rank holds it in ``.grad``.
@@ -180,8 +182,6 @@ class Gradients:
         self.reduction.begin(runs)
         if self._peers:
             self._peers.begin(_at_work(runs))
-        if self._used:
-            self._used.take()  # forget what an empty pass has touched
         batch: Any = None
         try:
             for number, (micro_batch, batch) in enumerate(zip(micro_batches, batches, strict=True), start=1):
@@ -202,7 +202,7 @@ class Gradients:
                     self.reduction.keep(micro_batch.id)
                 activity.enter(DATA)
             activity.enter(REDUCTION)
-            if not micro_batches:
+            if not micro_batches and self.reduction.hooked:
                 self.wrapped(None).backward()
             self.reduction.end()
             if not (self._task.unused_parameters or self._has_all()):
@@ -226,11 +226,9 @@ class Gradients:
         return self.state.scaler.scale.to(device) if self.state.scaler else 1.0
 
     def _collect(self, loss: Tensor, weight: float) -> Tensor:
-        """What else a micro-batch says, flat and in float64: its weighted loss, the changes of the buffers, its use of
-        the parameters. Goes back to the buffers of the step's start for the next one."""
+        """What else a micro-batch says, flat and in float64: its weighted loss and the changes of the buffers. Puts
+        these back to the step's start for the next one."""
         parts = [loss.double().reshape(1), *self.state.buffers.take_changes(weight)]
-        if self._used:
-            parts.append(self._used.take())
         return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
 
     def _placed(self, batch: Any) -> Any:
@@ -249,8 +247,6 @@ class Step:
         self._total: Callable[[], Tensor] | None = None
         if gradients.state.buffers.numel or gradients.state.scaler:
             self._begin()  # beside the norm of the gradient; never earlier, for a backward pass may move buffers too
-        if gradients._used:
-            gradients._used.clear_unused(self._sums[-gradients._used.numel :])
 
     @property
     def loss(self) -> Tensor:
@@ -294,14 +290,16 @@ def wrap(
     precision: Precision = "fp32",
     strategy: Literal["ddp", "dp"] = "ddp",
 ) -> nn.Module:
-    """The model with its loss, under DDP where there is a process group."""
+    """The model with its loss, under DDP where that has the gradients reduced."""
     module = parallel(model, task, world, precision, strategy)
     if not world.launched or strategy == "dp":
         return module
+    if not reduction.hooked:
+        model.load_state_dict(world.broadcast_tensors(model.state_dict()))  # as DDP begins
+        return module
+    # no `device_ids`, for which it would make batches anew, and mappings or lists of their own kind into plain ones
     ddp = DistributedDataParallel(
         module,
-        # a model on several devices moves its inputs itself (`placement`), and DDP must leave them alone
-        device_ids=[world.device.index] if world.device.type == "cuda" and not world.more_devices else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=task.unused_parameters,
         **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `Step.buffers` keeps them equal
@@ -326,36 +324,18 @@ def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         The norm before, a scalar on the device, the same on every rank.
     """
     parameters = list(parameters)
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = get_total_norm([_aligned(p.grad) for p in parameters if p.grad is not None])
     if max_norm:
         clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
+def _aligned(gradient: Tensor) -> Tensor:
+    """A gradient, or a copy of one on a GPU that does not begin at a multiple of 16 bytes, as in DDP's bucket it may:
+    the squares of such a one are added up in another order."""
+    return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
+
+
 def _at_work(runs: Sequence[range]) -> int:
     """Ranks that have a micro-batch; they are the first ones."""
     return sum(map(bool, runs))
-
-
-class _Used:
-    """Which parameters get a gradient from which micro-batches, so that those without any in a step are left alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.numel = len(self.parameters)
-        self._seen: set[int] = set()
-        for place, parameter in enumerate(self.parameters):
-            hooked: Any = parameter  # its method has no types
-            hooked.register_post_accumulate_grad_hook(lambda _, place=place: self._seen.add(place))
-
-    def take(self) -> Tensor:
-        """1 for each parameter that the last micro-batch has used, else 0; flat, in float64."""
-        used = torch.tensor([float(place in self._seen) for place in range(self.numel)], dtype=torch.float64)
-        self._seen.clear()
-        return used.to(self.parameters[0].device)
-
-    def clear_unused(self, uses: Tensor) -> None:
-        """Take the gradient from parameters that no micro-batch of any rank has used: the optimizer skips them."""
-        for parameter, count in zip(self.parameters, uses.tolist(), strict=True):
-            if not count:
-                parameter.grad = None

@@ -244,7 +244,7 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback(self._stacks, all_threads=True)
             path = self.logs / f"rank-{self.world.rank}.collectives.json"
-            path.write_bytes(b'{"gloo": %s, "nccl": %s}\n' % _collectives())
+            path.write_bytes(b'{"gloo": %s, "nccl": %s, "nccl2": %s}\n' % _collectives())
 
 
 def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
@@ -282,12 +282,17 @@ def name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _collectives() -> tuple[bytes, bytes]:
-    """The last collectives of this rank, from torch's flight recorder
+def _collectives() -> tuple[bytes, bytes, bytes]:
+    """The last collectives of this rank, from torch's flight recorders, one for each backend
     (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)."""
     recorder: Any = torch._C._distributed_c10d
 
-    def dump(name: str) -> bytes:
-        return bytes(getattr(recorder, name, lambda: b"{}")())  # builds without NCCL have no dump of it
+    def dump(name: str, **which: str) -> bytes:
+        try:
+            return bytes(getattr(recorder, name)(**which))
+        except (AttributeError, TypeError):  # a build without NCCL, a release before 2.15
+            return b"{}"
 
-    return dump("_dump_fr_trace_json"), dump("_dump_nccl_trace_json")
+    # "nccl" is a process group with a recorder of its own, or since torch 2.15 one that the general recorder hears
+    general = "_dump_fr_trace_json"
+    return dump(general), dump("_dump_nccl_trace_json"), dump(general, backend="nccl2")

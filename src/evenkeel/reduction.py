@@ -3,7 +3,10 @@
 `Ring` is what DDP does by itself: the last bits depend on the number of ranks. `Tree` adds the gradients of the
 micro-batches in the order of `tree`, so that all bits are the same on any number of ranks. Both have a DDP
 communication hook, which is called for each bucket of gradients as soon as backward has filled it, so that the
-exchange of a bucket overlaps the rest of backward.
+exchange of a bucket overlaps the rest of backward. Where micro-batches may leave parameters unused, the tree does
+without DDP and exchanges all after backward: DDP would ask all ranks what they have used, by a collective of its own at
+a time of its own, and beside those of the tree's thread their order could differ between ranks, which NCCL does not
+survive.
 
 The tree's exchange of a bucket of n numbers, cut into one chunk for each rank:
 
@@ -35,6 +38,8 @@ from .world import World
 class Reduction(Protocol):
     """What becomes of the gradients of the micro-batches of a step."""
 
+    hooked: bool
+    """Whether it is DDP that has gradients reduced, by the hook. If not, :meth:`end` does it."""
     complete: bool
     """Whether DDP has had all buckets of the step reduced, which it does in their order."""
 
@@ -49,7 +54,15 @@ class Reduction(Protocol):
         """The gradient of a micro-batch stands in ``.grad``, and another one of this rank follows."""
 
     def end(self) -> None:
-        """The last backward pass is over, and with DDP its hook has been called for all buckets."""
+        """The last backward pass is over, and with DDP its hook has been called for all buckets.
+
+        Raises:
+            Exception: what went wrong in a thread of the reduction.
+        """
+
+    def catch_up(self) -> None:
+        """Let the stream that computes wait for the hook's collectives so far, before those of another group: at the
+        same time two NCCL communicators might each wait for the other."""
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """DDP's communication hook."""
@@ -70,12 +83,14 @@ class Ring:
     """Linear sums on each rank, and the stock all-reduce."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world, self.hooked = world, world.launched
         self.complete = False
+        self._under_way: list[dist.Work] = []
 
     def begin(self, runs: Sequence[range]) -> None:
-        """Nothing to prepare."""
+        """Forget the last step, for whose collectives DDP has waited."""
         self.complete = False
+        self._under_way.clear()
 
     def keep(self, micro_batch: int) -> None:
         """Autograd adds the next gradient to the one that is there."""
@@ -83,10 +98,16 @@ class Ring:
     def end(self) -> None:
         """All is in ``.grad``."""
 
+    def catch_up(self) -> None:
+        """Wait for the all-reduces of the buckets that are full."""
+        while self._under_way:
+            self._under_way.pop().wait()
+
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Stock all-reduce without the division, for the weights already are in the loss."""
         self.complete |= bucket.is_last()
         work = dist.all_reduce(bucket.buffer(), async_op=True)
+        self._under_way.append(work)
         return work.get_future().then(lambda done: done.value()[0])
 
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
@@ -109,48 +130,97 @@ class Tree:
         model: whose gradients they are.
         world: who takes part.
         unused: whether a micro-batch may leave parameters without a gradient. That counts as a zero, and as a
-            positive one, whether it is a rank's last or not.
+            positive one, whether it is a rank's last or not; only if all of a step do, there is none afterwards.
     """
 
     def __init__(self, model: nn.Module, world: World, unused: bool) -> None:
         self.world, self.unused = world, unused
+        self.hooked = world.launched and not unused
         self.complete = False
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._place = {parameter: i for i, parameter in enumerate(self.parameters)}
+        self._place: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
         self._runs: Sequence[range] = []
         self._kept = Fold(_add)
-        self._memory: dict[tuple[int, int, int], Tensor] = {}
-        self._exchanges: dict[tuple[int, int], Exchange] = {}
+        self._used: set[int] = set()
+        self._memory: dict[Any, Tensor] = {}
+        self._exchanges: dict[Any, Exchange] = {}
         self._small: Exchange | None = None
         self._pipeline = _Pipeline(world.devices)
-        # DDP then asks all ranks what they have used, when it likes; in one group that could meet our exchanges in
-        # another order on each rank
-        self._group = world.new_group(world.world_size) if unused and world.world_size > 1 else None
 
     def begin(self, runs: Sequence[range]) -> None:
         """Forget the last step."""
         self.complete = False
         self._runs = runs
         self._kept = Fold(_add)
+        self._used = set()
 
     def keep(self, micro_batch: int) -> None:
         """Move the gradient out of autograd's reach, into the fold."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradients = self._taken()
         if self.unused:
             torch._foreach_add_(gradients, 0.0)  # makes positive zeros of negative ones
         self._kept.push(Node(0, micro_batch), gradients)
-        for parameter in self.parameters:
-            # DDP does not bear an undefined gradient where it has seen one before
-            parameter.grad = torch.zeros_like(parameter) if self.unused and self.world.launched else None
 
     def end(self) -> None:
-        """Without DDP, whose hook has done it otherwise: fold in the last micro-batch here."""
-        if self.world.launched:
+        """Without DDP, whose hook has done it otherwise: fold in the last micro-batch, and sum over the ranks."""
+        if self.hooked:
+            self._pipeline.check()
             return
-        last = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        for parameter, gradient in zip(self.parameters, self._fold(last, self._kept.sums).root(), strict=True):
-            if self.unused or parameter.grad is not None:
-                parameter.grad = gradient
+        fold = self._fold(self._taken(), self._kept.sums) if self._runs[self.world.rank] else Fold(_add)
+        used = [place in self._used for place in range(len(self.parameters))]
+        total, used = self._sum_over_ranks(fold, used) if self.world.world_size > 1 else (fold.root(), used)
+        for parameter, gradient, is_used in zip(self.parameters, total, used, strict=True):
+            parameter.grad = gradient if is_used else None
+
+    def catch_up(self) -> None:
+        """Nothing here could wait for the other thread without a dead-lock; `synchronise` refuses this on GPUs."""
+
+    def _taken(self) -> list[Tensor]:
+        """The gradient of the last micro-batch, which autograd forgets; zeros where there is none."""
+        used = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        self._used = used | (self._used if self.unused else set())
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradients
+
+    def _sum_over_ranks(self, fold: Fold[list[Tensor]], used: list[bool]) -> tuple[list[Tensor], list[bool]]:
+        """For each parameter the sum over all ranks, and whether any has used it.
+
+        Args:
+            fold: this rank's sums; empty if it is idle.
+            used: whether this rank has used a parameter.
+        """
+        uses = torch.tensor(used)
+        asked = dist.all_reduce(uses, dist.ReduceOp.MAX, async_op=True)  # by gloo: no GPU is waited for
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in self.parameters:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        views: dict[Tensor, Tensor] = {}
+        for kind, parameters in kinds.items():
+            flat = self._kept_like(kind, parameters[0], sum(p.numel() for p in parameters))
+            rows = []
+            for depth, (_, values) in enumerate(fold.sums):
+                row = self._kept_like((kind, depth), flat, flat.numel()) if depth else flat
+                torch._foreach_copy_(_views(row, parameters), [values[self._place[p]] for p in parameters])
+                rows.append(row)
+            exchange = self._exchange(kind, flat)
+            exchange.scatter(rows, self._runs).wait()
+            exchange.gather(flat).wait()
+            views.update(zip(parameters, _views(flat, parameters), strict=True))
+        asked.wait()
+        return [views[parameter] for parameter in self.parameters], uses.tolist()
+
+    def _exchange(self, key: Any, like: Tensor) -> "Exchange":
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(self.world, like.numel(), like)
+        return self._exchanges[key]
+
+    def _kept_like(self, key: Any, like: Tensor, numel: int) -> Tensor:
+        """Flat memory that is the same in each step."""
+        if key not in self._memory:
+            self._memory[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return self._memory[key]
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Fold this rank's gradients, and let the pipeline do the rest."""
@@ -166,11 +236,9 @@ class Tree:
             future.set_result(buffer)
             return future
         rows = [self._flat(bucket, depth, values) for depth, (_, values) in enumerate(fold.sums)]
-        key = bucket.index(), buffer.numel()
-        if key not in self._exchanges:
-            self._exchanges[key] = Exchange(self.world, buffer.numel(), buffer, self._group)
+        exchange = self._exchange((bucket.index(), buffer.numel()), buffer)
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
-        self._pipeline.put(_Job(self._exchanges[key], rows, self._runs, buffer, ready, future, bucket.is_last()))
+        self._pipeline.put(_Job(exchange, rows, self._runs, buffer, ready, future, bucket.is_last()))
         return future
 
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
@@ -211,10 +279,7 @@ class Tree:
         buffer: Tensor = bucket.buffer()
         if values[0].data_ptr() == buffer.data_ptr():
             return buffer
-        key = bucket.index(), buffer.numel(), depth
-        if key not in self._memory:
-            self._memory[key] = torch.empty_like(buffer)
-        row = self._memory[key]
+        row = self._kept_like((bucket.index(), buffer.numel(), depth), buffer, buffer.numel())
         torch._foreach_copy_(_views(row, bucket.parameters()), values)
         return row
 
@@ -252,12 +317,10 @@ class Exchange:
         world: who takes part; more than one rank.
         numel: n.
         like: a tensor of the same type on the same device.
-        group: the ranks' process group; None: the default one.
     """
 
-    def __init__(self, world: World, numel: int, like: Tensor, group: Any = None) -> None:
-        self.world, self.group = world, group
-        self.like = like
+    def __init__(self, world: World, numel: int, like: Tensor) -> None:
+        self.world, self.like = world, like
         self._memory: dict[str, Tensor] = {}
         self._runs: Sequence[range] = ()
         self._nodes: list[Node] = []
@@ -285,7 +348,7 @@ class Exchange:
         sent = rows[0] if len(rows) == 1 else self._interleaved(rows)
         sizes = [len(rows) * chunk for chunk in self.chunks]
         taken = [count * mine for count in self._counts]
-        return dist.all_to_all_single(received, sent, taken, sizes, self.group, async_op=True)
+        return dist.all_to_all_single(received, sent, taken, sizes, async_op=True)
 
     def gather(self, out: Tensor) -> Any:
         """After the above: fold this rank's chunk, and begin to send it to all.
@@ -304,7 +367,7 @@ class Exchange:
             for node, row in zip(self._nodes, received.view(-1, mine), strict=True):
                 fold.push(node, row)
             sent.view(ranks, mine).copy_(fold.root())
-        return dist.all_to_all_single(out, sent, self.chunks, [mine] * ranks, self.group, async_op=True)
+        return dist.all_to_all_single(out, sent, self.chunks, [mine] * ranks, async_op=True)
 
     def _interleaved(self, rows: Sequence[Tensor]) -> Tensor:
         """All rows' first chunks, then all second ones, and so on: what all-to-all sends must be in order of ranks."""
@@ -348,6 +411,7 @@ class _Pipeline:
         self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def put(self, job: _Job) -> None:
         """Take over a bucket."""
@@ -355,6 +419,11 @@ class _Pipeline:
             self._thread = threading.Thread(target=self._run, name="tree", daemon=True)
             self._thread.start()
         self._jobs.put(job)
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the thread. A future cannot carry it: DDP takes any value for a tensor."""
+        if self._error:
+            raise self._error
 
     def _run(self) -> None:
         while True:
@@ -364,12 +433,16 @@ class _Pipeline:
                     for stream in self._streams:
                         stack.enter_context(torch.cuda.stream(stream))
                     self._one_pass(taken)
-            except BaseException as error:  # whatever it is, backward waits for the futures and must hear of it
-                while not taken[-1].last:
+            except BaseException as error:  # whatever it is, backward waits for the futures
+                self._error = error
+                while not (taken and taken[-1].last):
                     taken.append(self._jobs.get())
                 for job in taken:
                     if not job.future.done():
-                        job.future.set_exception(error)  # type: ignore[arg-type]
+                        try:
+                            job.future.set_result(job.bucket)
+                        except RuntimeError as broken:  # a GPU that has failed takes no event to wait for
+                            job.future.set_exception(broken)  # type: ignore[arg-type]
 
     def _one_pass(self, taken: list[_Job]) -> None:
         scattered: tuple[_Job, Any] | None = None

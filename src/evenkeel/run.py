@@ -366,10 +366,10 @@ class Run:
         A checkpoint that cannot be written is reported, loudly, with the next step, and the training goes on: the old
         one stays.
         """
-        if not self._staging.pinned:
-            state.pin(self._staging)
         if not (self.directory and self.tracker):
             return
+        if not self._staging.pinned:  # here alone: page-locked memory for a state of each rank is more than a node has
+            state.pin(self._staging)
         if self.directory.fruitless:
             self.directory.update("running", fruitless=0)  # this attempt has finished a step
         self._record_digests(self.tracker, state)

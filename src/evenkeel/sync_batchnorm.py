@@ -10,7 +10,7 @@ of micro-batches; so with `--reduce tree` the bits are the same on any number of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,16 @@ class Peers:
         self.count = 1
         self.group: Any = None
         self._groups: dict[int, Any] = {}
+        self._catch_up: Callable[[], None] | None = None
 
-    def connect(self, counts: Sequence[int]) -> None:
+    def connect(self, counts: Sequence[int], catch_up: Callable[[], None] | None = None) -> None:
         """Make the process groups. Every rank must call it, with the process group up.
 
         Args:
             counts: of ranks with work, in all kinds of steps.
+            catch_up: waits for the collectives of other groups, before one of these.
         """
+        self._catch_up = catch_up
         for count in sorted(set(counts)):
             # never the default group, in which the reduction is at work at the same time, on a thread of its own
             self._groups[count] = self._world.new_group(count) if count > 1 else None
@@ -52,6 +55,8 @@ class Peers:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Each peer's tensor, in a new first dimension, in the order of ranks."""
+        if self._catch_up:
+            self._catch_up()
         everyone = [torch.empty_like(mine) for _ in range(self.count)]
         dist.all_gather(everyone, mine.contiguous(), group=self.group)
         return torch.stack(everyone)
@@ -144,16 +149,19 @@ class _Normalise(torch.autograd.Function):
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring") -> None:
+def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring", unused: bool = False) -> None:
     """Give a model's BatchNorm layers the statistics of the global batch. In place; names in its state dict stay.
 
     Raises:
         Refusal: as :func:`refuse_too_few_ranks`, or there are no such layers, or one of a kind of its own that does not
-            say in a class attribute `synchronised` what it becomes, or on GPUs the tree is at work beside them.
+            say in a class attribute `synchronised` what it becomes, or on GPUs the tree is at work beside them, or
+            ranks may differ in the parameters that they use (`unused`).
     """
-    if reduce == "tree" and world.device.type == "cuda":
-        # two threads then feed two NCCL communicators, in an order that may differ between ranks
+    # two NCCL communicators would then be fed in an order that may differ between ranks
+    if world.device.type == "cuda" and reduce == "tree":
         raise Refusal("--sync-batchnorm --reduce tree: may dead-lock on GPUs; leave one of them out")
+    if world.device.type == "cuda" and unused:
+        raise Refusal("--sync-batchnorm: may dead-lock on GPUs with a task's unused_parameters; leave one of them out")
     layers = [(module, _kind(module, name)) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     if not layers:
         raise Refusal("--sync-batchnorm: the model has no BatchNorm layer; leave it out")

@@ -102,7 +102,8 @@ class World:
         activity.enter(START_UP, "connecting")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch remembers as many collectives, for `hang`
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            if self.more_devices:  # torch 2.15's other NCCL backend has one GPU a process, and takes LOCAL_RANK's
+                os.environ["TORCH_DIST_USE_NCCL2"] = "0"
             # NCCL's watchdog would abort a process that has lost its peer before that has saved anything; torchrun's
             # SIGTERM and the watch for hangs see to its end
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -209,5 +210,6 @@ def _devices(local_rank: int, local_world_size: int, each: int) -> list[torch.de
         raise Refusal(explain_devices(local_world_size, gpus, each))
     else:
         mine = [torch.device("cuda", local_rank * each + i) for i in range(each)]
+        torch.cuda.set_device(mine[0])  # before the task's methods, whose bare `.cuda()` means the current one
     choose(mine)
     return mine
