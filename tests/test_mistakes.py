@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
+from evenkeel.checked_metrics import check_metrics
 from evenkeel.errors import Ended
-from evenkeel.mistakes import Uncollated, check_metrics, checked_loss, explain, explain_samples, is_out_of_memory
+from evenkeel.mistakes import Uncollated, checked_loss, explain, explain_samples, is_out_of_memory
 
 from .processes import ROOT, TRAIN, checked, finish, fork_ranks, free_port, kill_group, read, run, run_forked, torchrun
 
@@ -203,7 +204,7 @@ def test_metrics_are_the_same_for_all_batches() -> None:
     check_metrics({"a": rows, "b": torch.zeros(2, 5, 5)}, 2, {})
     check_metrics({}, 2, {})
     with pytest.raises(Ended, match=r"other names for one batch than for another \(b\)"):
-        check_metrics({"a": rows, "b": rows}, 2, {"a": []})
+        check_metrics({"a": rows, "b": rows}, 2, {"a": [rows[0]]})
     with pytest.raises(Ended, match=r"a tensor of shape \[3\] as 'a' for a batch of 2"):
         check_metrics({"a": torch.zeros(3)}, 2, {})
 

@@ -20,6 +20,7 @@ from .cut import fact_of_the_job, settle
 from .data import SizedDataset
 from .errors import Refusal
 from .evaluation import Evaluation
+from .mistakes import check_model
 from .placement import place
 from .precision import substitute
 from .randomness import derive, seed_computation
@@ -44,6 +45,7 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
         raise _nothing(run_dir)  # before there is a process group
     seed_computation(derive(config.seed, "weights"), world.devices)  # for what --init-partial leaves random
     model = task.model()
+    check_model(model, learns=False)
     with world.connected(), operations_named():
         if world.broadcast(_is_its_own_origin(config, checkpoints)):
             config = replace(config, init_from=None)

@@ -7,19 +7,23 @@ micro-batches come together once and are added in one order, whoever computed th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from . import data
 from .activity import EVALUATION, activity
+from .checked_metrics import check_alike, check_metrics, checked_summary
 from .compilation import uncompiled
 from .config import Config
 from .devices import replicas
 from .memory import note_batch
-from .mistakes import check_metrics
 from .plan import Plan, chunks
 from .precision import autocast
-from .randomness import derive, seed_computation
+from .randomness import derive, same_generators, seed_computation
 from .tasks import Task
 from .transfer import Transfer
 from .world import World
@@ -46,7 +50,7 @@ class Evaluation:
     ) -> None:
         self.task, self.model, self.world = task, model, world
         self.precision = config.precision
-        self.samples = len(test_set)
+        self.test_set, self.samples, self.workers = test_set, len(test_set), config.num_workers
         plan = Plan.of(config, self.samples)
         # one device evaluates, whose part in training is a share of the micro-batch
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
@@ -69,11 +73,41 @@ class Evaluation:
             return self._evaluate()
 
     @torch.no_grad()
+    def rehearse(self) -> dict[str, float]:
+        """The numbers of the first micro-batch alone, computed by each rank for itself.
+
+        A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
+        """
+        size = min(self.sampler.plan.micro_batch, self.samples)
+        first = data.ElasticSampler(
+            range(size), size, size, num_replicas=1, rank=0, shuffle=False, seed=self.sampler.seed
+        )
+        with activity.during(EVALUATION), same_generators(), _same_tensors(self.model):
+            # in a loading process, if there are any: a file that is opened here would be shared with all of them
+            batches = data.loader(self.test_set, first, "test", min(1, self.workers), self.world.device)
+            sums = self._sums(first, batches)
+            return self._summary({name: rows[0] for name, rows in sums.items()}, size)
+
+    @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
+        sums = self._sums(self.sampler, self.batches)
+        mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
+        shares = [share for share in self.world.gather(mine) if share] or [{}]
+        shapes = [{name: rows.shape[1:] for name, rows in share.items()} for share in shares]
+        for others in shapes:
+            check_alike(shapes[0], others)
+        rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+        return self._summary({name: values.sum(0) for name, values in rows.items()}, self.samples)
+
+    def _summary(self, sums: dict[str, Tensor], samples: int) -> dict[str, float]:
+        return checked_summary(self.task.summarize({name: values / samples for name, values in sums.items()}))
+
+    def _sums(self, sampler: data.ElasticSampler, batches: Iterable[Any]) -> dict[str, list[Tensor]]:
+        """The task's metrics, by name: for each micro-batch of a sampler their sums over its samples."""
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
-        for micro_batch, batch in zip(self.sampler.micro_batches(0), self.batches, strict=True):
+        for micro_batch, batch in zip(sampler.micro_batches(0), batches, strict=True):
             activity.enter(EVALUATION)  # again, because each batch is progress
             # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
             seed_computation(derive(self.sampler.seed, "test", 0, micro_batch.start), self.world.devices)
@@ -89,7 +123,22 @@ class Evaluation:
                 sums.setdefault(name, []).append(values.double().sum(0))
         for module, training in modes:
             module.training = training
-        mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
-        shares = [share for share in self.world.gather(mine) if share] or [{}]
-        rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
-        return self.task.summarize({name: values.sum(0) / self.samples for name, values in rows.items()})
+        return sums
+
+
+@contextmanager
+def _same_tensors(model: nn.Module) -> Iterator[None]:
+    """Put buffers, and whether parameters need a gradient, back to what they were."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    holders = [
+        (module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
+    ]
+    buffers = [(holder, name, buffer, buffer.clone()) for holder, name, buffer in holders if buffer is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for holder, name, buffer, value in buffers:
+                holder[name] = buffer.copy_(value)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
