@@ -62,7 +62,7 @@ def test_plan_prints_the_shares_of_the_gpus(
         "every full step, 30 samples:",
         *[f"  GPU {gpu}: {size} samples" for gpu, size in enumerate([8, 8, 8, 6])],
         "an epoch's last step, 10 samples:",
-        *[f"  GPU {gpu}: {size} samples" for gpu, size in enumerate([3, 3, 3, 1])],
+        *[f"  GPU {gpu}: {text}" for gpu, text in enumerate(["3 samples", "3 samples", "3 samples", "1 sample"])],
     ]
     PlanCommand(world_size=2)([*task, "--strategy", "dp", "--batch-size", "30", "--micro-batch", "15"])
     assert "  GPU 0: 16 samples as 8 + 8\n  GPU 1: 14 samples as 7 + 7\n" in capsys.readouterr().out

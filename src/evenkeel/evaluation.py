@@ -7,9 +7,8 @@ micro-batches come together once and are added in one order, whoever computed th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,7 @@ class Evaluation:
     ) -> None:
         self.task, self.model, self.world = task, model, world
         self.precision = config.precision
-        self.test_set, self.samples, self.workers = test_set, len(test_set), config.num_workers
+        self.samples = len(test_set)
         plan = Plan.of(config, self.samples)
         # one device evaluates, whose part in training is a share of the micro-batch
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
@@ -78,19 +77,24 @@ class Evaluation:
 
         A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
         """
-        size = min(self.sampler.plan.micro_batch, self.samples)
-        first = data.ElasticSampler(
-            range(size), size, size, num_replicas=1, rank=0, shuffle=False, seed=self.sampler.seed
-        )
-        with activity.during(EVALUATION), same_generators(), _same_tensors(self.model):
-            # in a loading process, if there are any: a file that is opened here would be shared with all of them
-            batches = data.loader(self.test_set, first, "test", min(1, self.workers), self.world.device)
-            sums = self._sums(first, batches)
+        with activity.during(EVALUATION), same_generators(), _same_tensors(self.model), self._only_first() as size:
+            sums = self._sums()
             return self._summary({name: rows[0] for name, rows in sums.items()}, size)
+
+    @contextmanager
+    def _only_first(self) -> Iterator[int]:
+        """Let this rank have the first micro-batch, as the first of so many ranks that none has two; gives its size."""
+        sampler = self.sampler
+        place = sampler.rank, sampler.num_replicas
+        sampler.rank, sampler.num_replicas = 0, sampler.plan.max_world_size
+        try:
+            yield sampler.micro_batches(0)[0].size
+        finally:
+            sampler.rank, sampler.num_replicas = place
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        sums = self._sums(self.sampler, self.batches)
+        sums = self._sums()
         mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
         shares = [share for share in self.world.gather(mine) if share] or [{}]
         shapes = [{name: rows.shape[1:] for name, rows in share.items()} for share in shares]
@@ -102,12 +106,12 @@ class Evaluation:
     def _summary(self, sums: dict[str, Tensor], samples: int) -> dict[str, float]:
         return checked_summary(self.task.summarize({name: values / samples for name, values in sums.items()}))
 
-    def _sums(self, sampler: data.ElasticSampler, batches: Iterable[Any]) -> dict[str, list[Tensor]]:
-        """The task's metrics, by name: for each micro-batch of a sampler their sums over its samples."""
+    def _sums(self) -> dict[str, list[Tensor]]:
+        """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
-        for micro_batch, batch in zip(sampler.micro_batches(0), batches, strict=True):
+        for micro_batch, batch in zip(self.sampler.micro_batches(0), self.batches, strict=True):
             activity.enter(EVALUATION)  # again, because each batch is progress
             # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
             seed_computation(derive(self.sampler.seed, "test", 0, micro_batch.start), self.world.devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from math import cos, inf, pi
+from numbers import Real
 from typing import Any
 
 import torch
@@ -97,13 +98,13 @@ class Rates:
     def _each(self, factors: Any) -> list[float]:
         found = factors.tolist() if hasattr(factors, "tolist") else factors  # a checkpoint must not get NumPy's
         each = found if isinstance(found, (list, tuple)) else [found] * len(self.optimizers)
-        numbers = all(isinstance(factor, (int, float)) and 0 <= factor < inf for factor in each)
+        numbers = all(isinstance(factor, Real) and 0 <= factor < inf for factor in each)
         if not numbers or len(each) != len(self.optimizers):
             raise Ended(
                 f"rates() returned {factors!r}: it must return one factor on the peak learning rates, at least 0 and "
                 f"finite, or a list with one for each of the {len(self.optimizers)} optimizers"
             )
-        return list(each)
+        return list(map(float, each))
 
     def _tell(self) -> None:
         if not self._told:
