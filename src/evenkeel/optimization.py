@@ -98,7 +98,7 @@ class Rates:
     def _each(self, factors: Any) -> list[float]:
         found = factors.tolist() if hasattr(factors, "tolist") else factors  # a checkpoint must not get NumPy's
         each = found if isinstance(found, (list, tuple)) else [found] * len(self.optimizers)
-        numbers = all(isinstance(factor, Real) and 0 <= factor < inf for factor in each)
+        numbers = all(isinstance(factor, Real) and 0 <= float(factor) < inf for factor in each)
         if not numbers or len(each) != len(self.optimizers):
             raise Ended(
                 f"rates() returned {factors!r}: it must return one factor on the peak learning rates, at least 0 and "
