@@ -89,13 +89,17 @@ class Rates:
         """
         for optimizer, factor in zip(self.optimizers, self._each(factors), strict=True):
             for group in optimizer.param_groups:
-                if self._known.get(id(group)) != _mark(group["lr"]) and id(group) in self._known:
+                lr, key = group["lr"], id(group)
+                mark = _mark(lr)
+                if self._known.get(key, mark) != mark:
                     self._tell()
                 # the peak is kept in the group, as torch's schedulers do, so that it travels with the state
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-                self._known[id(group)] = _mark(group["lr"])
+                lr = group["lr"] = group.setdefault("initial_lr", lr) * factor
+                self._known[key] = _mark(lr)
 
     def _each(self, factors: Any) -> list[float]:
+        if type(factors) is float and 0 <= factors < inf:  # as nearly always
+            return [factors] * len(self.optimizers)
         found = factors.tolist() if hasattr(factors, "tolist") else factors  # a checkpoint must not get NumPy's
         each = found if isinstance(found, (list, tuple)) else [found] * len(self.optimizers)
         numbers = all(isinstance(factor, Real) and 0 <= float(factor) < inf for factor in each)
