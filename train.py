@@ -27,6 +27,7 @@ from evenkeel import data, launchers
 from evenkeel.activity import START_UP, activity
 from evenkeel.allocator import keep_freed_memory
 from evenkeel.arithmetic import fix_arithmetic, operations_named, threads_of_a_rank
+from evenkeel.checked_optimizers import checked_optimizers
 from evenkeel.cli import parse
 from evenkeel.compilation import LONGEST as LONGEST_COMPILATION
 from evenkeel.compilation import compile_networks
@@ -41,7 +42,7 @@ from evenkeel.gradients import Gradients, clip
 from evenkeel.interruption import Interruption
 from evenkeel.memory import explaining
 from evenkeel.mistakes import check_model
-from evenkeel.optimization import set_rate
+from evenkeel.optimization import Rates
 from evenkeel.placement import place
 from evenkeel.plan import Plan
 from evenkeel.precision import Scaler
@@ -128,7 +129,7 @@ def build(config: Config, task: Task, world: World, plan: Plan, model: nn.Module
         compile_networks(model, world.device, exact, whole=config.reduce == "tree")
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
-    optimizers = task.optimizers(model, config)
+    optimizers = checked_optimizers(task.optimizers(model, config), model)
     return State(model, optimizers, config.on_nonfinite == "skip", origin, scaler, config.ema, stopping, placed)
 
 
@@ -156,6 +157,9 @@ def train(
     )
     batches = data.loader(train_set, sampler, "train", config.num_workers, world.device)
     evaluation = Evaluation(task, state.best_model, test_set, config, world)
+    rates = Rates(state.optimizers, begun=state.step > 0)
+    if state.step == 0:
+        state.stopping.check(evaluation.rehearse())  # what is wrong with metrics should not show after an epoch
 
     metrics = state.note(evaluation()) if state.owes_evaluation else {}
     if metrics and not state.is_over():
@@ -167,7 +171,7 @@ def train(
             state.clear_gradients()
             done = gradients.of_step(step, micro_batches, their_batches)
             norm = clip(state.parameters, config.clip_norm)
-            set_rate(state.optimizers, task.rates(config, step, plan.total_steps))
+            rates.set(task.rates(config, step, plan.total_steps))
             state.commit(done.buffers, norm, done.judge)
 
             if state.step % config.log_every == 0:

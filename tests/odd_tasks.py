@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from recording_task import Recorded
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils.data import IterableDataset
 
 from evenkeel.tasks import Task
@@ -143,6 +144,121 @@ class NoMetrics(Usual):
         return None
 
 
+class TwoOfThree(Usual):
+    """A row of three numbers for each sample, and nobody to make them numbers."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": model(batch[0]).repeat(1, 2)[:, :3]}
+
+
+class RaggedMetric(Usual):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        n = len(batch[0])
+        return {"loss": torch.zeros(n, n)}
+
+    def summarize(self, means: Any) -> Any:
+        return {"loss": means["loss"].sum()}
+
+
+class NoSummary(Usual):
+    def summarize(self, means: Any) -> Any:
+        return None
+
+
+class StepMetric(Usual):
+    def summarize(self, means: Any) -> Any:
+        return {"step": 1.0}
+
+
+class NumberedMetric(Usual):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {0: torch.zeros(len(batch[0]))}
+
+
+class BrokenMetrics(Usual):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": next(iter([]))}
+
+
+class Maximum(Usual):
+    best: ClassVar[Any] = ("loss", "maximum")
+
+
+class UsualBest(Usual):
+    """Of a metric that there is not."""
+
+    best: ClassVar[Any] = Task.best
+
+
+class NoBest(Usual):
+    best: ClassVar[Any] = None
+
+
+class ComplexLoss(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * (1 + 1j)
+
+
+class Lazy(Usual):
+    def model(self) -> nn.Module:
+        return nn.LazyLinear(2)
+
+
+class Meta(Usual):
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 2, device="meta")
+
+
+class OtherModel(Usual):
+    def optimizers(self, model: nn.Module, config: Any) -> Any:
+        return [SGD(self.model().parameters(), lr=0.1)]
+
+
+class NoOptimizers(Usual):
+    def optimizers(self, model: nn.Module, config: Any) -> Any:
+        return []
+
+
+class TwiceTaken(Usual):
+    def optimizers(self, model: Any, config: Any) -> Any:
+        return [SGD(model.parameters(), lr=0.1), SGD([model.bias], lr=0.1)]
+
+
+class Scheduled(Usual):
+    """Steps a scheduler of its own; its bias is in no optimizer; it returns one and no list."""
+
+    def optimizers(self, model: Any, config: Any) -> Any:
+        self.optimizer = SGD([model.weight], lr=0.1)
+        return self.optimizer
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.optimizer.param_groups[0]["lr"] *= 0.9
+        return super().loss(model, batch)
+
+
+class NoRates(Usual):
+    def rates(self, config: Any, step: int, total_steps: int) -> Any:
+        return None
+
+
+class Exhausted:
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter(()))
+
+
+class ExhaustedSamples(Usual):
+    def train_dataset(self) -> Any:
+        return Exhausted()
+
+
+class NegativeLength(Usual):
+    def test_dataset(self) -> Any:
+        return type("Negative", (Exhausted,), {"__len__": lambda _: -1})()
+
+
 class NoneInside(Usual):
     def sample(self, index: int) -> Any:
         return torch.zeros(3), None
@@ -171,7 +287,7 @@ class DataClasses(Usual):
 
 class MissingKey(Usual):
     def sample(self, index: int) -> Any:
-        return {"x": 1.0} | ({"y": 2} if index % 2 else {})
+        return {"x": 1.0} | ({} if index % 2 else {"y": 2})
 
 
 class Bag(UserDict):  # type: ignore[type-arg]

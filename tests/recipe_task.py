@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from evenkeel.activity import activity
 from evenkeel.data import InMemory
 from evenkeel.tasks import Task
 
@@ -25,7 +26,7 @@ class Recipe(Task):
     slow: str = ""
     """While this file exists, a micro-batch takes 0.2 s."""
     hold: str = ""
-    """While this file exists, an evaluation says so by another, of its name with .waiting, and waits."""
+    """While this file exists, an evaluation after a step says so by another, of its name with .waiting, and waits."""
     dropout: float = 0.2
     """Probability."""
     operation: str = ""
@@ -57,7 +58,7 @@ class Recipe(Task):
         return (model(features).squeeze(1) - target).square().mean()
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        while self.hold and Path(self.hold).exists():
+        while self.hold and activity.step and Path(self.hold).exists():
             Path(f"{self.hold}.waiting").touch()
             time.sleep(0.01)
         features, target = batch

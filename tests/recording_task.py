@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class Recording(Dataset[Any]):
 @dataclass
 class Recorded(Task):
     """Linear regression on noise."""
+
+    best: ClassVar[Any] = None
 
     record: str = ""
     """Folder for the records; empty: none."""

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, ClassVar, Literal, Optional
 
 from evenkeel.classify import Classify
 
@@ -66,6 +66,45 @@ class Rich(Classify):
     def __post_init__(self) -> None:
         if self.depth > 99:
             raise ValueError(f"depth {self.depth}: is too deep")
+
+
+class Undecorated(Classify):
+    depth: int = 3
+
+
+class OtherDefault(Rich):
+    depth = 4
+
+
+@dataclass
+class NotAnnotated(Rich):
+    depth = 4
+
+
+@dataclass
+class Below(Undecorated):
+    pass
+
+
+class Constants(Rich):
+    calls = 0
+    deep: ClassVar[int] = 3
+    best: Any = None
+    net: object
+
+
+@dataclass
+class BothDecorated(Rich):
+    depth: int = 4
+
+
+class BestOfNothing(Classify):
+    best = "accuracy"
+
+
+class Resolves(Classify):
+    def resolved(self, recorded):
+        pass
 
 
 @dataclass
@@ -200,6 +239,14 @@ def test_a_task_that_is_no_dataclass_of_its_own_has_its_parents_options(folder: 
     assert parse([*mine("Plain"), "--width", "5"])[1].options()["width"] == 5
 
 
+@pytest.mark.parametrize("name", ["Undecorated", "OtherDefault", "NotAnnotated", "Below"])
+def test_what_looks_like_an_option_and_is_none_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(Refusal, match=r"^task \w+: its depth has no effect as an option; decorate the class with"):
+        parse(mine(name))
+    assert parse(mine("Constants"))[1].options() == parse(mine("Rich"))[1].options()
+    assert parse(mine("BothDecorated"))[1].options()["depth"] == 4
+
+
 @pytest.mark.parametrize("arguments", [["--help"], [*mine("Rich"), "--help"], ["-h"]])
 def test_help_lists_every_option_with_its_default(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -246,6 +293,19 @@ def test_help_lists_every_option_with_its_default(
         (["--init-from", "none.pt"], ["--init-from none.pt: no such file"]),
         (["--init-from", "../tasks_of_mine.py"], ["--init-from ../tasks_of_mine.py: is no file of torch.save"]),
         (["--init-from", ".."], ["--init-from ..: a folder without checkpoints"]),
+        (["--task", ""], ["--task is empty, as an unset shell variable is: give a value, or leave it out"]),
+        (["--task="], ["--task is empty"]),
+        (["--run-dir", ""], ["--run-dir is empty"]),
+        (["--run_dir="], ["--run_dir is empty"]),
+        (["--data-dir", "", "--epochs", "1"], ["--data-dir is empty"]),
+        (["--init-from", ""], ["--init-from is empty"]),
+        (["--config", ""], ["--config is empty"]),
+        (["--dataset", ""], ["--dataset is empty"]),
+        (["--freeze", ""], ["--freeze is empty"]),
+        ([""], ["an argument is empty"]),
+        ([*mine("BestOfNothing")], ["the task's `best` is 'accuracy': it must be a metric's name and", "None"]),
+        ([*mine("Constants"), "--patience", "2"], ["--patience 2: the task's `best` is None; name the metric"]),
+        ([*mine("Resolves")], ["resolved() returned None: it must return a task"]),
         (["--init-partial"], ["--init-partial: there is no --init-from"]),
         (["--config", "none.toml"], ["--config none.toml: No such file"]),
         (["--config", "."], ["--config .: Is a directory"]),
@@ -425,6 +485,8 @@ def test_a_wrong_type_in_a_file(
         ({"training": {"epochs": 3}}, "unknown key 'training'"),
         ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
         ({"task": 3}, "--task 3: unknown"),
+        ({"task": ""}, "--task : unknown"),
+        ({"run_dir": ""}, '--config ../options.toml: run_dir = "" is empty; give a value, or leave it out'),
         ({"task": "../tasks_of_mine.py:Rich", "depth": 100}, "--config ../options.toml: depth 100: is too deep"),
     ],
     ids=str,

@@ -60,21 +60,21 @@ def test_plan_prints_the_shares_of_the_gpus(
         "40 samples, global batch 30, micro-batch 30 (the whole batch): 2 steps an epoch, 40 in all; "
         "each micro-batch is divided among the GPUs",
         "every full step, 30 samples:",
-        *[f"  GPU {gpu}: {size} samples as {size}" for gpu, size in enumerate([8, 8, 8, 6])],
+        *[f"  GPU {gpu}: {size} samples" for gpu, size in enumerate([8, 8, 8, 6])],
         "an epoch's last step, 10 samples:",
-        *[f"  GPU {gpu}: {size} samples as {size}" for gpu, size in enumerate([3, 3, 3, 1])],
+        *[f"  GPU {gpu}: {text}" for gpu, text in enumerate(["3 samples", "3 samples", "3 samples", "1 sample"])],
     ]
     PlanCommand(world_size=2)([*task, "--strategy", "dp", "--batch-size", "30", "--micro-batch", "15"])
     assert "  GPU 0: 16 samples as 8 + 8\n  GPU 1: 14 samples as 7 + 7\n" in capsys.readouterr().out
     PlanCommand(world_size=3)([*task, "--batch-size", "30", "--micro-batch", "auto"])
     out = capsys.readouterr().out
     assert "micro-batch 10 (auto, if that fits): " in out
-    assert "  rank 2: 10 samples as 10\n" in out
+    assert "  rank 2: 10 samples\n" in out
     # one process, whose probe begins with the whole batch
     PlanCommand(world_size=3)([*task, "--batch-size", "30", "--micro-batch", "auto", "--strategy", "dp"])
     out = capsys.readouterr().out
     assert "micro-batch 30 (auto, if that fits): " in out
-    assert "  GPU 2: 10 samples as 10\n" in out
+    assert "  GPU 2: 10 samples\n" in out
 
 
 def by_hand(model: nn.Module, task: Classification, batch: Any, devices: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import random
 from typing import Any, cast
@@ -13,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from evenkeel.checked_metrics import checked_summary
 from evenkeel.config import Config
 from evenkeel.data import InMemory, SizedDataset
+from evenkeel.errors import Ended
 from evenkeel.evaluation import Evaluation
 from evenkeel.tasks import Classification, Task
 from evenkeel.world import World
@@ -215,3 +219,56 @@ def test_a_random_test_set_is_the_same_every_time_and_for_any_cut_and_workers(mo
     assert evaluation(MeanNoise(), model, Noisy())() == first
     assert evaluation(MeanNoise(), model, Noisy(), workers=2)() == first
     assert evaluation(MeanNoise(), model, Noisy(), micro_batch=8)() == pytest.approx(first, rel=1e-13)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rehearsal_is_the_first_micro_batch_and_leaves_no_trace(
+    model: nn.Module, test_set: InMemory, workers: int
+) -> None:
+    seen: list[int] = []
+
+    class Careless(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            seen.append(len(batch[0]))
+            model.train()
+            with torch.enable_grad():
+                found = super().metrics(model.requires_grad_(False), batch)
+            return found | {"noise": torch.rand(len(batch[0])) + random.random() + np.random.rand()}
+
+    def everything() -> list[Any]:
+        generators = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+        flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
+        return [*generators, *flags, [value.tolist() for value in model.state_dict().values()]]
+
+    undisturbed = evaluation(Careless(), copy.deepcopy(model), test_set, workers=workers)()
+    seen.clear()
+    evaluate = evaluation(Careless(), model, test_set, workers=workers)
+    before = everything()
+    assert evaluate.rehearse().keys() == {"loss", "accuracy", "noise"}
+    assert everything() == before
+    assert seen == [5], "and no other"
+    assert evaluate() == undisturbed
+    assert seen == [5] * 8 + [2]
+    assert everything() != before, "the control: an evaluation of this task does leave traces"
+
+
+def test_numbers_of_all_kinds_are_plain_ones_afterwards() -> None:
+    numbers = [1, 0.5, True, np.float32(0.5), np.int64(3), np.ones(1), torch.tensor(2), torch.tensor([math.nan])]
+    plain = checked_summary(dict(zip("abcdefgh", numbers, strict=True)))
+    assert [type(value) for value in plain.values()] == [int, float, float, float, int, float, int, float]
+    assert json.dumps(plain).startswith('{"a": 1, "b": 0.5, "c": 1.0, "d": 0.5, "e": 3,')
+    for odd in (None, "0.5", 1j, [1.0], torch.zeros(2), torch.tensor(1j)):
+        with pytest.raises(Ended, match=r"^summarize\(\) returned .* as 'a': it must be one real number$"):
+            checked_summary({"a": odd})
+    with pytest.raises(TypeError, match="not JSON serializable"):  # the control
+        json.dumps({"d": np.float32(0.5)})
+
+
+def test_ranks_whose_metrics_do_not_fit_together_are_told(model: nn.Module, test_set: InMemory) -> None:
+    class TwoRanks(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {"loss": torch.zeros(1, 3), "accuracy": torch.zeros(1)}]
+
+    world = TwoRanks(rank=0, local_rank=0, world_size=2, local_world_size=2, device=ALONE.device, launched=False)
+    with pytest.raises(Ended, match=r"rows of shape \[\] as 'loss' for one batch and of \[3\] for another"):
+        Evaluation(Classify(), model, test_set, Config(micro_batch=5), world)()

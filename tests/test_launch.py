@@ -151,6 +151,10 @@ NODES = ["-n", "2", "--master", "127.0.0.1"]
         (["--max-restarts", "-1"], "--max-restarts -1"),
         (["--epochs", "5"], "--epochs"),
         (["--script", "/no/such.py"], "/no/such.py"),
+        (["--script", ""], "--script is empty, as an unset shell variable is: give a value, or leave it out"),
+        (["--script="], "--script is empty"),
+        (["-n", "2", "-nr", "0", "--master", ""], "--master is empty"),
+        (["-n", "", "-nr", "0"], "-n : "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 
-from evenkeel.errors import Ended
-from evenkeel.mistakes import Uncollated, check_metrics, checked_loss, explain, explain_samples, is_out_of_memory
+from evenkeel.checked_metrics import check_metrics
+from evenkeel.checked_optimizers import checked_optimizers
+from evenkeel.errors import Ended, Refusal
+from evenkeel.mistakes import Uncollated, checked_loss, explain, explain_samples, is_out_of_memory
+from evenkeel.optimization import Rates
 
 from .processes import ROOT, TRAIN, checked, finish, fork_ranks, free_port, kill_group, read, run, run_forked, torchrun
 
@@ -60,6 +67,21 @@ def the_line(err: str) -> str:
             "metrics() returned a tensor of shape [] as 'loss' for a batch of 2 samples: it must have a row",
         ),
         ("FloatMetric", 1, "metrics() returned a float as 'accuracy' for a batch of 2 samples"),
+        ("TwoOfThree", 1, "metrics() returned 'loss' with 3 numbers, [3], for each sample: return one for each"),
+        ("RaggedMetric", 1, "metrics() returned rows of shape [2] as 'loss' for one batch and of [1] for another"),
+        ("NoSummary", 1, "summarize() returned None: it must return a dict of numbers"),
+        ("StepMetric", 1, "a metric of the evaluation is called 'step': a field of every record has that name"),
+        ("NumberedMetric", 1, "metrics() returned a dict with the key 0: names of metrics must be texts"),
+        ("Maximum", 2, """the task's `best` is ('loss', 'maximum'): it must be a metric's name and "max" or "min","""),
+        ("ComplexLoss", 1, "loss() returned a complex number: it must return a real one"),
+        ("Lazy", 2, "model() returned a LazyLinear whose weight has no shape yet: call it in model() with a batch"),
+        ("Meta", 2, "model() returned a Linear whose weight is on the meta device, without values"),
+        ("OtherModel", 2, "optimizers()[0] has a parameter of shape [2, 3] that is none of the model's"),
+        ("NoOptimizers", 2, "optimizers() returned an empty list: nothing would be trained"),
+        ("TwiceTaken", 2, "bias is in optimizers()[0] and in optimizers()[1]: both would step it"),
+        ("NoRates", 1, "rates() returned None: it must return one factor on the peak learning rates"),
+        ("ExhaustedSamples", 1, "the data set's __getitem__ raised StopIteration at "),
+        ("NegativeLength", 2, "test_dataset() returned a Negative, whose __len__ fails (ValueError: __len__() should"),
         ("NoMetrics", 1, "metrics() returned None: it must return a dict of tensors"),
         ("NoneInside", 1, "sample[1] is None: return a number or a tensor that stands for nothing"),
         ("Images", 1, "sample['image'] is an Image: make it a tensor in the data set's transform, by torchvision"),
@@ -84,6 +106,38 @@ def test_a_task_that_cannot_be_trained_is_told_in_a_line(tmp_path: Path, task: s
         assert not (tmp_path / "run").exists(), "nothing has been touched"
     else:
         assert expected in read(tmp_path / "run", "status.json")["reason"]
+
+
+MISTAKEN = ["MeanMetric", "NoMetrics", "TwoOfThree", "NoSummary", "StepMetric", "BrokenMetrics"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("task", MISTAKEN)
+def test_a_mistake_in_the_evaluation_shows_before_the_first_step(tmp_path: Path, task: str) -> None:
+    done = run_forked(TRAIN, *job(task, tmp_path / "run"), expect=1)
+    assert read(tmp_path / "run", "status.json")["step"] == 0
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    if task == "BrokenMetrics":  # a mistake of the task's own keeps its place
+        assert "in metrics" in done.stderr
+        assert done.stderr.splitlines()[-1] == "StopIteration"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("task", ["UsualBest", "NoBest", "Scheduled"])
+def test_what_is_likely_a_mistake_is_said_once(tmp_path: Path, task: str) -> None:
+    done = run_forked(TRAIN, *job(task, tmp_path / "run", "--checkpoint-every", 1))
+    expected = {
+        "UsualBest": ["no best checkpoint will be kept: the evaluation has no metric 'accuracy', only loss; set the"],
+        "NoBest": [],
+        "Scheduled": [
+            "no optimizer has bias: they will stay as they are",
+            "something besides rates() has set a learning rate, a scheduler perhaps: that has no effect",
+        ],
+    }
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(expected[task]), lines
+    for line, text in zip(lines, expected[task], strict=True):
+        assert line.startswith(f"evenkeel: WARNING: {text}")
 
 
 @pytest.mark.multiprocess
@@ -203,9 +257,86 @@ def test_metrics_are_the_same_for_all_batches() -> None:
     check_metrics({"a": rows, "b": torch.zeros(2, 5, 5)}, 2, {})
     check_metrics({}, 2, {})
     with pytest.raises(Ended, match=r"other names for one batch than for another \(b\)"):
-        check_metrics({"a": rows, "b": rows}, 2, {"a": []})
+        check_metrics({"a": rows, "b": rows}, 2, {"a": [rows[0]]})
     with pytest.raises(Ended, match=r"a tensor of shape \[3\] as 'a' for a batch of 2"):
         check_metrics({"a": torch.zeros(3)}, 2, {})
+
+
+def model_and(make: Callable[[Any], Any]) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return model, make(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda m: None, "optimizers() returned None: it must return a list of torch.optim.Optimizer"),
+        (lambda m: iter(()), "optimizers() returned a tuple_iterator: it must return a list"),
+        (lambda m: [SGD(m.parameters())] * 2, "0.weight is in optimizers()[0] and in optimizers()[1]: both would"),
+        (lambda m: ([SGD(m.parameters())], []), "optimizers()[0] is a list: it must be a torch.optim.Optimizer"),
+        (lambda m: [LBFGS(m.parameters())], "optimizers()[0] is a LBFGS, whose step() needs a closure"),
+        (
+            lambda m: [AdamW(m.parameters(), lr=np.float64(0.1))],
+            "optimizers()[0] has lr = np.float64(0.1), a number",
+        ),
+        (lambda m: [SGD(m[0].parameters()), SGD(m[1].parameters(), lr=torch.tensor(0.1))], None),
+        (lambda m: SGD(m.parameters()), None),
+    ],
+)
+def test_optimizers(make: Callable[[Any], Any], expected: str | None) -> None:
+    model, returned = model_and(make)
+    if expected is None:
+        assert checked_optimizers(returned, model) == (returned if isinstance(returned, list) else [returned])
+        return
+    with pytest.raises(Refusal) as refused:
+        checked_optimizers(returned, model)
+    assert str(refused.value).startswith(expected)
+
+
+def test_a_learning_rate_of_numpys_would_be_saved_and_never_read() -> None:
+    """The control."""
+    _, optimizer = model_and(lambda m: AdamW(m.parameters(), lr=np.float64(0.1)))
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(saved, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_rates_are_set_and_who_else_sets_them_is_told_once(
+    kind: Callable[[float], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, optimizer = model_and(lambda m: AdamW(m.parameters(), lr=kind(0.5)))
+    rates = Rates([optimizer])
+    for factor in (1, 0.5, np.float64(0.25), torch.tensor(0.25), [np.float32(0.25)]):
+        rates.set(factor)
+    group = optimizer.param_groups[0]
+    assert float(group["lr"]) == 0.125
+    assert type(group["lr"]) in (float, torch.Tensor), "nothing of NumPy's"
+    assert not caplog.records
+    for _ in range(2):
+        if kind is float:
+            group["lr"] = 0.1
+        else:
+            group["lr"].fill_(0.1)  # as torch's schedulers do
+        rates.set(1)
+        assert float(group["lr"]) == 0.5
+        assert [record.getMessage()[:52] for record in caplog.records] == [
+            "something besides rates() has set a learning rate, a"
+        ]
+    for odd in (None, -1, float("nan"), float("inf"), "1", [1, 1], [], torch.ones(2), iter([1])):
+        with pytest.raises(Ended, match=r"^rates\(\) returned .*: it must return one factor"):
+            rates.set(odd)  # type: ignore[arg-type]
+
+
+def test_a_scheduler_is_seen_when_it_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer = model_and(lambda m: AdamW(m.parameters()))
+    LambdaLR(optimizer, lambda step: 0.1)
+    Rates([optimizer], begun=True)
+    assert not caplog.records, "in a run that goes on, the peak is kept there"
+    Rates([optimizer])
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

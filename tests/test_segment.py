@@ -16,8 +16,8 @@ from torch.func import functional_call
 from evenkeel.classify import Classify
 from evenkeel.config import Config
 from evenkeel.datasets import digits
-from evenkeel.errors import Refusal
-from evenkeel.optimization import set_rate
+from evenkeel.errors import Ended, Refusal
+from evenkeel.optimization import Rates
 from evenkeel.segment import CLASSES, PooledNorm, Segment, confusion, discriminator, one_hot, pixel_loss, segmenter
 from evenkeel.tasks import constants
 
@@ -169,7 +169,7 @@ def test_two_optimizers_with_a_schedule_of_their_own() -> None:
     model = SMALL.model()
     config = Config(lr=0.4, schedule="poly", optimizer="sgd", weight_decay=0.1)
     optimizers = SMALL.optimizers(model, config)
-    set_rate(optimizers, SMALL.rates(config, 50, 100))
+    Rates(optimizers).set(SMALL.rates(config, 50, 100))
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     assert rates == pytest.approx([0.4 * 0.5**0.9, 0.5 * SMALL.discriminator_lr])
     assert [type(optimizer).__name__ for optimizer in optimizers] == ["SGD", "Adam"]
@@ -178,8 +178,8 @@ def test_two_optimizers_with_a_schedule_of_their_own() -> None:
     assert len(held) == len(list(model.parameters()))
     assert SMALL.rates(Config(schedule="constant"), 50, 100) == [1.0, 1.0], "such a run may be prolonged"
     assert Classify().rates(config, 50, 100) == pytest.approx(0.5**0.9)
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        set_rate(optimizers, [0.5])
+    with pytest.raises(Ended, match=r"^rates\(\) returned \[0.5\]: .* one for each of the 2 optimizers$"):
+        Rates(optimizers).set([0.5])
 
 
 @pytest.mark.parametrize("backbone", ["resnet18", "mobilenet_v3_large", "small"])

@@ -10,7 +10,7 @@ import tyro
 
 from .chaos.command import ChaosCommand
 from .comparison import CompareCommand
-from .errors import exit_code, lose_stdout, one_line_errors
+from .errors import exit_code, lose_stdout, one_line_errors, refuse_empty
 from .inspection import CheckpointCommand
 from .planning import PlanCommand
 from .slurm.follow import FollowCommand
@@ -30,6 +30,7 @@ def main() -> int:
     """Run a subcommand; what stands after `--` belongs to train.py, or is a whole command."""
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
+    refuse_empty(arguments[:cut], *SUBCOMMANDS.values())
     command: Callable[[list[str]], int] = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(
             SUBCOMMANDS, args=arguments[:cut], prog="python -m evenkeel", description=__doc__

@@ -84,16 +84,16 @@ class Checkpoints:
     folder: Path
     keep: int
     """Newest ones to keep, besides the best."""
-    best: tuple[str, str]
-    """(metric, "max" or "min") that says which one is best."""
+    best: tuple[str, str] | None
+    """(metric, "max" or "min") that says which one is best. None: none is."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """For the manifests, as is the next."""
     bits_void_from: int | None = None
 
     @property
-    def best_name(self) -> str:
-        """The full name of the metric that says which one is best."""
-        return full_name(TEST, self.best[0])
+    def best_by(self) -> tuple[str, str] | None:
+        """The full name of the metric that says which one is best, and how."""
+        return (full_name(TEST, self.best[0]), self.best[1]) if self.best else None
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -182,7 +182,7 @@ class Checkpoints:
                 "kind": kind,
                 "host": socket.gethostname(),
                 "metrics": named(TEST, metrics),
-                "best_by": (self.best_name, self.best[1]),
+                "best_by": self.best_by,
                 "fingerprint": self.fingerprint,
                 "bits_void_from": self.bits_void_from,
                 "files": {STATE: asdict(written)},
@@ -223,7 +223,7 @@ class Checkpoints:
     def best_value(self) -> float | None:
         """The best metric among the checkpoints there are."""
         values = [value for path in self.all() if (value := self._value(path)) is not None]
-        return (max if self.best[1] == "max" else min)(values) if values else None
+        return (max if self._most else min)(values) if values else None
 
     def best_path(self) -> Path | None:
         """The checkpoint with the best metric, the newest of several; None if no evaluation came with any."""
@@ -233,17 +233,26 @@ class Checkpoints:
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is better than that of every checkpoint there is."""
-        value = _finite(named(TEST, metrics).get(self.best_name))
+        value = self._of(metrics)
         if value is None:
             return False
         known = self.best_value()
-        return known is None or (value > known if self.best[1] == "max" else value < known)
+        return known is None or (value > known if self._most else value < known)
 
     def _value(self, path: Path) -> float | None:
         try:
-            return _finite(read_manifest(path).metrics.get(self.best_name))
+            return self._of(read_manifest(path).metrics)
         except Damaged:
             return None
+
+    @property
+    def _most(self) -> bool:
+        return self.best is not None and self.best[1] == "max"
+
+    def _of(self, metrics: Mapping[str, float]) -> float | None:
+        """The value that counts. NaN is neither better nor worse than anything, so it can be no best one."""
+        value = named(TEST, metrics).get(self.best_by[0]) if self.best_by else None
+        return None if value is None or math.isnan(value) else value
 
     def _prune(self) -> None:
         best = self.best_path()
@@ -385,11 +394,6 @@ def _is_snapshot_of(path: Path, host: str) -> bool:
     except Damaged:
         return False
     return (manifest.kind, manifest.host) == ("snapshot", host)
-
-
-def _finite(value: float | None) -> float | None:
-    """NaN is neither better nor worse than anything, so it can be no best value."""
-    return None if value is None or math.isnan(value) else value
 
 
 class _HashingWriter:

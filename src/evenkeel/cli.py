@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
+from .checked_metrics import check_best
 from .config import GROUPS, OPTION_NAMES, Config, flag, validate
-from .errors import Refusal, one_line_errors
+from .errors import Refusal, one_line_errors, refuse_empty
+from .mistakes import kind_of
 from .run_directory import read_config
 from .synonyms import refuse_synonyms
 from .tasks import Task, load_task, option_name
@@ -29,6 +31,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
         Refusal: an unknown option or task, a value that cannot be meant, a bad configuration file.
         SystemExit: after --help.
     """
+    refuse_empty(arguments, Config)
     # --task and --config decide what other options there are, so they are looked for first
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--task")
@@ -41,8 +44,10 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
     if _types_a_cut(arguments):  # a file records the other way to say it
         from_file = {name: value for name, value in from_file.items() if name not in CUT}
     task_class = load_task(str(early.task or from_file.get("task", Config.task)))
+    _check_decorated(task_class)
     task_options = task_class if is_dataclass(task_class) else _NoOptions
     _check_options(task_options)
+    refuse_empty(arguments, task_options)
     job_default, task_default = _with_file(from_file, early.config, Config, task_options)
 
     parts = {group.__name__.lower(): _part(group, job_default) for group in GROUPS} | {"task": task_default}
@@ -53,8 +58,12 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
     options = [vars(getattr(chosen, group.__name__.lower())) for group in GROUPS]
     config = Config(**{name: value for part in options for name, value in part.items()}).resolved()
     validate(config)
-    task: Task = chosen.task if is_dataclass(task_class) else task_class()
-    return config, task.resolved(_of_the_run(config))
+    open_task: Task = chosen.task if is_dataclass(task_class) else task_class()
+    task: Any = open_task.resolved(_of_the_run(config))
+    if not isinstance(task, Task):
+        raise Refusal(f"resolved() returned {kind_of(task)}: it must return a task, itself where nothing is open")
+    check_best(task.best, config.patience)
+    return config, task
 
 
 def _part(group: type, config: Config) -> Any:
@@ -96,6 +105,28 @@ class _NoOptions:
     """No options of its own."""
 
 
+def _check_decorated(task_class: type[Task]) -> None:
+    """Refuse what looks like an option of a task, or like its default, and is none because @dataclass passes it over.
+
+    Raises:
+        Refusal: a field of a class that is not decorated, or another value for a parent's field, not annotated.
+    """
+    known: set[str] = {option.name for option in fields(task_class)} if is_dataclass(task_class) else set()
+    for cls in (cls for cls in task_class.__mro__ if issubclass(cls, Task)):
+        annotated = inspect.get_annotations(cls)
+        own = {name for name in annotated if not re.search(r"\b(ClassVar|Final)\b", str(annotated[name]))}
+        if "__dataclass_fields__" in vars(cls):
+            ignored = known - own
+            known -= own  # what its parents say of them does not count
+        else:
+            ignored = known | {name for name in own if not name.startswith("_") and not hasattr(Task, name)}
+        if names := [name for name in vars(cls) if name in ignored]:
+            raise Refusal(
+                f"task {cls.__name__}: its {names[0]} has no effect as an option; decorate the class with @dataclass "
+                f"and annotate the name ({names[0]}: int = 3), as ClassVar if it is to be none"
+            )
+
+
 def _check_options(task_class: type) -> None:
     """A task's fields share the command line with the job's options and are all optional there."""
     for option in fields(task_class):
@@ -124,6 +155,9 @@ def _with_file(values: dict[str, Any], path: Path | None, *classes: type) -> lis
     known = {option_name(option.name) for cls in classes for option in fields(cls)}
     if unknown := sorted(set(values) - known):
         raise Refusal(f"--config {path}: unknown key '{unknown[0]}'; keys are option names, batch_size for example")
+    for option in (option for cls in classes for option in fields(cls)):
+        if values.get(option_name(option.name)) == "" != option.default:
+            raise Refusal(f'--config {path}: {option_name(option.name)} = "" is empty; give a value, or leave it out')
     return [_instance(cls, values, path) for cls in classes]
 
 

@@ -38,7 +38,7 @@ from torch.utils.data import (
 )
 
 from .errors import Ended
-from .mistakes import Uncollated, explain_samples, is_out_of_memory, length
+from .mistakes import Uncollated, exhausted, explain_samples, is_out_of_memory, length
 from .order import shuffled
 from .plan import MicroBatch, Plan
 from .processes import STOP_SIGNALS, die_with_parent
@@ -281,10 +281,13 @@ class Seeded(Dataset[Any]):
         """A collated micro-batch."""
         if self._rows:
             return self._rows(indices)
-        if (fetch_all := whole_fetch(self.dataset)) is not None:
-            self._seed(indices.epoch, indices.micro_batch.start)
-            return _collate(fetch_all(indices))
-        return _collate([self._sample(indices.epoch, index) for index in indices])
+        try:
+            if (fetch_all := whole_fetch(self.dataset)) is not None:
+                self._seed(indices.epoch, indices.micro_batch.start)
+                return _collate(fetch_all(indices))
+            return _collate([self._sample(indices.epoch, index) for index in indices])
+        except StopIteration as error:  # a loop over batches would take it for its end
+            raise exhausted("the data set's __getitem__", error) from error
 
     def _sample(self, epoch: int, index: int) -> Any:
         self._seed(epoch, index)

@@ -9,9 +9,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from .processes import end_agent, orphaned_within, torchrun_agent
 
@@ -62,6 +63,31 @@ def lose_stdout() -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)
+
+
+def refuse_empty(words: Sequence[str], *classes: Any) -> None:
+    """Refuse an empty word, which an unset shell variable leaves, except for an option that is empty by default.
+
+    Args:
+        words: of a command line. Options that the classes do not have are not looked at.
+        classes: dataclasses with the options.
+
+    Raises:
+        Refusal: names the option.
+    """
+    defaults = {option.name.rstrip("_"): option.default for cls in classes for option in fields(cls)}
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word and (value or not equals):
+            continue
+        before = words[number - 1] if number else ""
+        option = name or before * before.startswith("-")
+        in_a_list = not option and any(earlier.startswith("-") for earlier in words[:number])
+        if in_a_list or (option and defaults.get(option.lstrip("-").replace("-", "_"), "") == ""):
+            continue
+        raise Refusal(
+            f"{option or 'an argument'} is empty, as an unset shell variable is: give a value, or leave it out"
+        )
 
 
 def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options") -> T:

@@ -21,6 +21,7 @@ from .cut import fact_of_the_job, settle
 from .data import SizedDataset
 from .errors import Refusal
 from .evaluation import Evaluation
+from .mistakes import check_model
 from .naming import TEST, named, shown
 from .placement import place
 from .precision import substitute
@@ -47,6 +48,7 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
     seed_computation(derive(config.seed, "weights"), world.devices)  # for what --init-partial leaves random
     activity.enter(START_UP, "model")
     model = task.model()
+    check_model(model, learns=False)
     with world.connected(), operations_named():
         if world.broadcast(_is_its_own_origin(config, checkpoints)):
             config = replace(config, init_from=None)

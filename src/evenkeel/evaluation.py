@@ -7,19 +7,22 @@ micro-batches come together once and are added in one order, whoever computed th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from . import data
 from .activity import EVALUATION, activity
+from .checked_metrics import check_alike, check_metrics, checked_summary
 from .compilation import uncompiled
 from .config import Config
 from .devices import replicas
 from .memory import note_batch
-from .mistakes import check_metrics
 from .plan import Plan, chunks
 from .precision import autocast
-from .randomness import derive, seed_computation
+from .randomness import derive, same_generators, seed_computation
 from .tasks import Task
 from .transfer import Transfer
 from .world import World
@@ -69,7 +72,42 @@ class Evaluation:
             return self._evaluate()
 
     @torch.no_grad()
+    def rehearse(self) -> dict[str, float]:
+        """The numbers of the first micro-batch alone, computed by each rank for itself.
+
+        A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
+        """
+        with activity.during(EVALUATION), same_generators(), _same_tensors(self.model), self._only_first() as size:
+            sums = self._sums()
+            return self._summary({name: rows[0] for name, rows in sums.items()}, size)
+
+    @contextmanager
+    def _only_first(self) -> Iterator[int]:
+        """Let this rank have the first micro-batch, as the first of so many ranks that none has two; gives its size."""
+        sampler = self.sampler
+        place = sampler.rank, sampler.num_replicas
+        sampler.rank, sampler.num_replicas = 0, sampler.plan.max_world_size
+        try:
+            yield sampler.micro_batches(0)[0].size
+        finally:
+            sampler.rank, sampler.num_replicas = place
+
+    @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
+        sums = self._sums()
+        mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
+        shares = [share for share in self.world.gather(mine) if share] or [{}]
+        shapes = [{name: rows.shape[1:] for name, rows in share.items()} for share in shares]
+        for others in shapes:
+            check_alike(shapes[0], others)
+        rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+        return self._summary({name: values.sum(0) for name, values in rows.items()}, self.samples)
+
+    def _summary(self, sums: dict[str, Tensor], samples: int) -> dict[str, float]:
+        return checked_summary(self.task.summarize({name: values / samples for name, values in sums.items()}))
+
+    def _sums(self) -> dict[str, list[Tensor]]:
+        """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
@@ -90,7 +128,22 @@ class Evaluation:
                 sums.setdefault(name, []).append(values.double().sum(0))
         for module, training in modes:
             module.training = training
-        rows_here = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
-        shares = [share for share in self.world.gather(rows_here) if share] or [{}]
-        rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
-        return self.task.summarize({name: values.sum(0) / self.samples for name, values in rows.items()})
+        return sums
+
+
+@contextmanager
+def _same_tensors(model: nn.Module) -> Iterator[None]:
+    """Put buffers, and whether parameters need a gradient, back to what they were."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    holders = [
+        (module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
+    ]
+    buffers = [(holder, name, buffer, buffer.clone()) for holder, name, buffer in holders if buffer is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for holder, name, buffer, value in buffers:
+                holder[name] = buffer.copy_(value)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)

@@ -50,6 +50,8 @@ NOT_COMPUTING = frozenset(
         "__main__",
         "activity",
         "background",
+        "checked_metrics",
+        "checked_optimizers",
         "checkpoint",
         "cli",
         "comparison",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import tyro
 
 from . import run_directory
-from .errors import REFUSED, Refusal, one_line_errors
+from .errors import REFUSED, Refusal, one_line_errors, refuse_empty
 from .launch import (
     DEFAULT_PORT,
     JOIN_SECONDS,
@@ -102,6 +102,7 @@ class MultiNode(SingleNode):
 def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
     """Split at the first ``--`` into the launcher's options and train.py's; refuse in one line."""
     cut = argv.index("--") if "--" in argv else len(argv)
+    refuse_empty(argv[:cut], options)
     text = inspect.getdoc(options)  # given by hand, or tyro joins the lines of the examples
     parsed = one_line_errors(
         lambda: tyro.cli(options, args=argv[:cut], description=text, config=(tyro.conf.FlagCreatePairsOff,)),

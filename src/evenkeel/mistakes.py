@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import errno
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset, default_collate
 
 from .compilation import SHAPES, too_many_shapes
@@ -57,30 +59,50 @@ def length(dataset: Any, method: str) -> int:
     Raises:
         Refusal: it is not a map-style data set.
     """
-    kind = type(dataset).__name__
     lacks = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if isinstance(dataset, IterableDataset) or lacks:
         why = f"has no {' and no '.join(lacks)}" if lacks else "is an IterableDataset"
         raise Refusal(
-            f"{method}() returned {_a(kind)}, which {why}: samples are dealt out by their numbers, and a run may go on "
-            "at any; return a map-style data set, with __len__ and __getitem__(number)"
+            f"{method}() returned {kind_of(dataset)}, which {why}: samples are dealt out by their numbers, "
+            "and a run may go on at any; return a map-style data set, with __len__ and __getitem__(number)"
         )
-    return len(dataset)
+    try:
+        return len(dataset)
+    except Exception as error:  # a negative one, one beyond 2**63, none at all
+        raise Refusal(
+            f"{method}() returned {kind_of(dataset)}, whose __len__ fails ({type(error).__name__}: {error}); it must "
+            "return the number of samples"
+        ) from error
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, learns: bool = True) -> None:
     """Refuse what cannot be trained.
 
+    Args:
+        model: what a task returned.
+        learns: it is to be trained, and not only evaluated.
+
     Raises:
-        Refusal: no module, or one without a parameter that needs a gradient.
+        Refusal: no module, one whose values are not there yet, or one without a parameter that needs a gradient.
     """
     if not isinstance(model, nn.Module):
-        raise Refusal(f"model() returned {_a(type(model).__name__)}: it must return an nn.Module")
+        raise Refusal(f"model() returned {kind_of(model)}: it must return an nn.Module")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise Refusal(
+                f"model() returned {kind_of(model)} whose {name} has no shape yet: call it in model() with a batch of "
+                "zeros once, or give its lazy layers their sizes"
+            )
+        if tensor.is_meta:
+            raise Refusal(
+                f"model() returned {kind_of(model)} whose {name} is on the meta device, without values: build it on "
+                "the CPU"
+            )
     parameters = list(model.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
+    if learns and not any(parameter.requires_grad for parameter in parameters):
         why = f"requires_grad is False for all {len(parameters)} of them" if parameters else "it has none at all"
         raise Refusal(
-            f"model() returned {_a(type(model).__name__)} without a parameter that needs a gradient ({why}): there is "
+            f"model() returned {kind_of(model)} without a parameter that needs a gradient ({why}): there is "
             "nothing to train; let requires_grad be True where the model should learn"
         )
 
@@ -93,12 +115,14 @@ def checked_loss(loss: Any) -> Tensor:
     """
     if not isinstance(loss, Tensor):
         hint = "; add up its values" if isinstance(loss, (Mapping, Sequence)) else ""
-        raise EndedHere(f"loss() returned {_a(type(loss).__name__)}: it must return one scalar tensor{hint}")
+        raise EndedHere(f"loss() returned {kind_of(loss)}: it must return one scalar tensor{hint}")
     if loss.numel() != 1:
         raise EndedHere(
             f"loss() returned a tensor of shape {list(loss.shape)}: it must return a scalar, the mean over the batch's "
             "samples (.mean(), or reduction='mean')"
         )
+    if loss.is_complex():
+        raise EndedHere("loss() returned a complex number: it must return a real one, by .abs() or .real")
     if not loss.requires_grad:
         raise EndedHere(
             "loss() returned a tensor without a gradient: it does not depend on the model's parameters, or was made "
@@ -142,38 +166,20 @@ def explain(error: BaseException, model: nn.Module) -> None:
         raise EndedHere(_unused(missing, len(names))) from error
 
 
-def check_metrics(metrics: Any, samples: int, known: Mapping[str, Any]) -> None:
-    """Whether metrics have a row for each sample; a mean over the batch would count as one sample's.
-
-    Args:
-        metrics: what a task returned for a batch.
-        samples: in the batch.
-        known: of the batches before, by name; empty for the first one.
-
-    Raises:
-        EndedHere: they have not, or they are not those of the other batches.
-    """
-    if not isinstance(metrics, Mapping):
-        raise EndedHere(f"metrics() returned {_a(type(metrics).__name__)}: it must return a dict of tensors")
-    for name, values in metrics.items():
-        what = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else _a(type(values).__name__)
-        if not isinstance(values, Tensor) or values.shape[:1] != (samples,):
-            raise EndedHere(
-                f"metrics() returned {what} as '{name}' for a batch of {samples} samples: it must have a row for each "
-                f"sample, [{samples}, ...], and not their mean, or the last, smaller batch would count too much"
-            )
-    if known and metrics.keys() != known.keys():
-        other = ", ".join(sorted(metrics.keys() ^ known.keys()))
-        raise EndedHere(
-            f"metrics() returned other names for one batch than for another ({other}): it must return the same"
-        )
-
-
 def explain_samples(samples: Sequence[Any], error: BaseException) -> str:
     """Why a list of samples does not make a batch."""
     where, trouble = _trouble([(str(number), sample) for number, sample in enumerate(samples)], "")
     trouble = trouble or f"default_collate fails: {str(error).splitlines()[0]}"
     return f"the data set's samples cannot be made a batch: {where or 'a sample'} {trouble}"
+
+
+def exhausted(what: str, error: StopIteration) -> EndedByData:
+    """The error for code of a task's that lets a StopIteration out, which a loop would take for its own end."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return EndedByData(
+        f"{what} raised StopIteration at {frame.filename}:{frame.lineno}: an iterator there is at its end; give "
+        "next() a second argument, or take samples by their numbers"
+    )
 
 
 def _trouble(column: Sequence[tuple[str, Any]], path: str) -> tuple[str, str]:
@@ -208,7 +214,7 @@ def _trouble(column: Sequence[tuple[str, Any]], path: str) -> tuple[str, str]:
         )
     for value in values:
         if remedy := _remedy(value):
-            return name, f"is {_a(type(value).__name__)}: {remedy}"
+            return name, f"is {kind_of(value)}: {remedy}"
     return name, f"is of different types: {', '.join(kinds)}; return the same from all samples" if len(
         kinds
     ) > 1 else ""
@@ -230,8 +236,7 @@ def _remedy(value: Any) -> str:
 
 
 def _unused(missing: Sequence[str], of: int) -> str:
-    shown = ", ".join(missing[:MANY]) + (f" and {len(missing) - MANY} more" if len(missing) > MANY else "")
-    named = f": {shown}" if shown else ""
+    named = f": {listed(missing)}" if missing else ""
     return (
         f"{len(missing) or 'some'} of the model's {of} parameters got no gradient from loss(){named}; use them in the "
         "loss, freeze them by requires_grad_(False), or set unused_parameters = True in the task's class if it is some "
@@ -239,5 +244,12 @@ def _unused(missing: Sequence[str], of: int) -> str:
     )
 
 
-def _a(kind: str) -> str:
-    return "None" if kind == "NoneType" else f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"
+def listed(names: Sequence[str]) -> str:
+    """Names in a line, the first few of many."""
+    return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
+
+
+def kind_of(value: Any) -> str:
+    """What something is, for a line: "a list"."""
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"

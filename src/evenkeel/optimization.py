@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from math import cos, pi
+from math import cos, inf, pi
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .config import Config
 from .errors import Ended
+
+log = logging.getLogger(__name__)
 
 WAYS = ("foreach", "fused", "capturable")
 """Options of torch's optimizers that choose an implementation."""
@@ -58,17 +62,66 @@ def rate(config: Config, step: int, total_steps: int) -> float:
     return 1 - progress if config.schedule == "linear" else (1 + cos(pi * progress)) / 2
 
 
-def set_rate(optimizers: Sequence[Optimizer], factors: float | Sequence[float]) -> None:
-    """Set every parameter group's learning rate to its own peak times a factor: one for all, or each optimizer's own.
+class Rates:
+    """Sets the learning rates in each step, and says so, once, if something else has set them, which has no effect.
 
-    Raises:
-        ValueError: there are more or fewer factors than optimizers.
+    Args:
+        optimizers: all that step together.
+        begun: the run has taken steps, in which their rates were set.
     """
-    each = [factors] * len(optimizers) if isinstance(factors, (int, float)) else factors
-    for optimizer, factor in zip(optimizers, each, strict=True):
-        for group in optimizer.param_groups:
-            # the peak is kept in the group, as torch's schedulers do, so that it travels with the state
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+    def __init__(self, optimizers: Sequence[Optimizer], begun: bool = False) -> None:
+        self.optimizers = optimizers
+        self._known = {id(group): _mark(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups}
+        self._told = False
+        # torch's schedulers put it there
+        if not begun and any("initial_lr" in group for optimizer in optimizers for group in optimizer.param_groups):
+            self._tell()
+
+    def set(self, factors: float | Sequence[float]) -> None:
+        """Set every parameter group's learning rate to its own peak times a factor.
+
+        Args:
+            factors: one for all, or each optimizer's own.
+
+        Raises:
+            Ended: they are anything else.
+        """
+        for optimizer, factor in zip(self.optimizers, self._each(factors), strict=True):
+            for group in optimizer.param_groups:
+                lr, key = group["lr"], id(group)
+                mark = _mark(lr)
+                if self._known.get(key, mark) != mark:
+                    self._tell()
+                # the peak is kept in the group, as torch's schedulers do, so that it travels with the state
+                lr = group["lr"] = group.setdefault("initial_lr", lr) * factor
+                self._known[key] = _mark(lr)
+
+    def _each(self, factors: Any) -> list[float]:
+        if type(factors) is float and 0 <= factors < inf:  # as nearly always
+            return [factors] * len(self.optimizers)
+        found = factors.tolist() if hasattr(factors, "tolist") else factors  # a checkpoint must not get NumPy's
+        each = found if isinstance(found, (list, tuple)) else [found] * len(self.optimizers)
+        numbers = all(isinstance(factor, Real) and 0 <= float(factor) < inf for factor in each)
+        if not numbers or len(each) != len(self.optimizers):
+            raise Ended(
+                f"rates() returned {factors!r}: it must return one factor on the peak learning rates, at least 0 and "
+                f"finite, or a list with one for each of the {len(self.optimizers)} optimizers"
+            )
+        return list(map(float, each))
+
+    def _tell(self) -> None:
+        if not self._told:
+            log.warning(
+                "something besides rates() has set a learning rate, a scheduler perhaps: that has no effect, because "
+                "rates() sets them all in each step; override rates() in the task instead"
+            )
+        self._told = True
+
+
+def _mark(lr: float | Tensor) -> object:
+    """What changes when a learning rate is set; a tensor's without asking its device."""
+    return (id(lr), lr._version) if isinstance(lr, Tensor) else lr
 
 
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> None:

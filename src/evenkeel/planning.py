@@ -38,19 +38,20 @@ class PlanCommand:
         settled, why = self._settle(config, task)
         plan = Plan.of(settled, samples)
         cut = f"{plan.micro_batch} ({why})" if why else str(plan.micro_batch)
-        share_out = (
-            "each micro-batch is divided among the GPUs" if dp else f"up to {plan.max_world_size} ranks have work"
-        )
+        most = plan.max_world_size
+        ranks = f"up to {most} ranks have work" if most > 1 else "one rank has work"
         print(
-            f"{samples} samples, global batch {plan.global_batch}, micro-batch {cut}: "
-            f"{plan.steps_per_epoch} steps an epoch, {plan.total_steps} in all; {share_out}"
+            f"{_count(samples, 'sample')}, global batch {plan.global_batch}, micro-batch {cut}: "
+            f"{_count(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all; "
+            f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
         )
         steps = {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
         for name, step in steps.items():
-            print(f"{name}, {plan.step_samples(step)} samples:")
+            print(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker, sizes in enumerate(self._of_gpus(plan, step) if dp else self._of_ranks(plan, step)):
                 name = f"{'GPU' if dp else 'rank'} {worker}"
-                print(f"  {name}: {sum(sizes)} samples" + (f" as {' + '.join(map(str, sizes))}" if sizes else ""))
+                cut = f" as {' + '.join(map(str, sizes))}" if len(sizes) > 1 else ""
+                print(f"  {name}: {_count(sum(sizes), 'sample')}{cut}")
         return 0
 
     def _settle(self, config: Config, task: Task) -> tuple[Config, str]:
@@ -85,3 +86,7 @@ class PlanCommand:
         """By GPU of one process: its shares of all micro-batches, as `nn.DataParallel` cuts them."""
         cuts = [chunks(micro_batch.size, self.world_size) for micro_batch in plan.micro_batches(step)]
         return [[cut[gpu] for cut in cuts if gpu < len(cut)] for gpu in range(self.world_size)]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -11,7 +11,8 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -53,3 +54,18 @@ def seed_computation(seed: int, devices: Iterable[torch.device]) -> None:
             # before this there are no generators; returns at once where it has been called
             torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+@contextmanager
+def same_generators() -> Iterator[None]:
+    """Put all generators back to where they were."""
+    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    python, legacy = random.getstate(), numpy and numpy.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy:
+                numpy.set_state(legacy)

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from . import compilation, tracking
 from .activity import CHECKPOINT, START_UP, activity
 from .background import Background
+from .checked_optimizers import left_out
 from .checkpoint import Checkpoints, Manifest, dump
 from .compiled_code import CompiledCode
 from .config import Config, flag, saved_options
@@ -295,6 +296,8 @@ class Run:
         if self.tracker:
             if state.placed:
                 log.info("%s", state.placed)
+            if forgotten := left_out(state.model, state.optimizers):
+                log.warning("%s", forgotten)
             if state.origin and newest == 0:
                 # what has stayed random must not be overlooked
                 log.log(logging.WARNING if self.config.init_partial else logging.INFO, "%s", state.origin)
@@ -341,7 +344,7 @@ class Run:
         if state.scaler:  # of the next step, and how many the run has left out for it
             more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
             self._tell_overflows(state.step, int(more["overflows"]))
-        lr = state.optimizers[0].param_groups[0]["lr"]
+        lr = float(state.optimizers[0].param_groups[0]["lr"])
         self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
         self._logged = state.step
 

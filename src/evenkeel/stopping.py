@@ -6,6 +6,7 @@ due there evaluates first when it comes back, and ends where it would have ended
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +15,8 @@ from typing import Any
 
 from .errors import Ended
 from .naming import TEST, full_name
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Stopping:
     Args:
         last_step: of the plan.
         every: steps between two evaluations.
-        best: (metric, "max" or "min") that counts.
+        best: (metric, "max" or "min") that counts; None: none does.
         patience: evaluations without an improvement after which the run is over; 0: it never is before its last step.
     """
 
@@ -41,10 +44,10 @@ class Stopping:
         self,
         last_step: int = sys.maxsize,
         every: int = sys.maxsize,
-        best: tuple[str, str] = ("accuracy", "max"),
+        best: tuple[str, str] | None = ("accuracy", "max"),
         patience: int = 0,
     ) -> None:
-        self.last_step, self.every, self.metric, self.patience = last_step, every, best, patience
+        self.last_step, self.every, self.best, self.patience = last_step, every, best, patience
         self.memory = Memory()
 
     def due(self, step: int) -> bool:
@@ -65,15 +68,28 @@ class Stopping:
         """
         if not (metrics and self.patience) or step == self.memory.evaluated or step % self.every:
             return  # the last step's is no part of the rhythm: a run that is prolonged must not remember it
-        name, mode = self.metric
-        if name not in metrics:
-            raise Ended(
-                f"--patience {self.patience}: the evaluation has no metric {name!r}, only {', '.join(metrics)}; set "
-                "the task's `best`, or leave --patience out"
-            )
+        self.check(metrics)
+        assert self.best  # or --patience is refused
+        name, mode = self.best
         value, best = metrics[name], self.memory.best
         better = not isnan(value) and (best is None or (value > best if mode == "max" else value < best))
         self.memory = Memory(step, value, 0) if better else Memory(step, best, self.memory.stale + 1)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Warn if the metric that counts is not among those of an evaluation.
+
+        Raises:
+            Ended: it is not, and --patience needs it.
+        """
+        if not self.best or self.best[0] in metrics:
+            return
+        text = f"the evaluation has no metric {self.best[0]!r}, only {', '.join(metrics) or 'none at all'}"
+        if self.patience:
+            raise Ended(f"--patience {self.patience}: {text}; set the task's `best`, or leave --patience out")
+        example = next(iter(metrics), "loss")
+        log.warning(
+            "no best checkpoint will be kept: %s; set the task's `best`, to (%r, 'min') say, or None", text, example
+        )
 
     def over(self, step: int) -> bool:
         """Whether there are no more steps after this one."""
@@ -87,7 +103,8 @@ class Stopping:
     def why(self) -> str:
         """Why the run is over before its last step, in a line."""
         best = "any number" if self.memory.best is None else f"{self.memory.best:.4f}"
-        return f"no better {full_name(TEST, self.metric[0])} than {best} in {self.memory.stale} evaluations"
+        name = full_name(TEST, self.best[0]) if self.best else "metric"
+        return f"no better {name} than {best} in {self.memory.stale} evaluations"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .checked_metrics import one_number
 from .config import Config
 from .data import SizedDataset
 from .errors import Refusal
@@ -42,8 +43,8 @@ class Task(ABC):
     the model.
     """
 
-    best: ClassVar[tuple[str, Literal["max", "min"]]] = ("accuracy", "max")
-    """The metric by which the best checkpoint is kept. A name that `metrics` does not return keeps none."""
+    best: ClassVar[tuple[str, Literal["max", "min"]] | None] = ("accuracy", "max")
+    """The metric by which the best checkpoint is kept; None: no metric is."""
 
     unused_parameters: ClassVar[bool] = False
     """Set it if some parameters get no gradient in some steps; DDP then looks for them, which costs time."""
@@ -75,11 +76,12 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Values of each sample, every tensor of shape [samples, ...]; their means over all samples are what
-        `summarize` gets. Runs without gradients, the model in evaluation mode."""
+        `summarize` gets. Runs without gradients, the model in evaluation mode; once on a micro-batch of the test data
+        before the first step."""
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
         """From means over all test samples (float64) to the numbers that are reported."""
-        return {name: float(mean) for name, mean in means.items()}
+        return {name: one_number(name, mean) for name, mean in means.items()}
 
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
         """One by --optimizer over all parameters. A task with several networks may return one for each."""
