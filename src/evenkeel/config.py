@@ -135,6 +135,9 @@ class Config:
     """Weights & Biases. auto: online where a key is configured (WANDB_API_KEY or `wandb login`), else off."""
     fresh: Flag = False
     """Start over, even if the run directory holds a run: that one is moved aside, not deleted."""
+    other_data: Flag = False
+    """Go on although samples are not what they were when the run began, or not the same for all processes: a few are
+    read at each start and compared. Their number must be the same in any case."""
     init_from: Path | None = None
     """Start from these weights instead of random ones: a file of torch.save or safetensors, with or without the
     prefixes of DataParallel, DDP and torch.compile, or a run directory or step folder. What does not fit is refused."""
@@ -174,6 +177,7 @@ HARMLESS = frozenset(
         "strict_bits",
         "wandb",
         "fresh",
+        "other_data",
         "config",
     ]
 )
@@ -185,7 +189,7 @@ CUTTING = frozenset({"micro_batch", "micro_batches", "strategy"})
 dropout, mixing, BatchNorm's groups and the last bits become others. After an out-of-memory error there must be a way
 on."""
 
-UNSAVED = frozenset({"run_dir", "fresh", "config", "eval_only"})
+UNSAVED = frozenset({"run_dir", "fresh", "other_data", "config", "eval_only"})
 """Options about one start of a run rather than the run, so that its config.toml does not hold them."""
 
 

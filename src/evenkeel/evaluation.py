@@ -19,7 +19,7 @@ from .memory import note_batch
 from .mistakes import check_metrics
 from .plan import Plan, chunks
 from .precision import autocast
-from .randomness import derive, seed_computation
+from .randomness import derive, seed_computation, seed_task
 from .tasks import Task
 from .transfer import Transfer
 from .world import World
@@ -92,4 +92,5 @@ class Evaluation:
         mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
         shares = [share for share in self.world.gather(mine) if share] or [{}]
         rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+        seed_task(self.sampler.seed, "summarize")
         return self.task.summarize({name: values.sum(0) / self.samples for name, values in rows.items()})

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +23,7 @@ from .hang import name_ranks
 from .memory import OutOfMemory, explained, note_batch
 from .mistakes import is_out_of_memory
 from .plan import next_smaller
-from .randomness import derive, seed_computation
+from .randomness import derive, generators_kept, seed_computation
 from .state import State
 from .tasks import Task
 from .world import World
@@ -160,14 +158,10 @@ def _no_trace(state: State) -> Iterator[None]:
     """Put weights, buffers, optimizers and generators back to where they were, in every bit."""
     values = {name: value.detach().cpu().clone() for name, value in _tensors(state.model)}
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in state.optimizers]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    python, numpy = random.getstate(), sys.modules["numpy"].random.get_state()
-    with torch.random.fork_rng(devices):
+    with generators_kept():
         try:
             yield
         finally:
-            random.setstate(python)
-            sys.modules["numpy"].random.set_state(numpy)
             state.clear_gradients()
             with torch.no_grad():
                 for name, value in _tensors(state.model):

@@ -11,7 +11,8 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -40,6 +41,18 @@ def seed_host(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
+def seed_task(seed: int, purpose: str) -> None:
+    """Seed all that a method of a task draws from, before it is called, on whatever device.
+
+    Args:
+        seed: the run's, so that all ranks and all starts draw the same.
+        purpose: "data" for both data sets: where each of the two methods splits the same whole, the parts must not
+            overlap. "weights" for the model; the others by their names.
+    """
+    seed_host(derive(seed, purpose))
+    torch.manual_seed(derive(seed, purpose))
+
+
 def seed_computation(seed: int, devices: Iterable[torch.device]) -> None:
     """Seed all that a model draws from: the generators of the CPU, and those of the devices that compute it.
 
@@ -53,3 +66,16 @@ def seed_computation(seed: int, devices: Iterable[torch.device]) -> None:
             # before this there are no generators; returns at once where it has been called
             torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Afterwards the generators of the CPU and of GPUs in use are where they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    python, numpy = random.getstate(), sys.modules["numpy"].random.get_state()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            sys.modules["numpy"].random.set_state(numpy)
