@@ -150,7 +150,8 @@ class Run:
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
         note = self._unpack_compiled(tokens, newest) if first_here else ""  # others wait for it with the next line
-        self._refuse_other_data({} if self.config.fresh else newest)
+        restarted = set(filter(None, tokens)) & set(newest.get("launch", []))
+        self._refuse_other_data({} if self.config.fresh and not restarted else newest)
         finished = self._finished(newest)
         said = self._settle_cut(known, probe)
         if self.config.strict_bits and (self.config.fresh or not finished):
