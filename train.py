@@ -30,11 +30,12 @@ from evenkeel.arithmetic import fix_arithmetic, operations_named, threads_of_a_r
 from evenkeel.checked_optimizers import checked_optimizers
 from evenkeel.cli import parse
 from evenkeel.compilation import LONGEST as LONGEST_COMPILATION
-from evenkeel.compilation import compile_networks
+from evenkeel.compilation import compile_networks, in_place
 from evenkeel.config import Config, devices_per_rank, validate
 from evenkeel.cut import has_batchnorm, settle
 from evenkeel.data import ElasticSampler
-from evenkeel.errors import FAILED, exit_code, leave
+from evenkeel.data_digest import look
+from evenkeel.errors import FAILED, exit_code, leave, no_exit
 from evenkeel.eval_only import evaluate_only
 from evenkeel.evaluation import Evaluation
 from evenkeel.freezing import freeze
@@ -47,7 +48,7 @@ from evenkeel.placement import place
 from evenkeel.plan import Plan
 from evenkeel.precision import Scaler
 from evenkeel.probe import Probe
-from evenkeel.randomness import derive, seed_computation
+from evenkeel.randomness import seed_task
 from evenkeel.run import Run
 from evenkeel.run_directory import recorded_options
 from evenkeel.single_samples import refuse_single_samples
@@ -67,6 +68,12 @@ def main() -> int:
         return launchers.main(launchers.MultiNode, typed, Path(__file__).resolve())
     config, task = parse(sys.argv[1:])
     display.start()
+    with no_exit():
+        return start(config, task)
+
+
+def start(config: Config, task: Task) -> int:
+    """Begin a run or continue it, or evaluate one."""
     interruption = Interruption(config.grace)  # takes the signals from here on
     keep_freed_memory()
     exact = config.deterministic or config.reduce == "tree"
@@ -74,20 +81,19 @@ def main() -> int:
     world = World.from_environment(devices_per_rank(config), config.strategy)
     recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know better: Run.begin
     torch.set_num_threads(config.threads or recorded.get("threads") or threads_of_a_rank(exact, world.local_world_size))
-    limit = config.limit_batches * config.batch_size
     activity.enter(START_UP, "data")
-    train_set, test_set = data.limited(task.train_dataset(), limit), data.limited(task.test_dataset(), limit, "test")
+    train_set, test_set = data.of_task(task, config, "train"), data.of_task(task, config, "test")
     validate(config, len(train_set), len(test_set))
     if config.eval_only:
-        return evaluate_only(config, task, world, test_set)
+        return evaluate_only(config, task, world, test_set, partial(network, config, task))
     activity.enter(START_UP, "model")
-    model = network(config, task, world)
+    model = network(config, task)
     cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
     settled = cutter(recorded)
     plan = Plan.of(settled, len(train_set))
     state = build(settled, task, world, plan, model)
     # the last that may refuse; nothing has been touched so far
-    run = Run(config, task, plan, world, len(test_set), cutter)
+    run = Run(config, task, plan, world, len(test_set), cutter, partial(look, config, train_set, test_set))
 
     # a collective's time-out explains nothing, so the watch for hangs must be earlier
     longest = max(600, config.hang_timeout) + LONGEST_COMPILATION * config.compile
@@ -99,7 +105,7 @@ def main() -> int:
         run.resume(state)
         with run.watched(store, on_hang=lambda: interruption.end("a hang", lambda: run.hung(state), FAILED)):
             try:
-                with operations_named():
+                with operations_named(), no_exit():
                     train(config, task, world, plan, state, run, train_set, test_set)
             except BaseException as error:
                 interruption.settle()  # after a signal other ranks leave, which is no failure
@@ -108,12 +114,12 @@ def main() -> int:
     return 0
 
 
-def network(config: Config, task: Task, world: World) -> nn.Module:
+def network(config: Config, task: Task) -> nn.Module:
     """The model with its first random weights, the same on every rank."""
-    seed_computation(derive(config.seed, "weights"), world.devices)
+    seed_task(config.seed, "weights")
     model = task.model()
-    check_model(model)
-    return model
+    check_model(model, learns=not config.eval_only)
+    return in_place(model)
 
 
 def build(config: Config, task: Task, world: World, plan: Plan, model: nn.Module) -> State:
@@ -129,6 +135,7 @@ def build(config: Config, task: Task, world: World, plan: Plan, model: nn.Module
         compile_networks(model, world.device, exact, whole=config.reduce == "tree")
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
+    seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
     return State(model, optimizers, config.on_nonfinite == "skip", origin, scaler, config.ema, stopping, placed)
 

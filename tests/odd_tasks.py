@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import os
+import random
 import re
 import resource
+import sys
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from PIL import Image
 from recording_task import Recorded
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from evenkeel.tasks import Task
 
@@ -58,6 +60,83 @@ class Usual(Task):
 class OtherDataOnRank1(Usual):
     def train_dataset(self) -> Any:
         return super().train_dataset()[int(os.environ.get("RANK", "0")) :]
+
+
+class Drawn(Usual):
+    """Each method splits the whole at random, as is usual."""
+
+    def whole(self) -> Any:
+        x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, torch.arange(200))
+
+    def split(self) -> Any:
+        return random_split(self.whole(), [160, 40])
+
+    def train_dataset(self) -> Any:
+        return self.split()[0]
+
+    def test_dataset(self) -> Any:
+        return self.split()[1]
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch[0], batch[1] % 2
+
+
+class DrawnOnImport(Drawn):
+    DICE = torch.Generator()
+    DICE.seed()
+    PARTS: ClassVar[Any] = random_split(range(200), [160, 40], DICE)  # type: ignore[arg-type]
+
+    def split(self) -> Any:
+        return [Subset(self.whole(), part.indices) for part in self.PARTS]
+
+
+class Flipped(TensorDataset):
+    """Half of the samples, with dice that nobody seeds."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * random.SystemRandom().choice((-1, 1)), y
+
+
+class DrawnAtEachRead(Drawn):
+    def whole(self) -> Any:
+        return Flipped(*super().whole().tensors)
+
+
+class Exits(Usual):
+    """Its data set ends the process at a sample that no start looks at."""
+
+    def train_dataset(self) -> Any:
+        return Exiting()
+
+
+class Exiting(Dataset[Any]):
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            sys.exit()
+        return torch.ones(3), 0
+
+
+class ExitsInLoss(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        raise SystemExit(0)
+
+
+class ExitsInModel(Usual):
+    def model(self) -> nn.Module:
+        sys.exit("no such\nnetwork")
+
+
+class CompiledByItself(Usual):
+    """By torch.compile, whose wrapper stands in all names; as a whole, and a part of it."""
+
+    def model(self) -> Any:
+        part = torch.compile(nn.Linear(3, 4), backend="eager")
+        return torch.compile(nn.Sequential(part, nn.Linear(4, 2)), backend="eager")
 
 
 class OneUnused(Usual):

@@ -210,10 +210,10 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     file = folder.parent / "model.pt"
     file.touch()
     hints = get_type_hints(Config)
-    on = ("fresh", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm", "channels_last")
-    switches = dict.fromkeys(on, True)
+    on = ("fresh", "other_data", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
+    switches = dict.fromkeys((*on, "channels_last"), True)
     # --compile, --place and --model-parallel exclude each other, and so do the last two
-    apart = ("task", "config", "eval_only", "strategy", "compile", "place", *on, "micro_batches")
+    apart = ("task", "config", "eval_only", "strategy", "compile", "place", *switches, "micro_batches")
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,13 +16,28 @@ import torch
 from torch import nn
 
 from evenkeel import compilation
+from evenkeel.checkpoint import Checkpoints
 from evenkeel.compiled_code import CompiledCode
 from evenkeel.config import Config, validate
 from evenkeel.errors import Refusal
 from evenkeel.optimization import load_optimizer
 from evenkeel.placement import channels_last
 
-from .processes import TRAIN, checked, finish, finish_all, fork_ranks, read, records, run, start, torchrun, wait_until
+from .processes import (
+    TRAIN,
+    checked,
+    finish,
+    finish_all,
+    fork_ranks,
+    read,
+    records,
+    run,
+    run_forked,
+    start,
+    torchrun,
+    wait_until,
+)
+from .test_mistakes import job as odd_job
 from .test_train import job, kill_workers_and_agent, newest_checkpoint, wait_for_step
 
 TAIL = 9
@@ -255,3 +271,62 @@ def test_an_optimizer_takes_up_a_state_whose_memory_has_another_order() -> None:
         resumed.load_state_dict(weights)
         load(its, saved, resumed)
         assert torch.equal(step(resumed, its), expected) is same
+
+
+def test_what_a_task_has_compiled_stays_compiled_without_a_name_of_its_own() -> None:
+    torch.manual_seed(0)
+    graphs: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(len(module.graph.nodes))
+        return module.forward
+
+    inner, called = nn.Linear(3, 4), []
+    model = nn.Sequential(torch.compile(inner, backend=backend), nn.Linear(4, 2))  # type: ignore[arg-type]
+    model[0].register_forward_hook(lambda *_: called.append(1))  # of the wrapper
+    whole = torch.compile(model, backend=backend)
+    assert any("_orig_mod" in name for name in whole.state_dict()), "the control"
+    expected = whole(torch.ones(2, 3))
+    torch._dynamo.reset()
+    graphs.clear(), called.clear()
+
+    found = compilation.in_place(whole)  # type: ignore[arg-type]
+    assert list(found.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert found is model
+    assert found[0] is inner  # type: ignore[index]
+    assert torch.equal(found(torch.ones(2, 3)), expected)
+    assert graphs
+    assert called
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    assert compilation.in_place(plain) is plain
+    graphs.clear()
+    plain(torch.ones(2, 3))
+    assert not graphs
+
+
+@pytest.mark.multiprocess
+def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that_it_had(tmp_path: Path) -> None:
+    def attempt(task: str, steps: int, run_dir: str = "run", *more: object) -> str:
+        options = odd_job(task, tmp_path / run_dir, "--ema", 0.9, "--schedule", "constant", "--max-steps", steps, *more)
+        return run_forked(TRAIN, *options).stdout
+
+    attempt("CompiledByItself", 2)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(torch.load(tmp_path / "run" / "model.pt", weights_only=True)) == names
+    assert list(state["model"]) == list(state["ema"]) == names
+
+    shutil.copytree(tmp_path / "run", tmp_path / "old")  # with the names that it had in earlier versions
+    wrapped = dict(zip(names, ["0._orig_mod.weight", "0._orig_mod.bias", "1.weight", "1.bias"], strict=True))
+    for part in ("model", "ema"):
+        state[part] = {f"_orig_mod.{wrapped[name]}": value for name, value in state[part].items()}
+    for folder in (tmp_path / "old" / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    Checkpoints(tmp_path / "old" / "checkpoints", 2, ("loss", "min")).save(state, {})
+    evaluated = [attempt("CompiledByItself", 2, name, "--eval-only") for name in ("run", "old")]
+    first, second = (json.loads(told.splitlines()[-1])["evaluation"]["metrics"] for told in evaluated)
+    assert first == second
+    for name in ("run", "old"):
+        attempt("CompiledByItself", 4, name)
+    assert read(tmp_path / "old")["weights_sha256"] == read(tmp_path / "run")["weights_sha256"]

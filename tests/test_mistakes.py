@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,27 @@ def test_a_line_about_samples_comes_out_of_a_loading_process(tmp_path: Path) -> 
     assert the_line(done.stderr).startswith(
         "the data set's samples cannot be made a batch: sample[0] has different sizes"
     )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("task", "workers", "expected"),
+    [("Exits", 0, "None"), ("Exits", 2, "None"), ("ExitsInLoss", 0, "0"), ("ExitsInModel", 0, "'no such\\nnetwork'")],
+)
+def test_sys_exit_in_a_task_is_a_failure(tmp_path: Path, task: str, workers: int, expected: str) -> None:
+    done = run_forked(TRAIN, *job(task, tmp_path / "run", "--num-workers", workers), expect=1)
+    assert re.fullmatch(
+        rf"the task called sys.exit\({re.escape(expected)}\) at {TASKS}:\d+, and the run is not finished; .*",
+        the_line(done.stderr),
+    )
+    if task != "ExitsInModel":
+        assert read(tmp_path / "run", "status.json")["state"] == "failed"
+
+
+@pytest.mark.multiprocess
+def test_sys_exit_in_a_task_does_not_pass_for_the_end_of_a_job(tmp_path: Path) -> None:
+    done = run(torchrun(2, TRAIN, *job("Exits", tmp_path / "run", "--num-workers", 1)), expect=1)
+    assert "evenkeel: the task called sys.exit(None) at " in done.stderr
 
 
 @pytest.mark.multiprocess

@@ -309,6 +309,8 @@ def load(path: Path) -> dict[str, Any]:
 
     verify(path)
     state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    for part in state.keys() & {"model", "ema"}:  # of earlier versions, if the task had called torch.compile
+        state[part] = {".".join(n for n in name.split(".") if n != "_orig_mod"): v for name, v in state[part].items()}
     return state
 
 

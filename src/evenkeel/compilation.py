@@ -78,6 +78,23 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
         network.compile(dynamic=False)
 
 
+def in_place(model: nn.Module) -> nn.Module:
+    """A model without the modules that `torch.compile` puts around others, and whose name would be in all names of a
+    checkpoint: what they hold is compiled in its place, in the way that was asked for."""
+    if "_orig_mod" in model._modules:
+        wrapper: Any = model
+        found = in_place(wrapper._orig_mod)
+        found._compiled_call_impl = wrapper.dynamo_ctx(found._call_impl)
+        for name, hooks in vars(wrapper).items():  # that were registered since
+            if name.endswith("_hooks") and hooks:
+                getattr(found, name).update(hooks)
+        return found
+    for name, child in model._modules.items():
+        if child is not None and (found := in_place(child)) is not child:
+            model._modules[name] = found
+    return model
+
+
 def require_compiler(device: torch.device) -> None:
     """Refuse to begin what would fail in the first step.
 

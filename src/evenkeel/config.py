@@ -61,6 +61,8 @@ class Data:
     """Instead of --micro-batch: cut each step into this many."""
     num_workers: int = 0
     """Loading processes for each training process."""
+    other_data: Flag = False
+    """Go on although samples are not what they were when the run began, or not the same for all processes."""
     limit_batches: int = 0
     """For a smoke run: only this many batches of the training data, and as many test samples. 0: all."""
 
@@ -207,6 +209,7 @@ HARMLESS = frozenset(
         "strict_bits",
         "wandb",
         "fresh",
+        "other_data",
         "config",
     ]
 )
@@ -218,7 +221,7 @@ CUTTING = frozenset({"micro_batch", "micro_batches", "strategy"})
 dropout, mixing, BatchNorm's groups and the last bits become others. After an out-of-memory error there must be a way
 on."""
 
-UNSAVED = frozenset({"run_dir", "fresh", "config", "eval_only"})
+UNSAVED = frozenset({"run_dir", "fresh", "other_data", "config", "eval_only"})
 """Options about one start of a run rather than the run, so that its config.toml does not hold them."""
 
 

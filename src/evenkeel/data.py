@@ -21,12 +21,13 @@ from functools import cache
 from itertools import accumulate, islice
 from multiprocessing.process import BaseProcess
 from operator import index
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import is_initialized
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -37,12 +38,16 @@ from torch.utils.data import (
     default_collate,
 )
 
-from .errors import Ended
+from .errors import Ended, EndedByData, no_exit
 from .mistakes import Uncollated, exhausted, explain_samples, is_out_of_memory, length
 from .order import shuffled
 from .plan import MicroBatch, Plan
 from .processes import STOP_SIGNALS, die_with_parent
-from .randomness import derive, seed_host
+from .randomness import derive, seed_host, seed_task
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .tasks import Task
 
 
 class SizedDataset(Protocol):
@@ -164,6 +169,17 @@ class InMemory(Dataset[Any]):
         return tuple(tensor[rows] for tensor in self.tensors)
 
 
+def of_task(task: Task, config: Config, part: Literal["train", "test"]) -> SizedDataset:
+    """A task's data set, the same on every rank and at every start, and no more of it than --limit-batches says.
+
+    Raises:
+        Refusal: it is not a map-style data set.
+    """
+    seed_task(config.seed, "data")
+    dataset = task.train_dataset() if part == "train" else task.test_dataset()
+    return limited(dataset, config.limit_batches * config.batch_size, part)
+
+
 def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] = "train") -> SizedDataset:
     """So many samples of a data set, taken evenly from all of it, because files are often sorted by class; 0: all.
 
@@ -282,12 +298,16 @@ class Seeded(Dataset[Any]):
         if self._rows:
             return self._rows(indices)
         try:
-            if (fetch_all := whole_fetch(self.dataset)) is not None:
-                self._seed(indices.epoch, indices.micro_batch.start)
-                return _collate(fetch_all(indices))
-            return _collate([self._sample(indices.epoch, index) for index in indices])
+            with no_exit(EndedByData):  # which a loader process would take for its own end
+                return self._fetch(indices)
         except StopIteration as error:  # a loop over batches would take it for its end
             raise exhausted("the data set's __getitem__", error) from error
+
+    def _fetch(self, indices: Indices) -> Any:
+        if (fetch_all := whole_fetch(self.dataset)) is not None:
+            self._seed(indices.epoch, indices.micro_batch.start)
+            return _collate(fetch_all(indices))
+        return _collate([self._sample(indices.epoch, index) for index in indices])
 
     def _sample(self, epoch: int, index: int) -> Any:
         self._seed(epoch, index)
@@ -317,6 +337,20 @@ def loader(
         pin_memory=device.type == "cuda",
         persistent_workers=num_workers > 0,
         worker_init_fn=_live_and_die_with_the_parent,
+    )
+
+
+def in_order(dataset: Dataset[Any], numbers: Sequence[int], in_worker: bool) -> list[Any]:
+    """What a data set has by these numbers, read here or by a loader process of its own."""
+    return list(
+        _Loader(
+            dataset,
+            batch_size=None,
+            sampler=numbers,
+            num_workers=int(in_worker),
+            collate_fn=_as_it_is,
+            worker_init_fn=_live_and_die_with_the_parent,
+        )
     )
 
 
@@ -479,7 +513,7 @@ class _Loader(DataLoader[Any]):
         self._onward, self._stands_at = stream, (sampler.epoch + 1, 0)
 
     def _begin(self) -> Any:
-        if self.num_workers and self._iterator is None:
+        if self.num_workers and self._iterator is None and is_initialized():
             # gloo's threads enter Python once more after a reduction, to let go of its callback; a fork at that very
             # moment leaves the child waiting for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
             time.sleep(0.1)

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -56,6 +58,33 @@ class EndedByData(EndedHere):
 
     def __init__(self, text: str) -> None:
         super().__init__(text.strip().rpartition(f"{type(self).__module__}.{type(self).__qualname__}: ")[2])
+
+
+@contextlib.contextmanager
+def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
+    """A context for a task's code, which may not end the process: exit code 0 would pass for a finished run.
+
+    Raises:
+        Ended: of that kind, where the code has called `sys.exit` or raised SystemExit.
+    """
+    try:
+        yield
+    except SystemExit as exit_:
+        raise kind(
+            f"the task called sys.exit({exit_.code!r}){place_of(exit_.__traceback__)}, and the run is not finished; "
+            "raise an error that says what is wrong instead"
+        ) from exit_
+
+
+def place_of(trace: Any) -> str:
+    """Where an error comes from, " at FILE:LINE" or nothing: the user's line, not the one deep in NumPy that it led
+    to."""
+    paths, ours = sysconfig.get_paths(), ("<frozen", __file__, str(Path(__file__).with_name("tasks.py")))
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(ours)]
+    installed = [f for f in frames if f.filename.startswith((paths["purelib"], paths["platlib"]))]
+    theirs = [f for f in frames if f not in installed and not f.filename.startswith(paths["stdlib"])]
+    found = theirs or installed  # their own package may be an installed one
+    return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""
 
 
 def lose_stdout() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,19 +22,26 @@ from .cut import fact_of_the_job, settle
 from .data import SizedDataset
 from .errors import Refusal
 from .evaluation import Evaluation
-from .mistakes import check_model
 from .naming import TEST, named, shown
 from .placement import place
 from .precision import substitute
-from .randomness import derive, seed_computation
 from .run_directory import read_config, recorded_options
 from .tasks import Task
 from .weights import load_weights
 from .world import World
 
 
-def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDataset) -> int:
+def evaluate_only(
+    config: Config, task: Task, world: World, test_set: SizedDataset, network: Callable[[], nn.Module]
+) -> int:
     """Evaluate, and print the metrics: a line for people, and one of JSON, an object with the key `evaluation`.
+
+    Args:
+        config: the options.
+        task: what is evaluated.
+        world: who takes part.
+        test_set: on what.
+        network: gives the model as it begins, random where --init-partial leaves it so.
 
     Raises:
         Refusal: there are no weights, or they do not fit the model.
@@ -45,10 +53,8 @@ def evaluate_only(config: Config, task: Task, world: World, test_set: SizedDatas
     one_node = world.local_world_size == world.world_size
     if one_node and not config.init_from and not checkpoints.newest_name():
         raise _nothing(run_dir)  # before there is a process group
-    seed_computation(derive(config.seed, "weights"), world.devices)  # for what --init-partial leaves random
     activity.enter(START_UP, "model")
-    model = task.model()
-    check_model(model, learns=False)
+    model = network()
     with world.connected(), operations_named():
         if world.broadcast(_is_its_own_origin(config, checkpoints)):
             config = replace(config, init_from=None)

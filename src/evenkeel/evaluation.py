@@ -22,7 +22,7 @@ from .devices import replicas
 from .memory import note_batch
 from .plan import Plan, chunks
 from .precision import autocast
-from .randomness import derive, same_generators, seed_computation
+from .randomness import derive, generators_kept, seed_computation, seed_task
 from .tasks import Task
 from .transfer import Transfer
 from .world import World
@@ -77,7 +77,7 @@ class Evaluation:
 
         A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
         """
-        with activity.during(EVALUATION), same_generators(), _same_tensors(self.model), self._only_first() as size:
+        with activity.during(EVALUATION), generators_kept(), _same_tensors(self.model), self._only_first() as size:
             sums = self._sums()
             return self._summary({name: rows[0] for name, rows in sums.items()}, size)
 
@@ -104,6 +104,7 @@ class Evaluation:
         return self._summary({name: values.sum(0) for name, values in rows.items()}, self.samples)
 
     def _summary(self, sums: dict[str, Tensor], samples: int) -> dict[str, float]:
+        seed_task(self.sampler.seed, "summarize")
         return checked_summary(self.task.summarize({name: values / samples for name, values in sums.items()}))
 
     def _sums(self) -> dict[str, list[Tensor]]:

@@ -58,6 +58,7 @@ NOT_COMPUTING = frozenset(
         "compiled_code",
         "config",
         "cut",
+        "data_digest",
         "devices",
         "digest",
         "display",

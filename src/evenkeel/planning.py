@@ -28,12 +28,12 @@ class PlanCommand:
     def __call__(self, train_options: list[str]) -> int:
         """Print the plan."""
         from .cli import parse  # imports torch, which the help and the other subcommands can do without
-        from .data import limited
+        from .data import of_task
 
         if self.world_size < 1:
             raise Refusal(f"--world-size {self.world_size}: must be at least 1")
         config, task = parse(train_options)
-        samples = len(limited(task.train_dataset(), config.limit_batches * config.batch_size))
+        samples = len(of_task(task, config, "train"))
         dp = config.strategy == "dp"
         settled, why = self._settle(config, task)
         plan = Plan.of(settled, samples)
@@ -57,6 +57,7 @@ class PlanCommand:
     def _settle(self, config: Config, task: Task) -> tuple[Config, str]:
         """The options with a cut, and why it is that; nothing where it was typed."""
         from .cut import has_batchnorm, settle
+        from .randomness import seed_task
         from .run_directory import recorded_options
 
         dp = config.strategy == "dp"
@@ -65,7 +66,12 @@ class PlanCommand:
             size = -(-config.batch_size // ranks)
             return replace(config, micro_batch=size), "auto, if that fits"
         recorded = {} if config.fresh else recorded_options(config.run_dir)
-        settled = settle(config, ranks, lambda: has_batchnorm(task.model()), recorded)
+
+        def has_norm() -> bool:
+            seed_task(config.seed, "weights")
+            return has_batchnorm(task.model())
+
+        settled = settle(config, ranks, has_norm, recorded)
         if settled == config:
             return config, ""
         if recorded and settled == settle(config, 1, lambda: False, recorded):

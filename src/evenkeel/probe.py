@@ -23,7 +23,7 @@ from .hang import name_ranks
 from .memory import OutOfMemory, explained, note_batch
 from .mistakes import is_out_of_memory
 from .plan import next_smaller
-from .randomness import derive, same_generators, seed_computation
+from .randomness import derive, generators_kept, seed_computation
 from .state import State
 from .tasks import Task
 from .world import World
@@ -158,7 +158,7 @@ def _no_trace(state: State) -> Iterator[None]:
     """Put weights, buffers, optimizers and generators back to where they were, in every bit."""
     values = {name: value.detach().cpu().clone() for name, value in _tensors(state.model)}
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in state.optimizers]
-    with same_generators():
+    with generators_kept():
         try:
             yield
         finally:

@@ -41,6 +41,18 @@ def seed_host(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
+def seed_task(seed: int, purpose: str) -> None:
+    """Seed all that a method of a task draws from, before it is called, on whatever device.
+
+    Args:
+        seed: the run's, so that all ranks and all starts draw the same.
+        purpose: "data" for both data sets: where each of the two methods splits the same whole, the parts must not
+            overlap. "weights" for the model; the others by their names.
+    """
+    seed_host(derive(seed, purpose))
+    torch.manual_seed(derive(seed, purpose))
+
+
 def seed_computation(seed: int, devices: Iterable[torch.device]) -> None:
     """Seed all that a model draws from: the generators of the CPU, and those of the devices that compute it.
 
@@ -57,8 +69,8 @@ def seed_computation(seed: int, devices: Iterable[torch.device]) -> None:
 
 
 @contextmanager
-def same_generators() -> Iterator[None]:
-    """Put all generators back to where they were."""
+def generators_kept() -> Iterator[None]:
+    """Afterwards the generators of the CPU and of GPUs in use are where they were."""
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
     python, legacy = random.getstate(), numpy and numpy.get_state()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]

@@ -26,6 +26,7 @@ from .compiled_code import CompiledCode
 from .config import Config, flag, saved_options
 from .config import differences as differences_of_options
 from .cut import Cutter, passes
+from .data_digest import OFTEN, TWICE, Digests, difference
 from .devices import describe as describe_device
 from .devices import explain_uneven, replicas
 from .digest import digests
@@ -81,6 +82,7 @@ class Run:
         world: who takes part.
         test_samples: size of the test data. None: it is not looked at.
         cutter: how a step is cut, given what the run has recorded, on whichever node. None: as `config` says.
+        look: `data_digest.look` at the data, so many times. None: it is not looked at.
 
     Raises:
         Refusal: on rank 0, if the run directory cannot be this run's.
@@ -94,6 +96,7 @@ class Run:
         world: World,
         test_samples: int | None = None,
         cutter: Cutter | None = None,
+        look: Callable[[int], tuple[Digests, list[str]]] | None = None,
     ) -> None:
         assert config.run_dir is not None  # resolved
         self.path = config.run_dir
@@ -112,6 +115,9 @@ class Run:
             kept |= compilation.facts(world.device)
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
+        self._look = look or (lambda _times: ({}, []))
+        self.digests, self._unsteady = self._look(TWICE)
+        self._other_data = ""
         self.tracker: tracking.Tracker | None = None
         self._harmless = task.harmless
         self._metrics = self.path / "metrics.jsonl"
@@ -136,9 +142,9 @@ class Run:
 
         Raises:
             Ended: the last attempts have all died before they finished a step.
-            Refusal: on all ranks, before anything is written: the data of a node has another number of samples; or
-                with --strict-bits, as :meth:`resume`. Not before the process group exists, because another node may
-                know more of the run.
+            Refusal: on all ranks, before anything is written: the data of a node is other data than the run's or rank
+                0's; or with --strict-bits, as :meth:`resume`. Not before the process group exists, because another
+                node may know more of the run.
         """
         first_here = self.world.local_rank == 0
         status = {**self._recorded(), **read_json(self.path / "status.json")} if first_here else {}
@@ -146,7 +152,8 @@ class Run:
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
         note = self._unpack_compiled(tokens, newest) if first_here else ""  # others wait for it with the next line
-        self._refuse_other_data({} if self.config.fresh else newest.get("samples", {}))
+        restarted = set(filter(None, tokens)) & set(newest.get("launch", []))
+        self._refuse_other_data({} if self.config.fresh and not restarted else newest)
         finished = self._finished(newest)
         said = self._settle_cut(known, probe)
         if self.config.strict_bits and (self.config.fresh or not finished):
@@ -162,7 +169,7 @@ class Run:
             if not finished:
                 facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
                 facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
-                self.directory.begin(self.options, tokens, samples=self.samples, **facts)
+                self.directory.begin(self.options, tokens, samples=self.samples, digests=self.digests, **facts)
             news = finished, self.directory.status
         finished, status = self.world.broadcast(news)
         if finished:
@@ -182,7 +189,7 @@ class Run:
             self._end_crash_loop()
         if self.directory:
             self._start_tracking(self.directory)
-            for line in filter(None, (uneven, self._about_strategy())):
+            for line in filter(None, (uneven, self._about_strategy(), self._about_data())):
                 log.warning("%s", line)
             if self.tracker and said:
                 self.tracker.say(said)
@@ -264,6 +271,17 @@ class Run:
         return (
             f"--strategy dp {what}; ddp is the default because with dp one Python drives all GPUs, weights are sent "
             "out anew in each step, and BatchNorm's statistics are the first GPU's only"
+        )
+
+    def _about_data(self) -> str:
+        if self._other_data:
+            return f"--other-data: {self._other_data.partition(';')[0]}"
+        if not self._unsteady:
+            return ""
+        return (
+            f"the {' and '.join(self._unsteady)} data is another each time that it is read: it draws from a generator "
+            "of its own, so a run cannot be repeated, nor its data be compared with that of other ranks and starts; "
+            "draw from torch's, NumPy's or Python's global generator, which are seeded for each sample"
         )
 
     def resume(self, state: State) -> None:
@@ -475,22 +493,30 @@ class Run:
         self.failed(state, Ended(explained))
         self._watch.kill_frozen()
 
-    def _refuse_other_data(self, before: dict[str, int]) -> None:
+    def _refuse_other_data(self, before: dict[str, Any]) -> None:
         """Each node has looked at its own copy of the run so far, at its own command line and at its own data."""
-        everywhere = self.world.gather((self.samples, self.options))
-        samples, options = everywhere[0]
-        for rank, (there, typed) in enumerate(everywhere):
+        everywhere = self.world.gather((self.samples, self.options, self.digests, self.config.other_data))
+        samples, options, _, _ = everywhere[0]
+        for rank, (there, typed, _, _) in enumerate(everywhere):
             for name, first, here in differences_of_options(options, typed, self._harmless):
                 raise Refusal(
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type it, and the same on all nodes"
                 )
-            refuse_other_data(self.path, before, there)
+            refuse_other_data(self.path, before.get("samples", {}), there)
             for part, number in there.items():
                 if number != samples[part]:
                     raise Refusal(
                         f"the {part} data has {samples[part]} samples on rank 0 and {number} on rank {rank}; "
                         "give all nodes the same data"
                     )
+        known = before.get("digests", {})
+        if difference(known, [there for _, _, there, _ in everywhere]):
+            # now and then samples that are drawn anew at each read come out alike twice
+            self.digests, self._unsteady = self._look(OFTEN)
+            self._other_data = difference(known, self.world.gather(self.digests))
+            if self._other_data and not any(accepted for *_, accepted in everywhere):
+                raise Refusal(f"--run-dir {self.path}: {self._other_data}")
+        self.digests = {**known, **self.digests}
 
     def _refuse_other_bits(self) -> None:
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)

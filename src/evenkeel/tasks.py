@@ -18,8 +18,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import sysconfig
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +30,7 @@ from torch.optim import Optimizer
 from .checked_metrics import one_number
 from .config import Config
 from .data import SizedDataset
-from .errors import Refusal
+from .errors import Refusal, place_of
 from .optimization import build_optimizer, rate
 
 
@@ -229,20 +227,9 @@ class _import_errors:  # noqa: N801  (reads as a statement)
     def __exit__(self, _kind: object, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, (Exception, SystemExit)):
             return
-        place = ""
+        place = place_of(trace)
         if isinstance(error, SyntaxError) and error.filename:
             place = f" at {error.filename}:{error.lineno}"
-        elif frames := _frames_of_the_user(trace):
-            place = f" at {frames[-1].filename}:{frames[-1].lineno}"
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         lines = f"{type(error).__name__}: {reason}".split("\n")
         raise Refusal(f"--task {self.name}: does not import: {lines[0]}{place}") from error
-
-
-def _frames_of_the_user(trace: Any) -> list[traceback.FrameSummary]:
-    """Without the frames of libraries: the line to show is the user's, not the one deep in NumPy that it led to."""
-    paths = sysconfig.get_paths()
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(("<frozen", __file__))]
-    installed = [f for f in frames if f.filename.startswith((paths["purelib"], paths["platlib"]))]
-    theirs = [f for f in frames if f not in installed and not f.filename.startswith(paths["stdlib"])]
-    return theirs or installed  # their own package may be an installed one

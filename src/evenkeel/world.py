@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from .activity import START_UP, activity
 from .devices import choose, explain_devices, refuse_company, refuse_missing
-from .errors import REFUSED, Refusal
+from .errors import REFUSED, Refusal, leave
 from .rendezvous import fresh_store, job_store
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ def _refuse_bare_srun() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1":
         if os.environ.get("SLURM_PROCID") != "0":
-            raise SystemExit(REFUSED)  # one of them says it
+            leave(REFUSED)  # one of them says it
         raise Refusal(
             f"srun started {tasks} tasks of train.py without torchrun; start one task for each node: "
             "srun --ntasks-per-node=1 slurm/node.py -- OPTIONS"

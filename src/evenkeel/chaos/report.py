@@ -67,10 +67,10 @@ def expected_samples(run_dir: Path) -> int:
         Refusal: there are no options, or they are not those of train.py.
     """
     from ..cli import parse  # imports torch, which nothing else here needs
-    from ..data import limited
+    from ..data import of_task
 
     config, task = parse(["--config", str(run_dir / "config.toml")])
-    samples = len(limited(task.train_dataset(), config.limit_batches * config.batch_size))
+    samples = len(of_task(task, config, "train"))
     plan = Plan.of(config, samples)
     status = read_json(run_dir / "status.json")
     return plan.samples_seen(status["step"] if status.get("stopped_early") else plan.total_steps)
