@@ -18,6 +18,7 @@ import torch
 from evenkeel.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
 
 from .processes import TRAIN, finish, fork, read, records, run, run_forked, wait_until
+from .test_checkpoint import unfit
 from .test_train import job, wait_for_step
 
 pytestmark = pytest.mark.multiprocess
@@ -101,7 +102,16 @@ def flip_a_bit_of_a_weight(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [truncated, last_byte_missing, one_bit_flipped, manifest_missing, half_written])
+def without_a_model(newest: Path) -> Path:
+    """Every sum is right."""
+    unfit(newest / STATE, "no model")
+    return newest / STATE
+
+
+DAMAGES = [truncated, last_byte_missing, one_bit_flipped, manifest_missing, half_written, without_a_model]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(
     killed: Path, undisturbed: str, tmp_path: Path, damage: Callable[[Path], Path]
 ) -> None:

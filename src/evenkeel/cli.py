@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 import types
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import tyro
 
 from .config import OPTION_NAMES, Config, flag, validate
 from .errors import Refusal, one_line_errors
-from .run_directory import read_config
+from .records import is_run, read_config
 from .tasks import Task, load_task, option_name
 
 
@@ -60,8 +59,9 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
 
 def _of_the_run(config: Config) -> dict[str, Any] | None:
     """The options of the run that is continued; None for a new one."""
-    saved = os.path.join(config.run_dir or "", "config.toml")  # noqa: PTH118
-    return None if config.fresh or not os.path.isfile(saved) else read_config(Path(saved))  # noqa: PTH113
+    assert config.run_dir is not None  # resolved
+    saved = config.run_dir / "config.toml"
+    return read_config(saved) if not config.fresh and is_run(config.run_dir) and saved.is_file() else None
 
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})

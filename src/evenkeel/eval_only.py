@@ -23,7 +23,7 @@ from .evaluation import Evaluation
 from .placement import place
 from .precision import substitute
 from .randomness import derive, seed_computation
-from .run_directory import read_config, recorded_options
+from .records import read_config, recorded_options
 from .tasks import Task
 from .weights import load_weights
 from .world import World

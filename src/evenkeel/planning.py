@@ -56,7 +56,7 @@ class PlanCommand:
     def _settle(self, config: Config, task: Task) -> tuple[Config, str]:
         """The options with a cut, and why it is that; nothing where it was typed."""
         from .cut import has_batchnorm, settle
-        from .run_directory import recorded_options
+        from .records import recorded_options
 
         dp = config.strategy == "dp"
         ranks = 1 if dp else self.world_size

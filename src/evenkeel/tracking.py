@@ -14,7 +14,6 @@ import netrc
 import os
 import sys
 import time
-import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,13 +83,12 @@ class Tracker:
         self._mark = (time.perf_counter(), 0)
         self._display = _live_display(plan.total_steps)
 
-    def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> str | None:
-        """Open the run's one W&B run; its id, if there is one now. Trouble with it never ends a training."""
+    def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
+        """Open the run's one W&B run, by the id that the run has kept. Trouble with it never ends a training."""
         mode, why = wandb_mode(self.config.wandb)
         if mode == "disabled":
             self.say(f"Weights & Biases is off{': ' if why else ''}{why}")
-            return run_id
-        run_id = run_id or uuid.uuid4().hex[:12]
+            return
         try:
             import wandb
 
@@ -106,7 +104,6 @@ class Tracker:
             )
         except Exception as error:  # whatever it is
             log.warning("Weights & Biases is off: %s: %s", type(error).__name__, error)
-        return run_id
 
     def start(self, step: int) -> None:
         """The attempt begins at a step."""
