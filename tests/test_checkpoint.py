@@ -29,7 +29,7 @@ from torch import nn
 from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, unpack, verify
 from evenkeel.state import State
 
-from .processes import TRAIN, read, records, run
+from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, run
 
 FORK = multiprocessing.get_context("fork")
 
@@ -718,6 +718,28 @@ def test_a_run_on_a_full_disk_goes_on_loudly_and_keeps_what_it_had(full_disk: An
     found = checkpoints.load_newest()
     assert found
     assert found["step"] == 10
+
+
+@pytest.mark.multiprocess
+def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "2m") as folder:
+        run_dir = folder / "run"
+        options = ["--run-dir", run_dir, "--wandb", "disabled", "--schedule", "constant", "--width", 2]
+        finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 2))
+        with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        ended = [finish(rank) for rank in fork_ranks(2, TRAIN, *options, "--max-steps", 4)]
+        assert [rank.returncode for rank in ended] == [1, 1]
+        (line,) = "".join(rank.stderr for rank in ended).splitlines()
+        assert line == (
+            f"evenkeel: --run-dir {run_dir}: cannot be written on {socket.gethostname()}: No space left on device; "
+            "make room or mend that, and run the same command again"
+        )
+        (folder / "filler").unlink()
+        finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 4))
+        assert read(run_dir)["step"] == 4
+        assert records(run_dir, "start")[-1]["step"] == 2
 
 
 @pytest.mark.multiprocess

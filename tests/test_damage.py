@@ -151,6 +151,25 @@ def test_a_run_whose_newest_checkpoint_is_whole_uses_it(killed: Path, undisturbe
     assert read(run_dir)["weights_sha256"] == undisturbed
 
 
+def test_a_run_whose_status_and_metrics_were_ruined_ends_with_the_same_weights(
+    killed: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+    (run_dir / "status.json").write_text("")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('null\n[1]\n{"kind": "train"}\n{"kind": "train", "step": "7", "time": 1.0}\n{"kind": "tr\n')
+    done = train(run_dir)
+    status, metrics = (line for line in done.stderr.splitlines() if not line.startswith("wandb"))
+    assert status.startswith(f"evenkeel: WARNING: {run_dir}/status.json cannot be read: ")
+    assert status.endswith("; the run goes on from its checkpoints")
+    lines = "some of its lines are not as they were written, and are left out"
+    assert metrics == f"evenkeel: WARNING: {run_dir}/metrics.jsonl: {lines}"
+    assert (read(run_dir)["weights_sha256"], read(run_dir)["restarts"]) == (undisturbed, 1)
+    for command in (["status", run_dir], ["compare", run_dir, killed], ["checkpoint", "list", run_dir]):
+        assert "Traceback" not in run_forked("-m", "evenkeel", *command, expect=None).stderr
+
+
 def test_torch_load_takes_a_flipped_bit_for_a_weight(killed: Path, tmp_path: Path) -> None:
     """The control: without the sha256, the run would go on from other weights and say nothing."""
     newest = tmp_path / step_folders(killed / "checkpoints")[-1].name

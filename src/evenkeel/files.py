@@ -26,7 +26,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: 
     try:
         with temporary.open("wb") as file:
             if private:
-                os.fchmod(file.fileno(), 0o660 if os.fstat(file.fileno()).st_mode & 0o020 else 0o600)
+                close_to_others(temporary)
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -34,6 +34,11 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: 
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def close_to_others(path: Path) -> None:
+    """Take a file's permissions from everybody but its owner, and a group to whom the umask lets it be written."""
+    path.chmod(0o660 if path.stat().st_mode & 0o020 else 0o600)
 
 
 def write_json(path: Path, value: Any, private: bool = False) -> None:

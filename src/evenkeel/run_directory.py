@@ -26,7 +26,7 @@ from .config import differences, flag
 from .errors import Ended, Refusal
 from .files import make_unused, write_atomically, write_json
 from .processes import stat
-from .records import is_run, read_config, read_facts, read_records
+from .records import is_run, read_config, read_facts, read_record
 
 log = logging.getLogger(__name__)
 
@@ -214,8 +214,9 @@ def claim(
         _refuse_changes(path, options, harmless, samples, earlier)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
-        starts = (record for record in read_records(path / "metrics.jsonl") if record["kind"] == "start")
-        status["world_sizes"] = [start.get("world_size", 1) for start in starts]
+        with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
+            records = filter(None, map(read_record, file))
+            status["world_sizes"] = [it.get("world_size", 1) for it in records if it["kind"] == "start"]
     return RunDirectory(path, status, lock, trouble)
 
 

@@ -89,9 +89,11 @@ class Tracker:
         if mode == "disabled":
             self.say(f"Weights & Biases is off{': ' if why else ''}{why}")
             return
+        typed = sys.argv
         try:
             import wandb
 
+            sys.argv = typed[:1]  # wandb would send it as it is; the options that are no secrets are in the config
             self._wandb = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "evenkeel"),
                 name=os.environ.get("WANDB_NAME", self.path.name),
@@ -104,6 +106,8 @@ class Tracker:
             )
         except Exception as error:  # whatever it is
             log.warning("Weights & Biases is off: %s: %s", type(error).__name__, error)
+        finally:
+            sys.argv = typed
 
     def start(self, step: int) -> None:
         """The attempt begins at a step."""
