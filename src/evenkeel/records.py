@@ -165,9 +165,10 @@ def is_run(path: Path) -> bool:
     or lost, a config.toml with all our options beside it or beside checkpoints.
     """
     status = path / "status.json"
-    with contextlib.suppress(OSError, Refusal):
+    with contextlib.suppress(OSError):
         if "world_sizes" in read_facts(status)[0]:
             return True
+    with contextlib.suppress(OSError, Refusal):
         if status.exists() or any(path.glob("checkpoints/step-*/manifest.json")):
             return read_config(path / "config.toml").keys() >= RECORDED
     return False

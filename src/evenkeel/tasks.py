@@ -106,7 +106,7 @@ class Task(ABC):
         """The task's own options and their values, but for secrets; none unless it is a dataclass."""
         values: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
         described = getattr(self, "__dataclass_fields__", {})
-        return {option_name(name): it for name, it in values.items() if "secret" not in described[name].metadata}
+        return {option_name(name): it for name, it in values.items() if not described[name].metadata.get("secret")}
 
 
 def secret() -> Any:
