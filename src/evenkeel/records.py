@@ -88,7 +88,7 @@ def read_facts(path: Path) -> tuple[dict[str, Any], str]:
     except ValueError as error:
         return {}, f"{path.name} cannot be read: {error}"
     bad = [name for name, value in found.items() if name in FACTS and not alike(value, FACTS[name])]
-    trouble = f"{path.name} has been changed: {bad[0]} is {found[bad[0]]!r}" if bad else ""
+    trouble = f"{path.name} has been changed: {bad[0]} is {found[bad[0]]!r:.60}" if bad else ""
     return {name: value for name, value in found.items() if name not in bad}, trouble
 
 

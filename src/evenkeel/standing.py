@@ -184,7 +184,7 @@ def _status(run: Path) -> tuple[dict[str, Any], str]:
         status, trouble = read_facts(run / "status.json")
     except OSError as error:
         return {}, f"status.json cannot be read: {error}"
-    return status, "" if "state" in status else trouble
+    return status, trouble if "state" not in status else ""
 
 
 def _judge(
