@@ -49,8 +49,8 @@ from evenkeel.plan import Plan
 from evenkeel.precision import Scaler
 from evenkeel.probe import Probe
 from evenkeel.randomness import seed_task
+from evenkeel.records import recorded_options
 from evenkeel.run import Run
-from evenkeel.run_directory import recorded_options
 from evenkeel.single_samples import refuse_single_samples
 from evenkeel.state import State
 from evenkeel.stopping import Stopping

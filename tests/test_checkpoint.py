@@ -26,10 +26,10 @@ import pytest
 import torch
 from torch import nn
 
-from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of
+from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, unpack, verify
 from evenkeel.state import State
 
-from .processes import TRAIN, read, records, run
+from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, run
 
 FORK = multiprocessing.get_context("fork")
 
@@ -381,14 +381,67 @@ def test_a_checkpoint_cannot_run_code(checkpoints: Checkpoints, tmp_path: Path, 
     with (path / STATE).open("wb") as file:
         torch.save(evil, file) if protocol == "zip" else pickle.dump(evil, file, protocol=2)
     content = (path / STATE).read_bytes()
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"][STATE] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        checkpoints.load_newest()
+    seal(path)
+    with pytest.raises(Damaged, match="does not load: UnpicklingError: Weights only load failed"):
+        load(path)
     assert not witness.exists()
     torch.load(path / STATE, weights_only=False) if protocol == "zip" else pickle.loads(content)
     assert witness.exists(), "it would have run"
+
+
+def seal(path: Path) -> None:
+    """Have the manifest say what the file is now."""
+    content = (path / STATE).read_bytes()
+    sealed = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit_manifest(path, lambda manifest: manifest["files"].update({STATE: sealed}))
+
+
+def unfit(file: Path, kind: str) -> None:
+    """Make a state of a checkpoint one that no run can go on from, and have the manifest say that it is right."""
+    step = step_of(file.parent)
+    if kind == "no archive":
+        file.write_bytes(b"precious")
+    elif kind == "refused by weights_only":
+        torch.save(state(step) | {"model": Path("of another library's types")}, file)
+    elif kind == "no model":
+        torch.save({"step": step, "optimizers": []}, file)
+    elif kind == "no dict":
+        torch.save([state(step)], file)
+    else:
+        torch.save(state(step + 7), file)
+    seal(file.parent)
+
+
+UNFIT = ["no archive", "refused by weights_only", "no model", "no dict", "of another step"]
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_one_that_is_what_its_manifest_says_and_no_state_is_set_aside(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    checkpoints.save(state(1), {})
+    newest = checkpoints.save(state(2), {})
+    unfit(newest / STATE, kind)
+    verify(newest)  # the control: its bytes are right
+    with pytest.raises(Damaged, match=rf"^{newest / STATE}: (does not load|is )"):
+        unpack(newest)
+    assert same(checkpoints.load_newest(), state(1))
+    assert steps(checkpoints) == [1]
+    (aside,) = checkpoints.folder.glob("damaged-step-00000002-*")
+    (line,) = caplog.messages
+    assert line.endswith(f"; set aside as {aside.name}, trying the one before")
+
+
+def test_memory_that_runs_out_is_no_damage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(state(1), {})
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:120] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "load", no_memory)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        checkpoints.load_newest()
+    assert steps(checkpoints) == [1]
 
 
 def observe_every_operation(monkeypatch: pytest.MonkeyPatch, look: Callable[[str], None]) -> None:
@@ -665,6 +718,28 @@ def test_a_run_on_a_full_disk_goes_on_loudly_and_keeps_what_it_had(full_disk: An
     found = checkpoints.load_newest()
     assert found
     assert found["step"] == 10
+
+
+@pytest.mark.multiprocess
+def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "2m") as folder:
+        run_dir = folder / "run"
+        options = ["--run-dir", run_dir, "--wandb", "disabled", "--schedule", "constant", "--width", 2]
+        finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 2))
+        with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        ended = [finish(rank) for rank in fork_ranks(2, TRAIN, *options, "--max-steps", 4)]
+        assert [rank.returncode for rank in ended] == [1, 1]
+        (line,) = "".join(rank.stderr for rank in ended).splitlines()
+        assert line == (
+            f"evenkeel: --run-dir {run_dir}: cannot be written on {socket.gethostname()}: No space left on device; "
+            "make room or mend that, and run the same command again"
+        )
+        (folder / "filler").unlink()
+        finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 4))
+        assert read(run_dir)["step"] == 4
+        assert records(run_dir, "start")[-1]["step"] == 2
 
 
 @pytest.mark.multiprocess

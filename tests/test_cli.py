@@ -384,6 +384,7 @@ def test_another_runs_directory_is_refused_by_name_with_both_values(folder: Path
     config, task = parse([])
     (folder / "runs/classify").mkdir(parents=True)
     (folder / "runs/classify/config.toml").write_text(tomli_w.dumps(saved_options(config, task.options())))
+    (folder / "runs/classify/status.json").touch()
     message = refused("--batch-size", "32", "--micro-batch", "8", "--seed", "1", "--width", "16")
     for change in ("--batch-size was 64 and is now 32", "--seed was 0 and is now 1", "--width was 32 and is now 16"):
         assert change in message
@@ -395,6 +396,7 @@ def test_another_runs_directory_is_refused_by_name_with_both_values(folder: Path
 def test_a_broken_config_in_the_run_directory(folder: Path, refused: Refused) -> None:
     (folder / "runs/classify").mkdir(parents=True)
     (folder / "runs/classify/config.toml").write_text("epochs = \n")
+    (folder / "runs/classify/status.json").write_text('{"world_sizes": [1]}')
     assert refused().startswith("runs/classify/config.toml: not TOML")
 
 

@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def record(kind: str, step: int, **digests: str) -> dict[str, Any]:
-    return {"kind": kind, "step": step, "digests": digests}
+    return {"kind": kind, "step": step, "time": 0.0, "digests": digests}
 
 
 def test_the_last_attempt_that_did_a_step_counts() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from evenkeel.config import Config
 from evenkeel.cut import fact_of_the_job, has_batchnorm, settle
 from evenkeel.launch import LARGEST_WORLD, Topology
-from evenkeel.run_directory import recorded_options
+from evenkeel.records import recorded_options
 
 from .processes import (
     TRAIN,

@@ -18,6 +18,7 @@ import torch
 from evenkeel.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
 
 from .processes import TRAIN, finish, fork, read, records, run, run_forked, wait_until
+from .test_checkpoint import unfit
 from .test_train import job, wait_for_step
 
 pytestmark = pytest.mark.multiprocess
@@ -101,7 +102,16 @@ def flip_a_bit_of_a_weight(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [truncated, last_byte_missing, one_bit_flipped, manifest_missing, half_written])
+def without_a_model(newest: Path) -> Path:
+    """Every sum is right."""
+    unfit(newest / STATE, "no model")
+    return newest / STATE
+
+
+DAMAGES = [truncated, last_byte_missing, one_bit_flipped, manifest_missing, half_written, without_a_model]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(
     killed: Path, undisturbed: str, tmp_path: Path, damage: Callable[[Path], Path]
 ) -> None:
@@ -139,6 +149,25 @@ def test_a_run_whose_newest_checkpoint_is_whole_uses_it(killed: Path, undisturbe
     assert list((run_dir / "checkpoints").glob("damaged-*")) == []
     assert records(run_dir, "start")[-1]["step"] == step_of(newest)
     assert read(run_dir)["weights_sha256"] == undisturbed
+
+
+def test_a_run_whose_status_and_metrics_were_ruined_ends_with_the_same_weights(
+    killed: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+    (run_dir / "status.json").write_text("")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('null\n[1]\n{"kind": "train"}\n{"kind": "train", "step": "7", "time": 1.0}\n{"kind": "tr\n')
+    done = train(run_dir)
+    status, metrics = (line for line in done.stderr.splitlines() if not line.startswith("wandb"))
+    assert status.startswith(f"evenkeel: WARNING: {run_dir}/status.json cannot be read: ")
+    assert status.endswith("; the run goes on from its checkpoints")
+    lines = "some of its lines are not as they were written, and are left out"
+    assert metrics == f"evenkeel: WARNING: {run_dir}/metrics.jsonl: {lines}"
+    assert (read(run_dir)["weights_sha256"], read(run_dir)["restarts"]) == (undisturbed, 1)
+    for command in (["status", run_dir], ["compare", run_dir, killed], ["checkpoint", "list", run_dir]):
+        assert "Traceback" not in run_forked("-m", "evenkeel", *command, expect=None).stderr
 
 
 def test_torch_load_takes_a_flipped_bit_for_a_weight(killed: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, load, step_folders
 from evenkeel.state import sha256
 
 from .processes import LIMIT, TRAIN, environment, finish, fork, read, run, run_forked
-from .test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state
+from .test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state, unfit
 from .test_train import job, wait_for_step
 
 BEST = ("accuracy", "max")
@@ -83,8 +83,7 @@ def test_list_of_one_and_of_old_ones_and_of_broken_ones(run_dir: Path) -> None:
 
 def test_a_list_does_not_wait_for_torch(run_dir: Path) -> None:
     code = "import sys, evenkeel.__main__ as m; m.main(); sys.exit('torch' in sys.modules)"
-    for action in ("list", "verify"):
-        run([sys.executable, "-c", code, "checkpoint", action, str(run_dir)])
+    run([sys.executable, "-c", code, "checkpoint", "list", str(run_dir)])
 
 
 def test_inspect(run_dir: Path) -> None:
@@ -118,6 +117,21 @@ def test_verify(run_dir: Path) -> None:
     assert contents_of(run_dir) == before, "nothing is set aside"
     checkpoint("verify", folder / "step-00000005")
     checkpoint("verify", folder / "step-00000010", expect=1)
+
+
+def test_verify_loads_what_it_verifies(run_dir: Path) -> None:
+    """A manifest of the right sums makes no state of a file."""
+    folder = run_dir / "checkpoints"
+    unfit(folder / "step-00000010" / STATE, "no model")
+    unfit(folder / "step-00000200" / STATE, "refused by weights_only")
+    before = contents_of(run_dir)
+    five, ten, two_hundred, last = checkpoint("verify", run_dir, expect=1).stdout.splitlines()
+    assert ": ok, " in five
+    assert ": ok, " in last
+    expected = f"step-00000010: DAMAGED: {folder}/step-00000010/{STATE}: is not the state of a run: has no "
+    assert ten == f"{expected}step, model, optimizers"
+    assert two_hundred.startswith(f"step-00000200: DAMAGED: {folder}/step-00000200/{STATE}: does not load: ")
+    assert contents_of(run_dir) == before
 
 
 def test_verify_shows_its_progress_on_a_terminal_and_a_line_for_each_elsewhere(run_dir: Path) -> None:

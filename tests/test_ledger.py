@@ -11,7 +11,8 @@ import pytest
 
 from evenkeel import activity
 from evenkeel.activity import COMPUTING, DATA, EVALUATION, Activity
-from evenkeel.ledger import ACCOUNTS, goodput, ledger, read_records
+from evenkeel.ledger import ACCOUNTS, goodput, ledger
+from evenkeel.records import read_records
 
 from . import processes
 from .processes import TRAIN, read, records, start, torchrun
@@ -76,11 +77,11 @@ def test_a_hang_is_dead_time(clock: Clock) -> None:
 def test_attempts_add_up_and_the_gaps_are_dead(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        '{"kind": "start", "time": 105.0, "spent": {"start_up": 5.0}}\n'
-        '{"kind": "train", "time": 115.0, "spent": {"start_up": 5.0, "productive": 9.0, "data": 1.0}}\n'
+        '{"kind": "start", "step": 0, "time": 105.0, "spent": {"start_up": 5.0}}\n'
+        '{"kind": "train", "step": 5, "time": 115.0, "spent": {"start_up": 5.0, "productive": 9.0, "data": 1.0}}\n'
         '{"kind": "tr\n'
-        '{"kind": "start", "time": 124.0, "spent": {"start_up": 4.0}}\n'
-        '{"kind": "train", "time": 130.0, "spent": {"start_up": 4.0, "redone": 2.0, "productive": 4.0}}\n'
+        '{"kind": "start", "step": 0, "time": 124.0, "spent": {"start_up": 4.0}}\n'
+        '{"kind": "train", "step": 5, "time": 130.0, "spent": {"start_up": 4.0, "redone": 2.0, "productive": 4.0}}\n'
     )
     seconds = ledger(read_records(path))
     assert seconds == {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,14 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from evenkeel import run_directory
 from evenkeel.classify import Classify
-from evenkeel.errors import Refusal
+from evenkeel.errors import Ended, Refusal
 from evenkeel.files import read_json, write_atomically, write_json
-from evenkeel.run_directory import RunDirectory, check, claim, launch_token, read_config
+from evenkeel.records import is_run, read_config, read_facts
+from evenkeel.run_directory import RunDirectory, check, claim, launch_token
 
+from .processes import ROOT
+
+OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
 OPTIONS = {"schedule": "cosine", "batch_size": 64, "seed": 0, "task": "digits", "num_workers": 0}
+OPTIONS |= {"grace": 25.0, "keep": 2, "on_nonfinite": "stop"}
 NOBODY = 65534
 FORK = multiprocessing.get_context("fork")
 
@@ -129,7 +138,62 @@ def test_a_folder_that_is_no_run(path: Path) -> None:
     path.mkdir(parents=True)
     (path / "thesis.tex").write_text("precious")
     for fresh in (False, True):
-        assert refusal(path, fresh=fresh) == "is not empty and not a run (no config.toml); name another folder"
+        assert refusal(path, fresh=fresh) == "is not empty and not a run's: holds thesis.tex; name another folder"
+
+
+def project(path: Path) -> None:
+    """Somebody's work, with a run's configuration to start from, and folders that are called as a run's."""
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(tomli_w.dumps(OPTIONS))
+    (path / "checkpoints").mkdir()
+    (path / "checkpoints" / "last.pt").write_text("precious")
+    (path / "logs").mkdir()
+    (path / "train.py").write_text("precious")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_project_with_a_config_is_no_run(path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(path)
+    told = "is not empty and not a run's: holds checkpoints and 2 more; name another folder"
+    assert refusal(path, fresh=fresh) == told
+    monkeypatch.chdir(path)
+    before = contents(path)
+    with pytest.raises(Refusal, match=f"^--run-dir .: {told}$"):
+        claim(Path(), OPTIONS, fresh)
+    assert contents(path) == before
+    (path / "status.json").write_text("{}")  # of another program, as is then the config.toml
+    (path / "config.toml").write_text("task = 1\n")
+    assert refusal(path, fresh=fresh).startswith("is not empty and not a run's: holds checkpoints and 3 more")
+
+
+@pytest.mark.parametrize("entry", ["logs/mine.txt", "precious.tmp", ".precious.tmp", "slurm/a.out"])
+def test_a_folder_with_logs_or_temporary_files_of_others_is_not_empty(path: Path, entry: str) -> None:
+    (path / entry).parent.mkdir(parents=True)
+    (path / entry).write_text("precious")
+    for fresh in (False, True):
+        assert refusal(path, fresh=fresh).startswith("is not empty and not a run's: holds ")
+
+
+@pytest.mark.parametrize("name", ["finished", "defaults", "typed", "tree"])
+@pytest.mark.parametrize("lost", ["", "status.json", "config.toml"])
+def test_a_run_of_an_older_version_is_known(tmp_path: Path, name: str, lost: str) -> None:
+    run_dir = shutil.copytree(OLD_RUNS / name, tmp_path / "run")
+    if lost:
+        (run_dir / lost).unlink()
+    assert is_run(run_dir)
+    if lost == "status.json":
+        shutil.rmtree(run_dir / "checkpoints")
+        assert not is_run(run_dir), "the control: of a copied config.toml nobody can tell"
+
+
+def test_a_run_without_its_config_is_not_continued_blindly(path: Path) -> None:
+    started(path)
+    (path / "config.toml").unlink()
+    claim(path, OPTIONS, fresh=False)  # killed before it was written: there is no step to continue
+    (path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    message = "holds a run without its config.toml, which says what run it is; put that back, name another folder"
+    assert refusal(path) == f"{message}, or start over with --fresh"
+    assert claim(path, OPTIONS, fresh=True).start_over([""])
 
 
 def test_an_empty_folder_and_what_a_start_that_came_to_nothing_left(path: Path) -> None:
@@ -181,6 +245,7 @@ def test_a_run_whose_checkpoints_are_hidden_is_refused_and_not_started_over(clos
     closed.chmod(0o777)
     started(closed)
     (closed / ".lock").chmod(0o666)
+    (closed / "config.toml").chmod(0o644)
     (closed / "checkpoints").mkdir()
     (closed / "checkpoints").chmod(mode)
     with unprivileged():
@@ -196,6 +261,7 @@ def test_a_run_that_cannot_be_written(closed: Path) -> None:
     started(closed)
     closed.chmod(0o555)
     (closed / ".lock").chmod(0o444)
+    (closed / "config.toml").chmod(0o644)
     with unprivileged():
         assert refusal(closed).startswith("cannot be written: Permission denied")
 
@@ -221,7 +287,7 @@ def test_harmless_changes_and_a_fresh_start_are_not_refused(path: Path) -> None:
 
 
 def test_a_config_that_is_no_toml(path: Path) -> None:
-    path.mkdir(parents=True)
+    started(path)
     for text in (b"seed =\n", b"\xff\xfe"):
         (path / "config.toml").write_bytes(text)
         with pytest.raises(Refusal, match=r"config\.toml: not TOML: "):
@@ -335,11 +401,12 @@ def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
     started(path)
     (path / "model.pt").write_text("precious")
     directory = claim(path, OPTIONS | {"seed": 1}, fresh=True)
-    directory.start_over([""])
+    aside = directory.start_over([""])
     (old,) = old_ones(path)
     assert (old / "model.pt").read_text() == "precious"
     assert read_json(old / "status.json")["step"] == 7
     assert [entry.name for entry in path.iterdir()] == [".lock"]
+    assert aside == old
     assert (directory.status, directory.attempts) == ({}, 0)
     with pytest.raises(Refusal, match="is in use"):
         claim(path, OPTIONS, fresh=False)
@@ -356,6 +423,88 @@ def test_to_start_over_twice_in_a_second_keeps_both_old_runs(path: Path, monkeyp
         del directory
     assert [old.name for old in old_ones(path)] == ["mine.old-20300101-000000", "mine.old-20300101-000000-2"]
     assert [read_config(old / "config.toml")["seed"] for old in old_ones(path)] == [0, 1]
+
+
+def test_to_start_over_leaves_alone_what_is_not_the_runs(path: Path) -> None:
+    started(path)
+    (path / "thesis.tex").write_text("precious")
+    (path / "slurm").mkdir()
+    claim(path, OPTIONS, fresh=True).start_over([""])
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "slurm", "thesis.tex"]
+    (old,) = old_ones(path)
+    assert sorted(entry.name for entry in old.iterdir()) == ["config.toml", "status.json"]
+
+
+def test_to_start_over_in_this_folder_names_the_old_one_after_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(path)
+    monkeypatch.chdir(path)
+    assert claim(Path(), OPTIONS, fresh=True).start_over([""]) == old_ones(path)[0]
+
+
+def test_to_start_over_behind_a_link_to_another_file_system(path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as there:
+        if Path(there).stat().st_dev == path.parent.parent.stat().st_dev:
+            pytest.skip("/dev/shm is no other file system here")
+        target = Path(there) / "target"
+        target.mkdir()
+        path.parent.mkdir()
+        path.symlink_to(target)
+        started(path)
+        with pytest.raises(OSError, match="cross-device"):  # the control: beside the link there is no way
+            (target / "config.toml").rename(path.parent / "config.toml")
+        aside = claim(path, OPTIONS, fresh=True).start_over([""])
+        assert aside
+        assert aside.parent == target.parent
+        assert read_config(aside / "config.toml") == OPTIONS
+        assert path.is_symlink()
+
+
+MOUNT = """
+import sys
+from pathlib import Path
+from tests.test_run_directory import OPTIONS, claim, read_config, started
+path = Path(sys.argv[1])
+started(path)
+for _ in range(2):
+    aside = claim(path, OPTIONS, fresh=True).start_over([""])
+    assert aside.parent == path and read_config(aside / "config.toml") == OPTIONS, aside
+    claim(path, OPTIONS, fresh=False).begin(OPTIONS, [""])
+assert sorted(entry.name for entry in path.parent.iterdir()) == ["mine"]
+"""
+
+
+@pytest.mark.parametrize("options", ["-t tmpfs tmpfs", "--bind ."], ids=["disk", "bind"])
+def test_to_start_over_on_a_mount(path: Path, options: str) -> None:
+    """In a name space of mounts that ends with the test. A bind mount may be of the very same file system."""
+    path.mkdir(parents=True)
+    script = f'mount {options} "$1" && shift && exec "$@"'
+    command = ["unshare", "--mount", "bash", "-c", script, "bash", path, sys.executable, "-c", MOUNT, path]
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], check=False, timeout=60).returncode:
+        pytest.skip("needs root and name spaces of mounts")
+    source = path.parent.parent / "source"
+    source.mkdir()
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=120, check=False,
+        cwd=source, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_moved_is_left_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(path)
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "status.json" and self.parent == path:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    before = contents(path)
+    with pytest.raises(Ended, match="cannot be moved aside: Device or resource busy; move it away yourself"):
+        claim(path, OPTIONS, fresh=True).start_over([""])
+    assert contents(path) == before
+    assert old_ones(path) == []
 
 
 def test_to_start_over_where_nothing_was_moves_nothing(path: Path) -> None:
@@ -458,6 +607,71 @@ def test_a_file_is_written_in_the_order_that_survives_a_crash(tmp_path: Path, mo
     assert done == ["fsync file", "rename", "fsync folder"]
     assert read_json(tmp_path / "a.json") == {"x": 1}
     assert read_json(tmp_path / "b.json") == {}
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o600), (0o077, 0o600), (0o002, 0o660), (0o007, 0o660)])
+def test_options_are_for_the_user_and_a_group_that_shares_its_files(path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        started(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((path / "config.toml").stat().st_mode) == mode
+    assert stat.S_IMODE((path / "status.json").stat().st_mode) == 0o666 & ~mask, "the control"
+
+
+def test_a_folder_that_is_deleted_under_a_run_is_a_run_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    shutil.rmtree(path)
+    directory.update("running", step=7)
+    (told,) = caplog.messages
+    assert told == f"{path} was deleted while the run is at work; what is written from now on is there again"
+    with pytest.raises(Refusal, match="is in use"):
+        claim(path, OPTIONS, fresh=False)
+    directory.update("finished", step=9)
+    del directory
+    assert claim(path, OPTIONS, fresh=False).status["step"] == 9
+    assert len(caplog.messages) == 1
+
+
+RUINED = [
+    "",
+    "[]",
+    "null",
+    "7",
+    "{",
+    "\\x00",
+    "[" * 100_000,
+    '{"world_sizes": "x"}',
+    '{"world_sizes": ["x"], "step": []}',
+]
+
+
+@pytest.mark.parametrize("text", RUINED, ids=range(len(RUINED)))
+def test_a_status_that_was_ruined_costs_what_was_only_there(path: Path, text: str) -> None:
+    started(path)
+    (path / "status.json").write_text(text)
+    record = {"kind": "start", "step": 0, "time": 1.0, "world_size": 3}
+    lines = [json.dumps(line) for line in (record, None, record | {"world_size": "3"}, record)]
+    (path / "metrics.jsonl").write_text("\n".join(lines))
+    directory = claim(path, OPTIONS, fresh=False)
+    assert directory.trouble.startswith("status.json ")
+    assert directory.status == {"world_sizes": [3, 3]}
+    directory.begin(OPTIONS, [""])
+    assert read_facts(path / "status.json")[1] == ""
+    del directory
+    assert claim(path, OPTIONS, fresh=False).attempts == 3
+
+
+def test_a_fact_of_another_type_is_left_out_and_the_others_stay(path: Path) -> None:
+    started(path)
+    facts = read_json(path / "status.json") | {"launch": [1], "samples": {"training": "x"}, "step": True, "seconds": 3}
+    write_json(path / "status.json", facts | {"of a later version": [{}]})
+    directory = claim(path, OPTIONS, fresh=False, samples={"training": 5})
+    assert directory.trouble == "status.json has been changed: launch is [1]"
+    assert not {"launch", "samples", "step"} & directory.status.keys()
+    assert (directory.attempts, directory.status["seconds"], directory.status["of a later version"]) == (1, 3, [{}])
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from evenkeel.checkpoint import Checkpoints, read_manifest
-from evenkeel.ledger import goodput, ledger, read_records
+from evenkeel.ledger import goodput, ledger
+from evenkeel.records import read_records
 from evenkeel.slurm.record import JobRecord
 from evenkeel.standing import Metrics, Standing, standing
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from evenkeel.plan import Plan
 from evenkeel.tracking import INIT_TIMEOUT, Tracker, start_logs, wandb_mode
 from evenkeel.world import World
 
-from .processes import TRAIN, read, records, run
+from .processes import ROOT, TRAIN, read, records, run
 
 PLAN = Plan(samples=100, global_batch=10, micro_batch=5, epochs=2)
 KEY = "5ec2e7" + "0123456789abcdef" * 2 + "fe"  # of a key's length and letters, and nobody's
@@ -285,23 +286,20 @@ def test_off_says_so_and_does_not_import_wandb(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import fails
-    assert tracker(run_dir).start_wandb(None, {}) is None
+    tracker(run_dir).start_wandb(None, {})
     assert capsys.readouterr().out == f"Weights & Biases is off: {HOW}\n"
-    assert tracker(run_dir, wandb="disabled").start_wandb("kept", {}) == "kept"
+    tracker(run_dir, wandb="disabled").start_wandb("kept", {})
     assert capsys.readouterr().out == "Weights & Biases is off\n"
 
 
 def test_one_wandb_run_over_all_attempts(run_dir: Path, fake: FakeWandb) -> None:
-    first = tracker(run_dir, wandb="online").start_wandb(None, {"lr": 0.1})
-    assert first
-    assert fake.asked["id"] == first
+    tracker(run_dir, wandb="online").start_wandb("kept", {"lr": 0.1})
+    assert fake.asked["id"] == "kept"
     assert fake.asked["resume"] == "allow"
     assert (fake.asked["mode"], fake.asked["dir"], fake.asked["config"]) == ("online", run_dir, {"lr": 0.1})
     assert (fake.asked["project"], fake.asked["name"]) == ("evenkeel", "mine")
-    assert tracker(run_dir, wandb="online").start_wandb(first, {}) == first
-    assert fake.asked["id"] == first
-    assert tracker(run_dir, wandb="offline").start_wandb(None, {}) != first
-    assert fake.asked["mode"] == "offline"
+    tracker(run_dir, wandb="offline").start_wandb("kept", {})
+    assert (fake.asked["id"], fake.asked["mode"], fake.asked["resume"]) == ("kept", "offline", None)
 
 
 def test_wandbs_own_variables_name_the_project_and_the_run(
@@ -333,7 +331,7 @@ def test_trouble_with_wandb_never_ends_a_training(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(ValueError("no such server")))  # type: ignore[arg-type]
     it = tracker(run_dir, wandb="online")
-    assert it.start_wandb("kept", {}) == "kept"
+    it.start_wandb("kept", {})
     assert "Weights & Biases is off: ValueError: no such server" in caplog.text
     it.train(10, 1.5, 2.5, 0.1)
     it.close()
@@ -392,6 +390,62 @@ def test_two_attempts_offline_are_one_run_and_tell_no_secret(tmp_path: Path) -> 
     assert files_with(KEY, tmp_path) == []
     assert KEY not in said
     assert "resume" not in said, "nothing for the reader to wonder about"
+
+
+KILLED_IN_INIT = """
+import os, signal
+def init(**asked):
+    with open(os.environ["ASKED"], "a") as file:
+        print(asked["id"], file=file)
+    os.kill(os.getpid(), signal.SIGKILL)
+Settings = dict
+"""
+
+
+@pytest.mark.multiprocess
+def test_starts_that_are_killed_while_wandb_begins_are_one_run(tmp_path: Path) -> None:
+    """The server may have made the run by then."""
+    (tmp_path / "wandb.py").write_text(KILLED_IN_INIT)
+    asked, path = tmp_path / "asked", f"{tmp_path}{os.pathsep}{ROOT / 'src'}"
+    for _ in range(2):
+        environment = {"PYTHONPATH": path, "ASKED": str(asked), "WANDB_API_KEY": KEY}
+        run(job(tmp_path / "run", 2, "online"), cwd=tmp_path, env=environment, expect=-signal.SIGKILL)
+    first, second = asked.read_text().split()
+    assert first == second == read(tmp_path / "run", "status.json")["wandb_id"]
+
+
+SECRET_TASK = """
+from dataclasses import dataclass
+from evenkeel.tasks import secret
+from evenkeel.regress import Regress
+
+@dataclass
+class Task(Regress):
+    token: str = secret()
+
+    def train_dataset(self):
+        assert self.token == open("token").read(), "it is there for the task"
+        return super().train_dataset()
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_secret_option_is_left_nowhere_and_may_change(tmp_path: Path) -> None:
+    (tmp_path / "secretive.py").write_text(SECRET_TASK)
+    run_dir, home = tmp_path / "run", tmp_path / "home"
+    said = ""
+    for steps, token in ((2, KEY), (4, KEY[::-1])):
+        (tmp_path / "token").write_text(token)
+        command = [*job(run_dir, steps, "offline"), "--task", "secretive.py:Task", "--token", token]
+        done = run(command, cwd=tmp_path, env={"HOME": str(home)})
+        said += done.stdout + done.stderr
+    assert read(run_dir)["step"] == 4
+    for token in (KEY, KEY[::-1]):
+        assert [*files_with(token, run_dir), *files_with(token, home)] == []
+        assert token not in said
+    assert "samples" in (run_dir / "config.toml").read_text(), "the control: another option of the task"
+    wandb = [path for path in run_dir.rglob("*.wandb") if b"batch_size" in path.read_bytes()]
+    assert len(wandb) == 2, "the control: the others are sent"
 
 
 @pytest.mark.multiprocess

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from evenkeel.checkpoint import STATE
 from evenkeel.plan import Plan
 from evenkeel.state import sha256
 
@@ -22,6 +24,7 @@ from .processes import (
     ROOT,
     TRAIN,
     finish_all,
+    fork,
     fork_ranks,
     read,
     records,
@@ -33,6 +36,7 @@ from .processes import (
     wait_until,
 )
 from .recording_task import SAMPLES
+from .test_checkpoint import seal
 
 pytestmark = pytest.mark.multiprocess
 
@@ -189,6 +193,34 @@ def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp
     (aside,) = tmp_path.glob("run.old-*")
     assert (aside / "model.pt").read_bytes() == before[run_dir / "model.pt"]
     assert read(run_dir)["weights_sha256"] == read(aside)["weights_sha256"], "the same command gives the same weights"
+
+
+def test_a_run_whose_folder_is_deleted_meanwhile_is_complete_at_its_end(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.05, "--checkpoint-every", 5)
+    process = fork(TRAIN, *options)
+    wait_for_step(run_dir, 6, process)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    done = processes.checked(processes.finish(process), 0)
+    assert f"{run_dir} was deleted while the run is at work" in done.stderr
+    assert "finished at step" in run_forked(TRAIN, *options).stdout
+    assert read(run_dir)["samples_seen"] == EPOCHS * SAMPLES
+    run_forked(TRAIN, *job(run_dir, "--lr", 1), expect=2)
+
+
+def test_a_state_that_does_not_fit_the_model_ends_in_a_line(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_forked(TRAIN, *job(run_dir, "--max-steps", 2, "--schedule", "constant"))
+    (newest,) = (run_dir / "checkpoints").glob("step-*")
+    found = torch.load(newest / STATE, weights_only=True)
+    found["model"]["0.weight"] = found["model"]["0.weight"][:1]
+    torch.save(found, newest / STATE)
+    seal(newest)
+    ranks = fork_ranks(2, TRAIN, *job(run_dir, "--max-steps", 4, "--schedule", "constant"))
+    (line,) = "".join(processes.checked(processes.finish(rank), 1).stderr for rank in ranks).splitlines()
+    assert line.startswith(f"evenkeel: {run_dir}: its state of step 2 does not fit this model and its optimizers (")
+    assert "size mismatch for 0.weight" in line
+    assert newest.exists(), "it is no damage"
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:

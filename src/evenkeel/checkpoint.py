@@ -9,7 +9,7 @@ is complete. An older one is deleted only after that, and loses its name first. 
 has a hidden name and is cleared away at the next start. A *snapshot* is a checkpoint that was not planned: what a
 survivor saved when the job was stopped or had failed.
 
-torch is imported where it is used: to list or verify checkpoints takes a tenth of a second, to import torch two.
+torch is imported where it is used: to list checkpoints takes a tenth of a second, to import torch two.
 """
 
 from __future__ import annotations
@@ -297,18 +297,45 @@ def step_of(path: Path) -> int:
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint on the CPU, after checking that it is what was written.
 
-    Loads nothing but tensors and plain data (``weights_only``), so a checkpoint cannot run code.
-
     Returns:
         What `State.capture` gave: "step", "model" and "optimizers".
 
     Raises:
-        Damaged: as :func:`verify`.
+        Damaged: as :func:`verify` and :func:`unpack`.
+    """
+    verify(path)
+    return unpack(path)
+
+
+def unpack(path: Path, in_place: bool = False) -> dict[str, Any]:
+    """What :func:`load` does after the check. A file may be what its manifest says and still be no state.
+
+    Loads nothing but tensors and plain data (``weights_only``), so a checkpoint cannot run code.
+
+    Args:
+        path: the checkpoint's folder.
+        in_place: leave the tensors in the file until they are looked at.
+
+    Raises:
+        Damaged: it does not load, or is not the state of this step.
     """
     import torch
 
-    verify(path)
-    state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    file = path / STATE
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=in_place)
+    except Exception as error:  # what comes of a file that is no archive, or no pickle, is of any type
+        from .mistakes import is_out_of_memory
+
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise Damaged(f"{file}: does not load: {type(error).__name__}: {reason}") from None
+    parts = {"step": int, "model": dict, "optimizers": list}
+    if not isinstance(state, dict) or not all(isinstance(state.get(part), parts[part]) for part in parts):
+        raise Damaged(f"{file}: is not the state of a run: has no {', '.join(parts)}")
+    if state["step"] != step_of(path):
+        raise Damaged(f"{file}: is the state of step {state['step']}")
     for part in state.keys() & {"model", "ema"}:  # of earlier versions, if the task had called torch.compile
         state[part] = {".".join(n for n in name.split(".") if n != "_orig_mod"): v for name, v in state[part].items()}
     return state

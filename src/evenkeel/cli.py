@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-import os
 import re
 import types
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from .checked_metrics import check_best
 from .config import GROUPS, OPTION_NAMES, Config, flag, validate
 from .errors import Refusal, one_line_errors, refuse_empty
 from .mistakes import kind_of
-from .run_directory import read_config
+from .records import is_run, read_config
 from .synonyms import refuse_synonyms
 from .tasks import Task, load_task, option_name
 
@@ -83,8 +82,9 @@ def _default(value: Any) -> Any:
 
 def _of_the_run(config: Config) -> dict[str, Any] | None:
     """The options of the run that is continued; None for a new one."""
-    saved = os.path.join(config.run_dir or "", "config.toml")  # noqa: PTH118
-    return None if config.fresh or not os.path.isfile(saved) else read_config(Path(saved))  # noqa: PTH113
+    assert config.run_dir is not None  # resolved
+    saved = config.run_dir / "config.toml"
+    return read_config(saved) if not config.fresh and is_run(config.run_dir) and saved.is_file() else None
 
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})

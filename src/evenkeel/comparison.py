@@ -15,10 +15,8 @@ import tyro
 from .checkpoint import Checkpoints, Damaged, load, step_folders, step_of
 from .config import HARMLESS, flag
 from .errors import Refusal
-from .files import read_json
 from .fingerprint import describe, differences
-from .ledger import read_records
-from .run_directory import read_config
+from .records import read_config, read_facts, read_records
 
 MOST = 12
 """Names of tensors that are shown; the rest is counted."""
@@ -88,7 +86,7 @@ def last_digests(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, st
     for record in records:
         if record["kind"] == "start":  # what an earlier attempt did after this step is done again, or never was
             found = {step: digests for step, digests in found.items() if step <= record["step"]}
-        elif record["kind"] == "digest":
+        elif record["kind"] == "digest" and "digests" in record:
             found[record["step"]] = record["digests"]
     return found
 
@@ -120,7 +118,7 @@ def causes(a: Path, b: Path) -> list[str]:
         for name in names
         if options.get(name) != others.get(name)
     ]
-    ranks = [read_json(run / "status.json").get("world_sizes", []) for run in (a, b)]
+    ranks = [read_facts(run / "status.json")[0].get("world_sizes", []) for run in (a, b)]
     if ranks[0] != ranks[1]:
         lines.append(f"  ranks, by attempt: {ranks[0]} | {ranks[1]}")
     manifests = [Checkpoints(run / "checkpoints", 1, ("", "min")).newest_manifest() for run in (a, b)]
@@ -131,18 +129,19 @@ def causes(a: Path, b: Path) -> list[str]:
         lines.append("  machine, libraries and code: not known, for one of them has no checkpoint")
     for run in (a, b):
         for record in read_records(run / "metrics.jsonl"):
-            if record["kind"] == "bits":
+            if record["kind"] == "bits" and "differences" in record:
                 changed = {name: (old, new) for name, (old, new) in record["differences"].items()}
                 lines.append(f"  changed within {run}, from step {record['step']} on: {describe(changed)}")
     return ["what else differs:", *lines] if lines else []
 
 
 def _compare_ends(a: Path, b: Path) -> Verdict | None:
-    first, second = (read_json(run / "summary.json") for run in (a, b))
-    if "weights_sha256" not in first or first["step"] != second.get("step"):
+    ends = [read_facts(run / "summary.json")[0] for run in (a, b)]
+    (step, weights), (other_step, others) = ((end.get("step"), end.get("weights_sha256")) for end in ends)
+    if None in (step, weights, others) or step != other_step:
         return None
-    equal = first["weights_sha256"] == second["weights_sha256"]
-    return Verdict(equal, f"the weights at the end, step {first['step']}, are {'equal' if equal else 'different'}")
+    equal = weights == others
+    return Verdict(equal, f"the weights at the end, step {step}, are {'equal' if equal else 'different'}")
 
 
 def _compare_checkpoints(a: Path, b: Path) -> Verdict | None:

@@ -25,7 +25,7 @@ from .evaluation import Evaluation
 from .naming import TEST, named, shown
 from .placement import place
 from .precision import substitute
-from .run_directory import read_config, recorded_options
+from .records import read_config, recorded_options
 from .tasks import Task
 from .weights import load_weights
 from .world import World

@@ -26,6 +26,7 @@ from .checkpoint import (
     read_manifest,
     step_folders,
     step_of,
+    unpack,
     verify,
 )
 from .config import Flag
@@ -109,7 +110,7 @@ class InspectCheckpoint:
 
 @dataclass(frozen=True)
 class VerifyCheckpoints:
-    """Read every file of every checkpoint and compare it with its manifest. Exit code 1 if one is damaged."""
+    """Read every file of every checkpoint, compare it with its manifest and load it. Exit code 1 if one is damaged."""
 
     path: CheckpointsPath
     """A run directory, its checkpoints folder, or one step-* folder."""
@@ -269,6 +270,7 @@ def _verify_aloud(path: Path) -> bool:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(path.name, total=size)
             verify(path, partial(progress.advance, task))
+        unpack(path, in_place=True)
     except Damaged as damage:
         print(f"{path.name}: DAMAGED: {damage}")
         return True

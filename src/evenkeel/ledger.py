@@ -6,9 +6,7 @@ has accounted for its time up to its last record. What lies between that and the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redone", "dead")
@@ -39,29 +37,11 @@ def goodput(seconds: dict[str, float]) -> float:
     return round(seconds["productive"] / max(sum(seconds.values()), 1e-9), 4)
 
 
-def read_records(path: Path, tail: int | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl; what is no JSON (a line cut by a power failure) is left out.
-
-    Args:
-        path: of the file; none has no lines.
-        tail: read only so many bytes at its end.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - tail) if tail else 0)
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
-
-
 def _began(record: dict[str, Any]) -> float:
     began: float = record["time"] - sum(record["spent"].values())
     return began
 
 
 def _close(seconds: dict[str, float], last: dict[str, Any]) -> None:
-    for account, value in last["spent"].items():
-        seconds[account] += value
+    for account in seconds:
+        seconds[account] += last["spent"].get(account, 0.0)

@@ -58,7 +58,7 @@ class PlanCommand:
         """The options with a cut, and why it is that; nothing where it was typed."""
         from .cut import has_batchnorm, settle
         from .randomness import seed_task
-        from .run_directory import recorded_options
+        from .records import recorded_options
 
         dp = config.strategy == "dp"
         ranks = 1 if dp else self.world_size

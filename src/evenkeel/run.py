@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -31,17 +33,18 @@ from .devices import describe as describe_device
 from .devices import explain_uneven, replicas
 from .digest import digests
 from .errors import FAILED, Ended, Refusal
-from .files import read_json, write_atomically, write_json
+from .files import write_atomically, write_json
 from .fingerprint import Differences, describe, differences, differences_among_ranks, fingerprint
 from .hang import Watch
 from .interruption import STOPPED
-from .ledger import goodput, ledger, read_records
+from .ledger import goodput, ledger
 from .memory import OutOfMemory, explained
 from .mistakes import is_out_of_memory
 from .naming import TEST, named, shown
 from .plan import Plan
 from .precision import substitute
 from .probe import Probe
+from .records import read_facts, read_records, recorded_options
 from .run_directory import (
     MAX_FRUITLESS,
     RunDirectory,
@@ -50,7 +53,6 @@ from .run_directory import (
     check,
     claim,
     launch_token,
-    recorded_options,
     refuse_other_data,
 )
 from .seqlock import Torn
@@ -61,6 +63,8 @@ from .tasks import Task
 from .world import World
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MICRO_BATCH = "micro_batch"
 """The part of a fingerprint that says how batches are cut. It may change when a run is continued, with a warning."""
@@ -147,7 +151,7 @@ class Run:
                 node may know more of the run.
         """
         first_here = self.world.local_rank == 0
-        status = {**self._recorded(), **read_json(self.path / "status.json")} if first_here else {}
+        status = {**self._recorded(), **read_facts(self.path / "status.json")[0]} if first_here else {}
         known = self.world.gather((launch_token(), status))
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
@@ -158,43 +162,86 @@ class Run:
         said = self._settle_cut(known, probe)
         if self.config.strict_bits and (self.config.fresh or not finished):
             self._refuse_other_bits()
-        news: tuple[bool, dict[str, Any]] | None = None
+        opened: tuple[bool, dict[str, Any]] | Ended | None = None
         if self.directory:
-            if self.config.fresh:
-                self.directory.start_over(tokens)
-            elif not self.directory.status:  # rank 0 is new here, but another node may know the run
-                self.directory.status = max((status for _, status in known), key=_attempts)
-            status = self.directory.status
-            finished = self._finished(status)
-            if not finished:
-                facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
-                facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
-                self.directory.begin(self.options, tokens, samples=self.samples, digests=self.digests, **facts)
-            news = finished, self.directory.status
-        finished, status = self.world.broadcast(news)
+            opened = self._written(lambda: self._open(tokens, newest))
+        known_now: Any = self.world.broadcast(opened)
+        if isinstance(known_now, Ended):
+            raise known_now
+        finished, status = known_now
         if finished:
             early = " early" * status.get("stopped_early", False)
-            self._print(f"{self.path}: finished{early} at step {status['step']}; --fresh starts over")
+            self._print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
             return True
-        if first_here and not self.directory:
-            adopt(self.path, self.options, status, self.config.fresh)
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
-        tracking.start_logs(self.logs, self.world)
+        ready = self._written(lambda: self._open_here(status))
         mine = describe_device(self.world.device)
         log.info("this rank has %s", mine)
         if note:
             log.warning("%s", note)
-        uneven = explain_uneven(self.world.gather(mine))
+        everywhere = self.world.gather((mine, ready))
+        for _, ended in everywhere:
+            if ended:
+                raise ended
+        uneven = explain_uneven([device for device, _ in everywhere])
         if status["fruitless"] > MAX_FRUITLESS:
             self._end_crash_loop()
         if self.directory:
             self._start_tracking(self.directory)
+            if self.directory.trouble:
+                log.warning("%s/%s; the run goes on from its checkpoints", self.path, self.directory.trouble)
             for line in filter(None, (uneven, self._about_strategy(), self._about_data())):
                 log.warning("%s", line)
             if self.tracker and said:
                 self.tracker.say(said)
                 self.tracker.event("micro_batch", 0, micro_batch=self.plan.micro_batch, how=said)
         return False
+
+    def _open(self, tokens: list[str], newest: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """On rank 0: begin the attempt, unless the run is finished. Returns whether it is, and its status.
+
+        Args:
+            tokens: of all ranks.
+            newest: the status that knows most of the run.
+        """
+        directory = self.directory
+        assert directory
+        if self.config.fresh:
+            if aside := directory.start_over(tokens):
+                self._print(f"--fresh: the run that was in {self.path} is now in {aside}")
+        elif not directory.attempts:  # rank 0 is new here, but another node may know the run
+            directory.status = newest
+        status = directory.status
+        if self._finished(status):
+            return True, status
+        facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
+        facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
+        if tracking.wandb_mode(self.config.wandb)[0] != "disabled":
+            # before it is used: a start that is killed in the midst of it must not leave a W&B run of its own
+            facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
+        directory.begin(self.options, tokens, samples=self.samples, digests=self.digests, **facts)
+        return False, directory.status
+
+    def _open_here(self, status: dict[str, Any]) -> None:
+        """On every rank: its log, and on a node without rank 0 what is to be known of the run."""
+        aside = None
+        if self.world.local_rank == 0 and not self.directory:
+            aside = adopt(self.path, self.options, status, self.config.fresh)
+        tracking.start_logs(self.logs, self.world)
+        if aside:
+            log.info("--fresh: the run that was in %s is now in %s", self.path, aside)
+
+    def _written(self, write: Callable[[], T]) -> T | Ended:
+        """What came of writing into the run directory; an error of this node's disk as a line for all ranks."""
+        try:
+            return write()
+        except Ended as ended:
+            return ended
+        except OSError as error:
+            return Ended(
+                f"--run-dir {self.path}: cannot be written on {socket.gethostname()}: {error.strerror or error}; make "
+                "room or mend that, and run the same command again"
+            )
 
     def _recorded(self) -> dict[str, Any]:
         """What this node knows of the options that were left open when the run began."""
@@ -308,7 +355,7 @@ class Run:
             found = self.world.broadcast(self.checkpoints.newest_manifest() if whole else None, holder)
             if found:
                 other_bits = self._compare_bits(found)
-                state.restore(self.world.broadcast_tensors(saved, holder))
+                self._restore(state, self.world.broadcast_tensors(saved, holder))
                 break
         activity.enter(START_UP, "first step")
         if self.tracker:
@@ -333,6 +380,18 @@ class Run:
                 level = logging.WARNING if loud else logging.INFO
                 log.log(level, "from step %d on bit-for-bit equality is void: %s", state.step, describe(other_bits))
                 self.tracker.event("bits", state.step, differences=other_bits)
+
+    def _restore(self, state: State, saved: dict[str, Any]) -> None:
+        try:
+            state.restore(saved)
+        except (RuntimeError, ValueError, LookupError) as error:
+            if is_out_of_memory(error):
+                raise
+            what = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
+            raise Ended(
+                f"{self.path}: its state of step {saved['step']} does not fit this model and its optimizers ({what}); "
+                "bring back the code that it was made by, name another --run-dir, or start over with --fresh"
+            ) from error
 
     def watched(self, store: Store | None, on_hang: Callable[[], None]) -> Watch:
         """A context in which every rank tells the others what it does.
@@ -392,7 +451,7 @@ class Run:
         if not self._staging.pinned:  # here alone: page-locked memory for a state of each rank is more than a node has
             state.pin(self._staging)
         if self.directory.fruitless:
-            self.directory.update("running", fruitless=0)  # this attempt has finished a step
+            self.directory.note(fruitless=0)  # this attempt has finished a step
         self._record_digests(self.tracker, state)
         metrics = named(TEST, metrics)
         every = self.config.checkpoint_every
@@ -639,7 +698,8 @@ class Run:
         if self.directory:
             last = self.directory.status.get("last_failure")
             reason += f"; the last: {last}" if last else ", without a word: killed from outside, perhaps for memory"
-            self.directory.update("failed", reason=reason)
+            with contextlib.suppress(OSError):
+                self.directory.update("failed", reason=reason)
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
     def _start_tracking(self, directory: RunDirectory) -> None:
@@ -654,8 +714,7 @@ class Run:
         if note := substitute(config.precision, world.device):
             log.warning("%s", note)
         self.tracker = tracking.Tracker(config, plan, self.path, directory.attempts, world.world_size)
-        if wandb_id := self.tracker.start_wandb(directory.status.get("wandb_id"), self.options):
-            directory.update("running", wandb_id=wandb_id)
+        self.tracker.start_wandb(directory.status.get("wandb_id"), self.options)
 
     def _update(self, name: RunState, step: int, **facts: Any) -> None:
         assert self.directory

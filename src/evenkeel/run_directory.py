@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -21,15 +21,14 @@ from typing import IO, Any, Literal
 
 import tomli_w
 
+from .checkpoint import step_folders
 from .config import differences, flag
-from .errors import Refusal
-from .files import make_unused, read_json, write_atomically, write_json
+from .errors import Ended, Refusal
+from .files import make_unused, write_atomically, write_json
 from .processes import stat
+from .records import is_run, read_config, read_facts, read_record
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+log = logging.getLogger(__name__)
 
 RunState = Literal["running", "finished", "stopped", "failed"]
 
@@ -66,24 +65,30 @@ class RunDirectory:
     path: Path
     status: dict[str, Any]
     _lock: IO[bytes]
+    trouble: str = ""
+    """What is wrong with the status.json that was found."""
+    _options: dict[str, Any] = field(default_factory=dict)
     _over: bool = False
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
-    def start_over(self, tokens: list[str]) -> None:
-        """Move the run in the folder aside, unless a restart of this very launch finds its own.
+    def start_over(self, tokens: list[str]) -> Path | None:
+        """Move the run in the folder aside, unless a restart of this very launch finds its own. Where it is then.
 
         Args:
             tokens: the `launch_token` of every rank. torchrun's own restart count does not tell a restart: it
                 stays 0 when a node joins.
+
+        Raises:
+            Ended: it cannot be moved.
         """
-        if (self.path / "config.toml").exists() and not self._restarted(tokens):
-            _move_aside(self.path)
-            self.status = {}
+        if not is_run(self.path) or self._restarted(tokens):
+            return None
+        self.status, self.trouble = {}, ""
+        return _move_aside(self.path)
 
     def begin(self, options: dict[str, Any], tokens: list[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, who is at work, and facts about the run."""
         self._over = False
-        _write_config(self.path, options)
         launch = {token for token in tokens if token}
         if self._restarted(tokens):
             launch |= set(self.status["launch"])
@@ -97,7 +102,9 @@ class RunDirectory:
         if requeues != self.status.get("requeues", "0"):
             fruitless = 0  # Slurm's deaths are not the job's; how many there may be is said by --max-requeues
         facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
-        self.update("running", launch=sorted(launch), world_sizes=world_sizes, **facts)
+        self.update("running", launch=sorted(launch), world_sizes=world_sizes, **facts)  # by which a run is known
+        _write_config(self.path, options)
+        self._options = options
 
     @property
     def attempts(self) -> int:
@@ -129,7 +136,25 @@ class RunDirectory:
                 "pid": os.getpid(),
                 "time": time.time(),
             } | facts
+            self._make_again()
             write_json(self.path / "status.json", self.status)
+
+    def note(self, **facts: Any) -> None:
+        """As :meth:`update`, of a run that goes on even if the disk has no room for it."""
+        try:
+            self.update("running", **facts)
+        except OSError as error:
+            log.error("status.json: %s", error)
+
+    def _make_again(self) -> None:
+        """The folder, if it was deleted while the run is at work: without config.toml nobody could use what follows."""
+        if not self._options or (self.path / "config.toml").exists():
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / ".lock").exists():
+            self._lock = _lock(self.path)
+        _write_config(self.path, self._options)
+        log.error("%s was deleted while the run is at work; what is written from now on is there again", self.path)
 
 
 def check(
@@ -156,8 +181,9 @@ def check(
     try:
         if path.exists() and not path.is_dir():
             raise Refusal(f"--run-dir {path}: is a file; name a folder")
-        if path.is_dir() and not (path / "config.toml").exists() and _contents(path):
-            raise Refusal(f"--run-dir {path}: is not empty and not a run (no config.toml); name another folder")
+        if path.is_dir() and not is_run(path) and (foreign := _foreign(path)):
+            holds = foreign[0] + f" and {len(foreign) - 1} more" * (len(foreign) > 1)
+            raise Refusal(f"--run-dir {path}: is not empty and not a run's: holds {holds}; name another folder")
         if not fresh:
             _refuse_changes(path, options, harmless, samples, earlier)
             _refuse_hidden_checkpoints(path)
@@ -186,11 +212,18 @@ def claim(
     lock = _lock(path)
     if not fresh:  # again: the last holder of the lock may have started over
         _refuse_changes(path, options, harmless, samples, earlier)
-    return RunDirectory(path, read_json(path / "status.json"), lock)
+    status, trouble = read_facts(path / "status.json")
+    if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
+        with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
+            records = filter(None, map(read_record, file))
+            status["world_sizes"] = [it.get("world_size", 1) for it in records if it["kind"] == "start"]
+    return RunDirectory(path, status, lock, trouble)
 
 
-def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> None:
+def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
     """On a node without rank 0: keep a copy of what the run is, so that it can be continued from here alone.
+
+    Returns where an older launch's run was moved.
 
     Args:
         path: the run directory on this node; on a shared file system it is rank 0's own, and nothing is done.
@@ -198,14 +231,14 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
         status: rank 0's.
         fresh: move an older launch's run aside.
     """
-    mine = read_json(path / "status.json")
-    if mine == status:
-        return
+    mine, _ = read_facts(path / "status.json")
+    if mine == {name: fact for name, fact in status.items() if fact is not None}:
+        return None
     restarted = set(mine.get("launch", [])) & set(status["launch"])
-    if fresh and not restarted and (path / "config.toml").exists():
-        _move_aside(path)
+    aside = _move_aside(path) if fresh and not restarted and is_run(path) else None
     _write_config(path, options)
     write_json(path / "status.json", status)
+    return aside
 
 
 def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str, int]) -> None:
@@ -229,60 +262,62 @@ def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str
             )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The options in a TOML file.
+def _write_config(path: Path, options: dict[str, Any]) -> None:
+    write_atomically(path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()), private=True)
+
+
+OURS = ("metrics.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled", "wandb", "config.toml")
+"""What a run writes into its folder, besides its status.json."""
+
+BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job(\.json|-\d.*)|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
+"""Folders that a start which came to nothing, another rank or Slurm may have made, and what is in them."""
+
+
+def _move_aside(path: Path) -> Path:
+    """Move a run out of its folder: beside it, or within it where that cannot be (a mount, another user's folder).
+
+    Only what runs write is moved. What else somebody has put there stays, and so do the lock of the job that starts
+    over and what Slurm needs.
 
     Raises:
-        Refusal: no such file, or not TOML.
+        Ended: it cannot be moved; nothing has changed.
     """
-    try:
-        options: dict[str, Any] = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise Refusal(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Refusal(f"{path}: not TOML: {error}") from None
-    return options
-
-
-def recorded_options(path: Path | None) -> dict[str, Any]:
-    """What a run's folder says of options that were left open when the run began: the cut of a step ("micro_batch",
-    "micro_batches") and CPU "threads". Empty where there is no run; a run of an older version may lack some."""
-    if path is None:
-        return {}
-    try:
-        status = read_json(path / "status.json")
-        cut = status if status.get("micro_batch") else read_config(path / "config.toml")
-    except (OSError, Refusal):
-        return {}
-    saved = {"threads": status.get("threads"), **{name: cut.get(name) for name in ("micro_batch", "micro_batches")}}
-    return {name: value for name, value in saved.items() if value}
-
-
-def _move_aside(path: Path) -> None:
-    """Move a run out of its folder, into one beside it, or within it where the folder is a mount.
-
-    What belongs to the job that starts over stays: its lock, and what Slurm needs of it.
-    """
+    path = path.resolve()  # a link may lead to another file system
     name = f"old-{time.strftime('%Y%m%d-%H%M%S')}"
-    parent, prefix = (path, "") if os.path.ismount(path) else (path.parent, f"{path.name}.")
-    aside = make_unused(parent / f"{prefix}{name}")
-    # the configuration last: without it, after a crash, what is left would not be known for a run
-    for entry in sorted(_contents(path, all_logs=True), key=lambda entry: entry.name == "config.toml"):
-        entry.rename(aside / entry.name)
+    # the status last: without it, after a crash, what is left would not be known for a run
+    entries = [path / ours for ours in (*OURS, "status.json") if os.path.lexists(path / ours)]
+    for place in (path.with_name(f"{path.name}.{name}"), path / name):
+        try:
+            return _moved(entries, make_unused(place))
+        except OSError as error:
+            trouble = error.strerror or str(error)
+    raise Ended(
+        f"--fresh: the run in {path} cannot be moved aside: {trouble}; move it away yourself, or name another --run-dir"
+    )
 
 
-def _write_config(path: Path, options: dict[str, Any]) -> None:
-    write_atomically(path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()))
+def _moved(entries: list[Path], aside: Path) -> Path:
+    """Move all of them into a new folder, or none."""
+    for number, entry in enumerate(entries):
+        try:
+            entry.rename(aside / entry.name)
+        except OSError:
+            for before in reversed(entries[:number]):
+                (aside / before.name).rename(before)
+            aside.rmdir()
+            raise
+    return aside
 
 
-def _contents(path: Path, all_logs: bool = False) -> list[Path]:
-    """What is in a folder, but for what a job, a start that came to nothing, or another rank, leaves there."""
-    not_the_runs = (".lock", "slurm") if all_logs else (".lock", "slurm", "logs")
-    return [
-        entry
-        for entry in path.iterdir()
-        if entry.name not in not_the_runs and entry.suffix != ".tmp" and not re.fullmatch(ASIDE, entry.name)
-    ]
+def _foreign(path: Path) -> list[str]:
+    """What is in a folder without a run, but for what a job leaves there before it has one, by name."""
+
+    def ours(entry: Path) -> bool:
+        if pattern := BEFORE_A_RUN.get(entry.name):
+            return entry.is_dir() and all(re.fullmatch(pattern, inside.name) for inside in entry.iterdir())
+        return bool(re.fullmatch(rf"{ASIDE}|\.lock|\.(config\.toml|status\.json)\.\d+\.tmp", entry.name))
+
+    return sorted(entry.name for entry in path.iterdir() if not ours(entry))
 
 
 def _refuse_changes(
@@ -294,7 +329,7 @@ def _refuse_changes(
 ) -> None:
     """Refuse options or data that are not those of the run there."""
     _refuse_another_run(path, options, harmless, earlier or {})
-    known = read_json(path / "status.json").get("samples", {})  # a run that is older than this has none
+    known = read_facts(path / "status.json")[0].get("samples", {})  # a run that is older than this has none
     refuse_other_data(path, known, samples or {})
 
 
@@ -302,6 +337,11 @@ def _refuse_another_run(
     path: Path, options: dict[str, Any], harmless: frozenset[str], earlier: Mapping[str, Any]
 ) -> None:
     if not (path / "config.toml").exists():
+        if step_folders(path / "checkpoints"):
+            raise Refusal(
+                f"--run-dir {path}: holds a run without its config.toml, which says what run it is; put that back, "
+                "name another folder, or start over with --fresh"
+            )
         return
     changed = differences({**earlier, **read_config(path / "config.toml")}, {**earlier, **options}, harmless)
     if changed:
@@ -340,7 +380,7 @@ def _lock(path: Path) -> IO[bytes]:
             if time.monotonic() < patience:
                 time.sleep(0.1)
                 continue
-            holder = read_json(path / "status.json")
+            holder, _ = read_facts(path / "status.json")
             who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
             raise Refusal(f"--run-dir {path}: is in use by {who}; stop that job or name another folder") from None
         return file

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import socket
@@ -18,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .files import read_json
 from .ledger import goodput, ledger
 from .naming import TEST, TRAIN, named
 from .processes import stat
+from .records import read_facts, read_record
 from .run_directory import ASIDE
 from .slurm.jobs import JobStatus
 from .slurm.record import load
@@ -101,8 +100,8 @@ class Metrics:
                 if not line.endswith(b"\n"):
                     break  # it is being written
                 self._offset += len(line)
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut by a power failure
-                    self._take(json.loads(line))
+                if record := read_record(line):
+                    self._take(record)
 
     def goodput(self) -> float | None:
         """The productive part of the time that is accounted for; None before there is some."""
@@ -116,7 +115,7 @@ class Metrics:
         return (points[-1][0] - points[0][0]) / (points[-1][1] - points[0][1])
 
     def _take(self, record: dict[str, Any]) -> None:
-        kind, point = record["kind"], (float(record["time"]), int(record["step"]))
+        kind, point = record["kind"], (record["time"], record["step"])
         if "spent" in record:
             if kind != "start" and self._ends and self._ends[-1]["kind"] != "start":
                 self._ends.pop()
@@ -184,10 +183,10 @@ def job_id(run: Path) -> str | None:
 
 def _status(run: Path) -> tuple[dict[str, Any], str]:
     try:
-        status = read_json(run / "status.json")
-    except (OSError, ValueError) as error:
+        status, trouble = read_facts(run / "status.json")
+    except OSError as error:
         return {}, f"status.json cannot be read: {error}"
-    return (status, "") if isinstance(status, dict) else ({}, "status.json is none of ours")
+    return status, trouble if "state" not in status else ""
 
 
 def _judge(

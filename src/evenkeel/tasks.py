@@ -103,9 +103,15 @@ class Task(ABC):
         return self
 
     def options(self) -> dict[str, Any]:
-        """The task's own options and their values; none unless it is a dataclass."""
-        fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
-        return {option_name(name): value for name, value in fields.items()}
+        """The task's own options and their values, but for secrets; none unless it is a dataclass."""
+        values: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        described = getattr(self, "__dataclass_fields__", {})
+        return {option_name(name): it for name, it in values.items() if not described[name].metadata.get("secret")}
+
+
+def secret() -> Any:
+    """The field of an option that is written, compared, sent and shown nowhere: ``token: str = secret()``."""
+    return dataclasses.field(default="", repr=False, metadata={"secret": True})
 
 
 class Classification(Task):

@@ -14,7 +14,6 @@ import netrc
 import os
 import sys
 import time
-import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,17 +84,18 @@ class Tracker:
         self._mark = (time.perf_counter(), 0)
         self._display = display.shown
 
-    def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> str | None:
-        """Open the run's one W&B run; its id, if there is one now. Trouble with it never ends a training."""
+    def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
+        """Open the run's one W&B run, by the id that the run has kept. Trouble with it never ends a training."""
         mode, why = wandb_mode(self.config.wandb)
         if mode == "disabled":
             self.say(f"Weights & Biases is off{': ' if why else ''}{why}")
-            return run_id
+            return
         activity.enter(START_UP, "Weights & Biases")
-        run_id = run_id or uuid.uuid4().hex[:12]
+        typed = sys.argv
         try:
             import wandb
 
+            sys.argv = typed[:1]  # wandb would send it as it is; the options that are no secrets are in the config
             self._wandb = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "evenkeel"),
                 name=os.environ.get("WANDB_NAME", self.path.name),
@@ -108,7 +108,8 @@ class Tracker:
             )
         except Exception as error:  # whatever it is
             log.warning("Weights & Biases is off: %s: %s", type(error).__name__, error)
-        return run_id
+        finally:
+            sys.argv = typed
 
     def start(self, step: int) -> None:
         """The attempt begins at a step."""

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..errors import Ended, Refusal
-from ..files import read_json
+from ..records import read_facts
 from . import report, tree
 from .experiment import Experiment, say
 from .faults import KINDS, SAFE, Fault, schedule
@@ -113,7 +113,7 @@ class ChaosCommand:
             raise Refusal(f"--minutes {self.minutes}: must be above 0")
         if self.count < 0:
             raise Refusal(f"--count {self.count}: must be 0 or more")
-        if read_json(run_dir / "status.json").get("state") == "finished":
+        if read_facts(run_dir / "status.json")[0].get("state") == "finished":
             raise Refusal(f"--run-dir {run_dir}: this run has finished; name another folder")
         if self.nodes > 1 and (reason := why_not()):
             raise Refusal(f"--nodes {self.nodes}: {reason}; run as root on Linux, or leave it out")

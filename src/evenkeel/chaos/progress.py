@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json
+from ..records import read_facts, read_record
 
 
 class Progress:
@@ -32,7 +31,8 @@ class Progress:
         for line in lines:
             if line.endswith(b"\n"):  # else it is still being written
                 self._offset += len(line)
-                self.records.append(json.loads(line))
+                if record := read_record(line):
+                    self.records.append(record)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """The records of a kind, oldest first."""
@@ -46,7 +46,7 @@ class Progress:
     @property
     def status(self) -> dict[str, Any]:
         """What status.json says, nothing if there is none."""
-        return read_json(self.run_dir / "status.json")
+        return read_facts(self.run_dir / "status.json")[0]
 
     @property
     def finished(self) -> bool:

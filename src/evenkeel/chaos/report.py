@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Refusal
-from ..files import read_json
 from ..plan import Plan
-from ..run_directory import read_config
+from ..records import read_config, read_facts
 from .experiment import Done, Experiment
 from .progress import Progress
 
@@ -72,7 +71,7 @@ def expected_samples(run_dir: Path) -> int:
     config, task = parse(["--config", str(run_dir / "config.toml")])
     samples = len(of_task(task, config, "train"))
     plan = Plan.of(config, samples)
-    status = read_json(run_dir / "status.json")
+    status, _ = read_facts(run_dir / "status.json")
     return plan.samples_seen(status["step"] if status.get("stopped_early") else plan.total_steps)
 
 
@@ -85,7 +84,7 @@ def lines(experiment: Experiment) -> Iterator[tuple[str, str]]:
     yield "faults", f"{len(done)}: {', '.join(f'{kind} {n}' for kind, n in sorted(kinds.items())) or 'none'}{missed}"
     yield "starts", f"{experiment.job.starts} of the command, {len(progress.of('start'))} of its ranks"
     yield from _about_steps(count_steps(progress))
-    summary = read_json(progress.run_dir / "summary.json") if progress.finished else {}
+    summary = read_facts(progress.run_dir / "summary.json")[0] if progress.finished else {}
     if "samples_seen" in summary:
         yield "samples", f"{summary['samples_seen']} seen, {_expected(progress.run_dir)} expected"
     if seconds := seconds_to_step(done, progress):

@@ -18,9 +18,9 @@ import tyro
 
 from ..agent import first_error
 from ..errors import FAILED, REFUSED, Refusal
-from ..files import read_json
 from ..interruption import KEYBOARD, STOPPED
 from ..keyboard import CtrlC
+from ..records import read_facts
 from .commands import SlurmError
 from .jobs import JobStatus, ask
 from .record import JobRecord, load
@@ -190,8 +190,8 @@ class _Follower:
     def status(self) -> dict[str, Any]:
         """What the run's status.json says, unless that is older than the job or cannot be seen from here."""
         try:
-            status = read_json(Path(self.record.run_dir) / "status.json")
-        except (OSError, ValueError):
+            status, _ = read_facts(Path(self.record.run_dir) / "status.json")
+        except OSError:
             return {}
         return status if status.get("time", 0) > self.record.submitted else {}
 

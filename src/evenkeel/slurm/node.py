@@ -22,10 +22,11 @@ from .. import agent
 from ..checkpoint import Checkpoints
 from ..config import Config
 from ..errors import REFUSED, Ended, Refusal, exit_code
-from ..files import read_json, write_json
+from ..files import write_json
 from ..interruption import STOPPED
 from ..launch import LARGEST_WORLD, Command, Topology, parse_master, parse_nodes
 from ..launchers import check_job, check_train_options, command_for, parse_arguments, processes_of_node, wait_for_master
+from ..records import read_facts
 from .commands import SlurmError, slurm
 from .record import JobRecord, load
 
@@ -212,14 +213,14 @@ def _count_start(record: JobRecord, step: Step, config: Config, most: int) -> No
     run_dir = Path(record.run_dir)
     path = Path(record.folder) / f"starts-{record.job_id}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    status, before = read_json(run_dir / "status.json"), read_json(path)
+    (status, _), (before, _) = read_facts(run_dir / "status.json"), read_facts(path)
     saved = Checkpoints(run_dir / "checkpoints", config.keep, ("", "max")).newest_step()
     done = 0 if config.fresh and not before else max(saved, status.get("step", 0))
-    starts = before["starts"] + 1 if before.get("step") == done else 1
+    starts = before.get("starts", 0) + 1 if before.get("step") == done else 1
     write_json(path, {"step": done, "starts": starts})
     if starts > most + 1 and step.requeues:
         reason = f"requeued {most} times without finishing a step after step {done} (--max-requeues {most})"
-        write_json(run_dir / "status.json", status | {"state": "failed", "reason": reason})
+        write_json(run_dir / "status.json", {"world_sizes": []} | status | {"state": "failed", "reason": reason})
         raise Ended(f"{reason}; logs are in {record.log} and {run_dir / 'logs'}; submit it again to go on")
 
 
@@ -245,7 +246,7 @@ def _explain(record: JobRecord, step: Step) -> None:
     path = Path(record.run_dir) / "status.json"
     lines = agent.first_error([record.errors(step.requeues)]).strip().splitlines()
     if lines and path.exists():
-        write_json(path, read_json(path) | {"state": "failed", "reason": lines[-1]})
+        write_json(path, {"world_sizes": []} | read_facts(path)[0] | {"state": "failed", "reason": lines[-1]})
 
 
 def _meeting(nodes: str) -> str:

@@ -6,8 +6,10 @@ import glob
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ..files import read_json, write_json
+from ..records import alike
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class JobRecord:
         """Write it into the run's folder."""
         path = _path(Path(self.run_dir))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(self))
+        write_json(path, asdict(self), private=True)  # the options of train.py
 
     @property
     def logs(self) -> list[Path]:
@@ -70,10 +72,13 @@ def load(run_dir: Path) -> JobRecord | None:
     known = read_json(_path(run_dir))
     if not known:
         return None
-    if not isinstance(known, dict) or not all(isinstance(known.get(name), str) for name in _NEEDED):
+    if not all(alike(known.get(name), "") for name in _NEEDED):
         raise ValueError(f"{', '.join(_NEEDED)} must be texts in an object")
-    values = {field.name: known.get(field.name) for field in fields(JobRecord)}
-    return JobRecord(**values | {"train_args": tuple(known.get("train_args", ()))})
+    values: dict[str, Any] = {field.name: known.get(field.name) for field in fields(JobRecord)}
+    args, submitted = known.get("train_args", []), known.get("submitted", 0.0)
+    if not alike(args, [""]) or not alike(submitted, 0.0):
+        raise ValueError("train_args must be a list of texts, and submitted a number")
+    return JobRecord(**values | {"train_args": tuple(args), "submitted": submitted})
 
 
 def _path(run_dir: Path) -> Path:

@@ -18,7 +18,7 @@ import submitit
 import tyro
 
 from ..errors import Refusal
-from ..files import make_unused, unused
+from ..files import close_to_others, make_unused, unused
 from ..launch import parse_nodes
 from ..launchers import check_company, check_job, check_train_options, parse_arguments
 from .cluster import Request, parse_time, partitions, show_time
@@ -271,8 +271,9 @@ def _submit(executor: submitit.SlurmExecutor, nodes: list[Node]) -> list[submiti
     try:
         with redirect_stderr(told), redirect_stdout(told):
             if len(nodes) > 1:
-                return executor.map_array(Node.__call__, nodes)
-            return [executor.submit(Node.__call__, nodes[0])]
+                jobs = executor.map_array(Node.__call__, nodes)
+            else:
+                jobs = [executor.submit(Node.__call__, nodes[0])]
     except submitit.core.utils.FailedJobError as error:
         shutil.rmtree(executor.folder, ignore_errors=True)
         with suppress(OSError):  # there are other submissions
@@ -280,6 +281,9 @@ def _submit(executor: submitit.SlurmExecutor, nodes: list[Node]) -> list[submiti
         words = re.findall(r"^sbatch: error: (.*)$", f"{told.getvalue()}\n{error}", re.MULTILINE)
         reason = ": ".join(dict.fromkeys(words)) or str(error)
         raise Refusal(f"Slurm does not take the job: {reason}") from None
+    for path in executor.folder.glob("*submi*"):  # these hold the options of train.py and the lines of --setup
+        close_to_others(path)
+    return jobs
 
 
 def _announce_plan(typed: Submit, request: Request, revision: str) -> None:
