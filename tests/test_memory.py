@@ -129,7 +129,8 @@ def test_the_message_names_the_phase_in_which_it_was_and_not_the_one_after(monke
 
 
 def test_the_device_is_the_first_of_this_process_where_each_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+    ranks = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "_chosen", [])

@@ -342,7 +342,8 @@ def test_a_local_rank_has_consecutive_devices(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    for name, value in {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+    ranks = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
     assert World.from_environment(2).devices == (torch.device("cuda", 2), torch.device("cuda", 3))
     assert World.from_environment().devices == (torch.device("cuda", 1),)
