@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -232,11 +234,9 @@ def opened(pid: int, path: str) -> bool:
         return any(os.path.realpath(entry.path) == path for entry in entries)
 
 
-def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
-    """The first waits for a checkpoint that is being written by somebody who never finishes."""
-    run_dir = tmp_path / "run"
-    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
-    wait_for_step(run_dir, 2, process)
+@contextlib.contextmanager
+def stuck_writer(run_dir: Path) -> Iterator[str]:
+    """Somebody who writes a checkpoint and never finishes; yields the folder."""
     (run_dir / "checkpoints").mkdir(exist_ok=True)
     folder = str(run_dir / "checkpoints")
     code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(600)"
@@ -244,15 +244,39 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
     try:
         assert holder.stdout
         holder.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        wait_until(lambda: opened(process.pid, folder), "its wait for the checkpoints")
-        time.sleep(1.2)  # later than a second delivery of the same Ctrl-C
-        assert process.poll() is None, "it waits"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=processes.LIMIT) == KEYBOARD, "and not for --grace, after which it is another code"
+        yield folder
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_a_stop_waits_for_nobody_beyond_its_grace(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--grace", 6))
+    wait_for_step(run_dir, 2, process)
+    with stuck_writer(run_dir):
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        done = processes.finish(process)
+    assert time.monotonic() - begun < 6
+    assert (done.returncode, done.stderr) == (STOPPED, "")
+    assert saved_step(run_dir) >= records(run_dir, "train")[-1]["step"]
+
+
+def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
+    """The first waits for a checkpoint that is being written by somebody who never finishes."""
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
+    wait_for_step(run_dir, 2, process)
+    try:
+        with stuck_writer(run_dir) as folder:
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: opened(process.pid, folder), "its wait for the checkpoints")
+            time.sleep(1.2)  # later than a second delivery of the same Ctrl-C
+            assert process.poll() is None, "it waits"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=processes.LIMIT) == KEYBOARD, "and not for --grace, which has another code"
+    finally:
         processes.kill_group(process)
         process.communicate()
 

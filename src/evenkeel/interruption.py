@@ -122,7 +122,7 @@ class Interruption:
 
     def _give_up(self, code: int) -> None:
         time.sleep(self.grace)
-        _say(f"not saved within --grace {self.grace:g} s of {self.reason}")
+        _say(f"not done within --grace {self.grace:g} s of {self.reason}; `checkpoint list` shows what is saved")
         os._exit(code)
 
 

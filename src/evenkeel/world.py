@@ -92,6 +92,9 @@ class World:
             yield None
             return
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch remembers as many collectives, for `hang`
+        # NCCL's monitor aborts a process whose watchdog has stood still for 480 s, in a call of a GPU that hangs, say:
+        # nothing would be saved or explained. Ours must be first, and the timeout is beyond --hang-timeout
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             # NCCL's watchdog would abort a process that has lost its peer before that has saved anything; torchrun's
