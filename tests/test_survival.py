@@ -55,6 +55,12 @@ def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    """Of a process, all threads' together."""
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for some in found for child in some]
+
+
 def saved_step(run_dir: Path) -> int:
     """The newest step that has a checkpoint or a snapshot."""
     return max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
@@ -261,6 +267,34 @@ def test_a_stop_waits_for_nobody_beyond_its_grace(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 6
     assert (done.returncode, done.stderr) == (STOPPED, "")
     assert saved_step(run_dir) >= records(run_dir, "train")[-1]["step"]
+
+
+@pytest.mark.parametrize(("end", "ranks"), [("finish", 1), ("stop", 1), ("failure", 0), ("second Ctrl-C", 0)])
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ranks: int) -> None:
+    """Neither the folders of sockets that loader processes have, nor torchrun's."""
+    run_dir, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    more = ["--fail-at", 30] if end == "failure" else []
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.1, "--num-workers", 2, *more)
+    command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
+    process = start(command, env={"TMPDIR": str(temporary)})
+    wait_for_step(run_dir, 2, process)
+    loaders = [pid for worker in (workers_of(process).values() if ranks else [process.pid]) for pid in children(worker)]
+    assert len(loaders) >= 2
+    assert list(temporary.glob("pymp-*")), "there is something to be left"
+    with stuck_writer(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
+        if end == "stop":
+            process.send_signal(signal.SIGTERM)
+        if end == "second Ctrl-C":
+            process.send_signal(signal.SIGINT)
+            time.sleep(1.2)
+            process.send_signal(signal.SIGINT)
+        process.wait(processes.LIMIT)
+    wait_until_gone(loaders)
+    processes.finish(process)
+    # torch's compiler makes this one when it is imported, one for each user and not for each run
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+    assert not [name for pid in loaders for name in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
 def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:

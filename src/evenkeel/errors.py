@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+from .processes import leave_nothing
+
 T = TypeVar("T")
 
 FAILED = 1
@@ -112,6 +114,7 @@ def leave(code: int) -> NoReturn:
     -6. torchrun would take that for a failure of a run that has finished. So the interpreter is not taken down.
     """
     atexit._run_exitfuncs()
+    leave_nothing()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a pipe that is gone
             stream.flush()
