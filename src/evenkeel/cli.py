@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
-from .config import OPTION_NAMES, Config, flag, validate
+from .config import OPTION_NAMES, Config, check_numbers, flag, validate
 from .errors import Refusal, one_line_errors
 from .run_directory import read_config
 from .tasks import Task, load_task, option_name
@@ -54,6 +54,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
     chosen: Any = one_line_errors(lambda: tyro.cli(both, args=list(arguments), description=Config.__doc__))
     config: Config = chosen.job.resolved()
     validate(config)
+    check_numbers(chosen.task, {})
     task: Task = chosen.task if is_dataclass(task_class) else task_class()
     return config, task.resolved(_of_the_run(config))
 

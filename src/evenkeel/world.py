@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from .config import number_in
 from .devices import choose, explain_devices, refuse_company, refuse_missing
 from .errors import REFUSED, Refusal
 from .rendezvous import fresh_store
@@ -68,11 +69,13 @@ class World:
             _refuse_bare_srun()
             first, *more = _devices(0, 1, devices_per_rank)
             return World(0, 0, 1, 1, first, False, tuple(more))
-        try:
-            rank, local_rank, world_size, local_world_size = (int(value or "") for value in values)
-        except ValueError:
+        if None in values:
             shown = " ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in names)
-            raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/") from None
+            raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/")
+        world_size = number_in("WORLD_SIZE", 1, 2**20)
+        rank, local_world_size = number_in("RANK", 0, world_size - 1), number_in("LOCAL_WORLD_SIZE", 1, world_size)
+        local_rank = number_in("LOCAL_RANK", 0, local_world_size - 1)
+        number_in("MASTER_PORT", 1, 65535)
         if strategy == "dp":
             refuse_company(world_size, torch.cuda.device_count())
         first, *more = _devices(local_rank, local_world_size, devices_per_rank)
