@@ -48,6 +48,13 @@ def numbers_of(options: Any) -> list[str]:
     return [f.name for f in fields(options) if {int, float} & {hints[f.name], *get_args(hints[f.name])}]
 
 
+def test_the_commands_say_which_number() -> None:
+    assert refusal_of(lambda: evenkeel("chaos", "--minutes", "inf")) == "--minutes inf: must be at most 527040"
+    assert refusal_of(lambda: evenkeel("plan", "-w", "0")) == "--world-size 0: must be at least 1"
+    assert refusal_of(lambda: evenkeel("checkpoint", "inspect", ".", "--step=-1")) == "--step -1: must be at least 0"
+    assert refusal_of(lambda: launch("-g", str(10**30))).endswith(": must be at most 1024")
+
+
 def refusal_of(call: Callable[[], object]) -> str:
     """What a call refuses, in a line; nothing if it does not. Any other error is a traceback."""
     try:

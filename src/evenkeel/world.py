@@ -75,7 +75,8 @@ class World:
         world_size = number_in("WORLD_SIZE", 1, 2**20)
         rank, local_world_size = number_in("RANK", 0, world_size - 1), number_in("LOCAL_WORLD_SIZE", 1, world_size)
         local_rank = number_in("LOCAL_RANK", 0, local_world_size - 1)
-        number_in("MASTER_PORT", 1, 65535)
+        if "MASTER_PORT" in os.environ:
+            number_in("MASTER_PORT", 1, 65535)
         if strategy == "dp":
             refuse_company(world_size, torch.cuda.device_count())
         first, *more = _devices(local_rank, local_world_size, devices_per_rank)
