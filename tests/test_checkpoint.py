@@ -12,6 +12,7 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from torch import nn
 from evenkeel.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, unpack, verify
 from evenkeel.state import State
 
-from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, run
+from .processes import TRAIN, finish, finish_all, fork_ranks, read, records, run, wait_until
 
 FORK = multiprocessing.get_context("fork")
 
@@ -598,6 +600,63 @@ def test_a_kill_in_the_middle_leaves_whole_checkpoints_only(tmp_path: Path) -> N
         assert is_whole(found)
         assert found["step"] >= max(before, done)
         assert list(tmp_path.glob(".*")) == []
+
+
+def rescue_step_5(folder: Path) -> float:
+    """Rescue a large state; returns the seconds that it has waited for the lock, and written."""
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    assert Checkpoints(folder, keep=2, best=("accuracy", "max")).rescue(state(5, BIG), begun + 0.2)
+    return time.monotonic() - begun
+
+
+@contextlib.contextmanager
+def frozen_writer(folder: Path) -> Iterator[None]:
+    """Another process that is stopped, with the lock, in the middle of writing step 5; at the end it goes on."""
+    process = FORK.Process(target=rescue_step_5, args=(folder,))
+    process.start()
+    try:
+        wait_until(lambda: any(map(size_of, folder.glob(f".step-*/{STATE}"))), "the first bytes")
+        os.kill(process.pid, signal.SIGSTOP)
+        assert not (folder / "step-00000005").exists(), "it has not come to its end"
+        yield
+        os.kill(process.pid, signal.SIGCONT)
+        process.join(240)
+        assert process.exitcode == 0, "it has saved the step as well"
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_frozen_writer_of_the_same_step_neither_delays_nor_spoils_a_rescue(tmp_path: Path) -> None:
+    with frozen_writer(tmp_path):
+        seconds = rescue_step_5(tmp_path)
+        assert seconds < 8, "it does not wait longer than it was told to"
+        assert is_whole(load(tmp_path / "step-00000005"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000005"]
+    assert is_whole(load(tmp_path / "step-00000005"))
+
+
+def test_the_control_writers_that_share_a_name_are_in_the_way_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evenkeel.checkpoint.uuid4", lambda: UUID(int=5))
+    with frozen_writer(tmp_path), pytest.raises(FileExistsError):
+        rescue_step_5(tmp_path)
+
+
+def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(checkpoints: Checkpoints) -> None:
+    """As a loader process is, beside a checkpoint in the background."""
+    with checkpoints._alone(0):
+        child = FORK.Process(target=time.sleep, args=(600,))
+        child.start()
+    try:
+        begun = time.monotonic()
+        checkpoints.save(state(1), {})
+        assert time.monotonic() - begun < 5
+    finally:
+        child.kill()
+        child.join()
 
 
 def seconds_after_the_first_save(seconds: float) -> Callable[[int], bool]:

@@ -127,10 +127,10 @@ def test_grey_images_for_a_network_of_colour_ones_are_enlarged_and_repeated() ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"label_smoothing": 1.0}, "--label-smoothing 1.0: must be at least 0 and below 1"),
+        ({"label_smoothing": 1.0}, "--label-smoothing 1.0: must be below 1"),
         ({"mixup": -0.1}, "--mixup -0.1: must be at least 0"),
         ({"cutmix": float("nan")}, "--cutmix nan: must be at least 0"),
-        ({"image_size": -1}, "--image-size -1: must be at least 2"),
+        ({"image_size": -1}, "--image-size -1: must be at least 0"),
         ({"model_": "resnet19"}, "--model resnet19: is neither cnn nor"),
         ({"pretrained": True}, "--pretrained: there are no published weights of --model cnn"),
         ({"fake_samples": 0}, "--fake-samples 0"),

@@ -673,17 +673,17 @@ def job_store_of(environ):
         ({"RANK": 5, "WORLD_SIZE": 2}, "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=2"),
         (
             {"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1},
-            "LOCAL_WORLD_SIZE=1: no such rank; start",
+            "RANK=5: must be a whole number from 0 to 1;",
         ),
         (
             {"RANK": 0, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
-            "LOCAL_WORLD_SIZE=2: no such rank; start",
+            "LOCAL_RANK=1: must be a whole number from 0 to 0;",
         ),
         (
             {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 3},
-            "LOCAL_WORLD_SIZE=3: no such rank; start",
+            "LOCAL_WORLD_SIZE=3: must be a whole number from 1 to 2;",
         ),
-        ({"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}, "MASTER_ADDR= MASTER_PORT=: not where"),
+        ({"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}, "MASTER_ADDR is not set"),
     ],
 )
 def test_a_rank_that_cannot_be(

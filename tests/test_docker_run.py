@@ -155,7 +155,7 @@ def test_mounts_and_memory(tmp_path: Path) -> None:
         (["--runs", "/a,b"], "/a,b: engines cannot mount a path with a comma or a quotation mark"),
         (["-n", "2", "-nr", "0"], "--master is missing: -n 2 needs the address of node 0, HOST or HOST:PORT"),
         (["-n", "2", "--master", "a"], "-nr is missing: with -n 2 give each node its own, from 0"),
-        (["-g", "0"], "-g 0: a node needs at least one process"),
+        (["-g", "0"], "--gpus 0: must be at least 1"),
     ],
 )
 def test_refusals(words: list[str], line: str) -> None:

@@ -63,7 +63,7 @@ def captured_in_a_thread(state: State, staging: Staging) -> Any:
 
     def rescue() -> None:
         try:
-            found.append(state.capture(patience=10, staging=staging))
+            found.append(state.capture(time.monotonic() + 10, staging=staging))
         except Torn as torn:
             found.append(torn)
 

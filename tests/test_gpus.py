@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_if_one_of_two_gpus_hangs_the_last_whole_step_is_saved(hanging: int) -> 
     advance(state)
     advance(state)
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(state.capture(patience=10, staging=staging)))
+    thread = threading.Thread(target=lambda: found.append(state.capture(time.monotonic() + 10, staging=staging)))
     thread.start()
     thread.join(timeout=20)
     assert found, "the capture waits for the stream that hangs"

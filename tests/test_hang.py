@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from evenkeel.hang import Beat, _collectives, describe
+from evenkeel.world import World
 
 from . import processes
 from .processes import (
@@ -26,8 +29,10 @@ from .processes import (
     running,
     start,
     torchrun,
+    wait_until,
     wait_until_gone,
 )
+from .test_staging import Training
 from .test_survival import workers_of
 from .test_train import PLAN, SAMPLES, job, wait_for_step
 
@@ -59,6 +64,32 @@ def test_each_backend_s_recorder_is_asked() -> None:
     general = torch._C._distributed_c10d._dump_fr_trace_json
     assert ("version" in told[2]) == ("backend" in (general.__doc__ or "")), "nccl2, if this release knows it"
     assert "version" in told[0]
+
+
+def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) -> None:
+    """torch's own record of collectives may hang as they do: here its file does, before and after the save."""
+    training = Training(tmp_path / "run", World(0, 0, 1, 1, torch.device("cpu"), launched=False))
+    training.step()
+    training.run.watched(None, lambda: None)
+    for name in ("collectives.json", "stacks.txt"):
+        os.mkfifo(training.run.logs / f"rank-0.{name}")  # whoever opens it waits for a reader
+    threading.Thread(target=training.run.hung, args=(training.state,), daemon=True).start()
+    wait_until(lambda: read(training.run.path, "status.json")["state"] == "failed", "the end")
+    assert training.saved(1)
+    assert "no progress for 600 s" in read(training.run.path, "status.json")["reason"]
+
+
+@pytest.mark.parametrize("own", [None, "7"])
+def test_the_monitor_of_nccl_has_more_patience_than_the_watch(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+    monkeypatch.setenv(name, own or "")
+    if own is None:
+        monkeypatch.delenv(name)
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("MASTER_PORT", str(processes.free_port()))
+    with World(0, 0, 1, 1, torch.device("cpu"), launched=True).connected(timedelta(seconds=1234)):
+        assert os.environ[name] == (own or "1234")
 
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -51,6 +53,12 @@ def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
         ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
         found.update(dict.fromkeys(ranks, int(pid)))
     return found
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, all threads' together."""
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for some in found for child in some]
 
 
 def saved_step(run_dir: Path) -> int:
@@ -232,11 +240,9 @@ def opened(pid: int, path: str) -> bool:
         return any(os.path.realpath(entry.path) == path for entry in entries)
 
 
-def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
-    """The first waits for a checkpoint that is being written by somebody who never finishes."""
-    run_dir = tmp_path / "run"
-    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
-    wait_for_step(run_dir, 2, process)
+@contextlib.contextmanager
+def stuck_writer(run_dir: Path) -> Iterator[str]:
+    """Somebody who writes a checkpoint and never finishes; yields the folder."""
     (run_dir / "checkpoints").mkdir(exist_ok=True)
     folder = str(run_dir / "checkpoints")
     code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(600)"
@@ -244,15 +250,67 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
     try:
         assert holder.stdout
         holder.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        wait_until(lambda: opened(process.pid, folder), "its wait for the checkpoints")
-        time.sleep(1.2)  # later than a second delivery of the same Ctrl-C
-        assert process.poll() is None, "it waits"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=processes.LIMIT) == KEYBOARD, "and not for --grace, after which it is another code"
+        yield folder
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_a_stop_waits_for_nobody_beyond_its_grace(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--grace", 6))
+    wait_for_step(run_dir, 2, process)
+    with stuck_writer(run_dir):
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        done = processes.finish(process)
+    assert time.monotonic() - begun < 6
+    assert (done.returncode, done.stderr) == (STOPPED, "")
+    assert saved_step(run_dir) >= records(run_dir, "train")[-1]["step"]
+
+
+@pytest.mark.parametrize(("end", "ranks"), [("finish", 1), ("stop", 1), ("failure", 0), ("second Ctrl-C", 0)])
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ranks: int) -> None:
+    """Neither the folders of sockets that loader processes have, nor torchrun's."""
+    run_dir, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    more = ["--fail-at", 30] if end == "failure" else []
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.1, "--num-workers", 2, *more)
+    command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
+    process = start(command, env={"TMPDIR": str(temporary)})
+    wait_for_step(run_dir, 2, process)
+    loaders = [pid for worker in (workers_of(process).values() if ranks else [process.pid]) for pid in children(worker)]
+    assert len(loaders) >= 2
+    assert list(temporary.glob("pymp-*")), "there is something to be left"
+    with stuck_writer(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
+        if end == "stop":
+            process.send_signal(signal.SIGTERM)
+        if end == "second Ctrl-C":
+            process.send_signal(signal.SIGINT)
+            time.sleep(1.2)
+            process.send_signal(signal.SIGINT)
+        process.wait(processes.LIMIT)
+    wait_until_gone(loaders)
+    processes.finish(process)
+    # torch's compiler makes this one when it is imported, one for each user and not for each run
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+    assert not [name for pid in loaders for name in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
+def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
+    """The first waits for a checkpoint that is being written by somebody who never finishes."""
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
+    wait_for_step(run_dir, 2, process)
+    try:
+        with stuck_writer(run_dir) as folder:
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: opened(process.pid, folder), "its wait for the checkpoints")
+            time.sleep(1.2)  # later than a second delivery of the same Ctrl-C
+            assert process.poll() is None, "it waits"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=processes.LIMIT) == KEYBOARD, "and not for --grace, which has another code"
+    finally:
         processes.kill_group(process)
         process.communicate()
 

@@ -10,6 +10,7 @@ import tyro
 
 from .chaos.command import ChaosCommand
 from .comparison import CompareCommand
+from .config import COMMAND_BOUNDS, check_numbers
 from .errors import exit_code, lose_stdout, one_line_errors, refuse_empty
 from .inspection import CheckpointCommand
 from .planning import PlanCommand
@@ -36,6 +37,7 @@ def main() -> int:
             SUBCOMMANDS, args=arguments[:cut], prog="python -m evenkeel", description=__doc__
         )
     )
+    check_numbers(getattr(command, "action", command), COMMAND_BOUNDS)
     try:
         return command(arguments[cut + 1 :])
     except BrokenPipeError:

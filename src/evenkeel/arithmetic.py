@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import BOUNDS
 from .errors import Ended
 from .processes import count_cores
 
@@ -51,7 +52,7 @@ def threads_of_a_rank(exact: bool, local_world_size: int) -> int:
     if exact:
         return 1
     if "OMP_NUM_THREADS" in os.environ and not _set_by_torchrun():
-        return torch.get_num_threads()
+        return min(torch.get_num_threads(), int(BOUNDS["threads"][1]))
     return max(1, count_cores() // local_world_size)
 
 

@@ -4,10 +4,10 @@
                               manifest.json   step, kind, host, metrics, what its bits depend on, and each file's
                                               size and sha256
 
-A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-*
-is complete. An older one is deleted only after that, and loses its name first. What a kill in the middle leaves
-has a hidden name and is cleared away at the next start. A *snapshot* is a checkpoint that was not planned: what a
-survivor saved when the job was stopped or had failed.
+A checkpoint is written under a hidden name of its writer's own and renamed when all of it is on the disk, so a folder
+called step-* is complete, and a manifest is beside the very files it tells of. An older one is deleted only after that,
+and loses its name first. What a kill in the middle leaves has a hidden name and is cleared away at the next start. A
+*snapshot* is a checkpoint that was not planned: what a survivor saved when the job was stopped or had failed.
 
 torch is imported where it is used: to list checkpoints takes a tenth of a second, to import torch two.
 """
@@ -15,6 +15,7 @@ torch is imported where it is used: to list checkpoints takes a tenth of a secon
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -29,14 +30,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
+from uuid import uuid4
 
+from .deadline import FOREVER, left
 from .files import sync_folder, write_json
 from .naming import TEST, full_name, named
 
 log = logging.getLogger(__name__)
 
 LOCK_PATIENCE = 10.0
-"""Seconds to wait for another writer; well inside the grace that a signal leaves."""
+"""Seconds for which a planned checkpoint waits for another writer. A rescue has less: what is left of --grace."""
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 
@@ -119,11 +122,15 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; what was there before is untouched.
         """
-        with self._alone():
+        with self._alone(time.monotonic() + LOCK_PATIENCE):
             return self._write(state, metrics, "checkpoint")
 
-    def rescue(self, state: Mapping[str, Any]) -> Path | None:
+    def rescue(self, state: Mapping[str, Any], until: float = FOREVER) -> Path | None:
         """Write a snapshot unless another survivor on this file system has written it, or a newer state, already.
+
+        Args:
+            state: what `State.capture` gave.
+            until: the moment to which to wait for another writer.
 
         Returns:
             Where it is now; None if it was there before.
@@ -131,7 +138,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone.
         """
-        with self._alone():
+        with self._alone(until):
             return self._write(state, {}, "snapshot") if self.newest_step() < state["step"] else None
 
     def clear_snapshots(self, before: int) -> None:
@@ -147,30 +154,34 @@ class Checkpoints:
                     self._delete(path)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, until: float) -> Iterator[None]:
         """Keep other writers out: another rank, or another thread of this process.
 
-        The kernel frees the lock of a holder that dies. One that is frozen must not keep the others from saving, so
-        after a while they go ahead; names of what is being written are their own.
+        The kernel frees the lock of a holder that dies. One that is frozen, perhaps in the middle of this very step,
+        must not keep the others from saving. So at some moment they go ahead, which costs room and nothing else: each
+        writes under a name of its own, and gives it up where another one has been faster.
+
+        Args:
+            until: that moment.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + LOCK_PATIENCE
         lock = os.open(self.folder, os.O_RDONLY)
         try:
-            while time.monotonic() < deadline:
-                try:
+            while True:
+                with contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except BlockingIOError:
-                    time.sleep(0.02)
+                if not left(until):
+                    break
+                time.sleep(0.02)
             yield
         finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # or a loader process that was forked meanwhile would go on holding it
             os.close(lock)
 
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
         final = self.folder / f"step-{state['step']:08d}"
-        temporary = self.folder / f".{final.name}.{socket.gethostname()}-{os.getpid()}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary = self.folder / f".{final.name}.{uuid4().hex}.tmp"
         temporary.mkdir(parents=True)
         try:
             with (temporary / STATE).open("wb") as file:
@@ -189,14 +200,19 @@ class Checkpoints:
             }
             write_json(temporary / MANIFEST, manifest)
             replaced = self.folder / f".{final.name}.old"
-            if final.exists():  # the same step, set down by an earlier attempt
+            again = kind == "checkpoint" or not (final / MANIFEST).exists()
+            if again and final.exists():  # the same step, set down by an earlier attempt
                 shutil.rmtree(replaced, ignore_errors=True)
                 final.replace(replaced)
-            temporary.replace(final)
+            try:
+                temporary.replace(final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # by another writer meanwhile, and after the same step all ranks have the same state
             sync_folder(self.folder)
-        except BaseException:
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
         return final

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import augmentation, datasets, models
 from .augmentation import Augment
-from .config import NAME, Flag
+from .config import BELOW_1, COUNT, FINITE, NAME, Flag, check_numbers
 from .data import SizedDataset
 from .datasets import ABOUT, OnBadSample
 from .decoding import Decode
@@ -30,6 +30,18 @@ PHOTOGRAPH = 224
 
 AUXILIARY_WEIGHT = 0.4
 """Of the losses of a network's auxiliary outputs."""
+
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "image_size": (0, 2**14),
+    "width": (1, 2**16),
+    "dropout": (0, BELOW_1),
+    "mixup": (0, FINITE),
+    "cutmix": (0, FINITE),
+    "label_smoothing": (0, BELOW_1),
+    "fake_samples": (5, COUNT),
+    "fake_classes": (1, 2**20),
+}
 
 
 @dataclass
@@ -71,20 +83,9 @@ class Classify(Classification):
     earlier: ClassVar[Mapping[str, Any]] = {"decode": "exact"}
 
     def __post_init__(self) -> None:
-        if self.width < 1 or not 0 <= self.dropout < 1:
-            raise Refusal(f"--width {self.width} --dropout {self.dropout}: need width >= 1 and 0 <= dropout < 1")
-        if not 0 <= self.label_smoothing < 1:
-            raise Refusal(f"--label-smoothing {self.label_smoothing}: must be at least 0 and below 1")
-        for name in ("mixup", "cutmix"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise Refusal(f"--{name} {getattr(self, name)}: must be at least 0 and finite")
-        if self.image_size < 0 or (self.model_ == models.OWN and self.image_size == 1):
-            raise Refusal(f"--image-size {self.image_size}: must be at least 2, or 0 for the data set's own")
-        if self.fake_samples < 5 or self.fake_classes < 1:
-            raise Refusal(
-                f"--fake-samples {self.fake_samples} --fake-classes {self.fake_classes}: "
-                "need at least 5 samples and 1 class"
-            )
+        check_numbers(self, BOUNDS)
+        if self.model_ == models.OWN and self.image_size == 1:
+            raise Refusal("--image-size 1: must be at least 2, or 0 for the data set's own")
         models.check_model_name(self.model_)
         if self.pretrained:
             models.published_weights(self.model_)

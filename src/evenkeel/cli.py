@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from .checked_metrics import check_best
-from .config import GROUPS, OPTION_NAMES, Config, flag, validate
+from .config import GROUPS, OPTION_NAMES, Config, check_numbers, flag, validate
 from .errors import Refusal, one_line_errors, refuse_empty
 from .mistakes import kind_of
 from .records import is_run, read_config
@@ -57,6 +57,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Task]:
     options = [vars(getattr(chosen, group.__name__.lower())) for group in GROUPS]
     config = Config(**{name: value for part in options for name, value in part.items()}).resolved()
     validate(config)
+    check_numbers(chosen.task, {})
     open_task: Task = chosen.task if is_dataclass(task_class) else task_class()
     task: Any = open_task.resolved(_of_the_run(config))
     if not isinstance(task, Task):

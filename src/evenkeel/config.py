@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from math import frexp
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -228,7 +231,9 @@ UNSAVED = frozenset({"run_dir", "fresh", "other_data", "config", "eval_only"})
 COUNT = 10**12
 """More than any number of samples, steps or epochs that can be meant."""
 
-BOUNDS: dict[str, tuple[int, float]] = {
+FINITE, BELOW_1 = sys.float_info.max, math.nextafter(1, 0)
+
+BOUNDS: dict[str, tuple[float, float]] = {
     "epochs": (1, COUNT),
     "batch_size": (1, COUNT),
     "micro_batch": (0, COUNT),
@@ -248,12 +253,63 @@ BOUNDS: dict[str, tuple[int, float]] = {
     "model_parallel": (1, 1024),
     "grace": (1, 7 * 86400),
     "hang_timeout": (0, 7 * 86400),
-    "lr": (0, float("inf")),
-    "weight_decay": (0, float("inf")),
-    "clip_norm": (0, float("inf")),
-    "ema": (0, float("inf")),
+    "lr": (0, FINITE),
+    "weight_decay": (0, FINITE),
+    "clip_norm": (0, math.inf),
+    "ema": (0, FINITE),
 }
 """Option -> the least and the most that it may be. Threads and processes: what a machine survives; seconds: a week."""
+
+COMMAND_BOUNDS: dict[str, tuple[float, float]] = {
+    "gpus": (1, 1024),
+    "node_rank": (0, 2**16),
+    "nodes": (1, 2**16),
+    "max_restarts": (0, 10**6),
+    "max_requeues": (0, 10**6),
+    "cpus_per_gpu": (1, 4096),
+    "world_size": (1, 2**16),
+    "step": (0, COUNT),
+    "minutes": (1e-3, 366 * 1440),
+    "count": (0, COUNT),
+    "seed": (0, 2**63 - 1),
+}
+"""The same of the other commands."""
+
+
+def check_numbers(options: Any, bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse numbers beyond their bounds.
+
+    Args:
+        options: a dataclass.
+        bounds: the least and the most, by field. Others must be numbers, and fit into 64 bits.
+
+    Raises:
+        Refusal: names the flag, the value and the bound.
+    """
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        widest = (-math.inf, math.inf) if isinstance(value, float) else (-(2**63), 2**63 - 1)
+        least, most = bounds.get(option.name, widest)
+        if least <= value <= most:
+            continue
+        side, bound = ("most", most) if value > most else ("least", least)  # NaN as well
+        must = {FINITE: "finite", BELOW_1: "below 1", -math.inf: "a number"}.get(bound, f"at {side} {bound}")
+        raise Refusal(f"{flag(option.name.rstrip('_'))} {str(value)[:40]}: must be {must}")
+
+
+def number_in(variable: str, least: int, most: int) -> int:
+    """A whole number in an environment variable that is set.
+
+    Raises:
+        Refusal: it is none, or beyond its bounds.
+    """
+    text = os.environ[variable]
+    number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+    if number is None or not least <= number <= most:
+        raise Refusal(f"{variable}={text[:40]}: must be a whole number from {least} to {most}; mend or unset it")
+    return number
 
 
 def validate(config: Config, samples: int | None = None, test_samples: int | None = None) -> None:
@@ -267,21 +323,13 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
     Raises:
         Refusal: names the flag, the value and the remedy.
     """
-    for name, (least, most) in BOUNDS.items():
-        value = getattr(config, name)
-        if value == "auto" or least <= value <= most:
-            continue
-        if not value >= least:  # also refuses NaN
-            raise Refusal(f"{flag(name)} {value}: must be at least {least}")
-        raise Refusal(f"{flag(name)} {value}: must be at most {most}")
-    if not config.lr < float("inf"):
-        raise Refusal(f"--lr {config.lr}: must be finite")
     if config.ema >= 1:
         raise Refusal(f"--ema {config.ema}: must be below 1, which would never take in a step; 0.999 is usual")
-    if not (FLOOR <= config.loss_scale < 2**127 and frexp(config.loss_scale)[0] == 0.5):
+    if not (FLOOR <= config.loss_scale < 2**127 and math.frexp(config.loss_scale)[0] == 0.5):
         raise Refusal(
             f"--loss-scale {config.loss_scale:g}: must be a power of two from 2**-14 to 2**126; 65536 is usual"
         )
+    check_numbers(config, BOUNDS)
     if config.eval_only and config.fresh:
         raise Refusal("--eval-only --fresh: one looks at a run, the other starts over; choose one")
     for name in ("micro_batch", "micro_batches"):
@@ -311,8 +359,11 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         )
     if test_samples == 0:
         raise Refusal(f"--task {config.task}: its test data is empty")
-    if config.init_from and not os.access(config.init_from, os.F_OK):
-        raise Refusal(f"--init-from {config.init_from}: no such file or folder")
+    if config.init_from:
+        if not os.access(config.init_from, os.F_OK):
+            raise Refusal(f"--init-from {config.init_from}: no such file or folder")
+        if not (config.init_from.is_file() or config.init_from.is_dir()):  # reading a pipe may never come to its end
+            raise Refusal(f"--init-from {config.init_from}: is neither a file nor a folder, but a pipe or a device")
     if config.init_partial and not config.init_from:
         raise Refusal("--init-partial: there is no --init-from that it could be about; name a file or leave it out")
     placed_networks(config)
@@ -345,7 +396,7 @@ def placed_networks(config: Config) -> dict[str, int]:
     found: dict[str, int] = {}
     for item in filter(None, config.place.split(",")):
         name, _, number = (part.strip() for part in item.partition("="))
-        if not name or not number.isdecimal() or name in found:
+        if not name or not re.fullmatch("[0-9]{1,40}", number) or name in found:
             raise Refusal(
                 f"--place {config.place}: '{item.strip()}' is not NETWORK=NUMBER, once for each network; for example "
                 "segmenter=0,discriminator=1"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .config import Config
+from .config import Config, number_in
 from .launch import LARGEST_WORLD
 from .plan import Plan
 from .world import World
@@ -61,7 +61,7 @@ def _default(config: Config, world_size: int, has_batchnorm: Callable[[], bool])
         return replace(config, micro_batches=1)
     if config.reduce == "tree":
         return fact_of_the_job(config)
-    largest = 0 if config.sync_batchnorm else int(os.environ.get(LARGEST_WORLD, "0"))
+    largest = 0 if config.sync_batchnorm else (number_in(LARGEST_WORLD, 0, 2**20) if LARGEST_WORLD in os.environ else 0)
     count = world_size * max(1, -(-largest // world_size))
     pairs = config.batch_size // 2
     if count > pairs and has_batchnorm():

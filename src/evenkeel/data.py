@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import cache
 from itertools import accumulate, islice
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -517,6 +518,7 @@ class _Loader(DataLoader[Any]):
             # gloo's threads enter Python once more after a reduction, to let go of its callback; a fork at that very
             # moment leaves the child waiting for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
             time.sleep(0.1)
+            get_temp_dir()  # made by this process, which also removes it, because its workers are killed
         others = multiprocessing.active_children()
         stream = super().__iter__()
         if workers := [child for child in multiprocessing.active_children() if child not in others]:

@@ -19,6 +19,7 @@ from uuid import uuid4
 
 import tyro
 
+from .config import number_in
 from .errors import REFUSED, Refusal
 from .launch import SHUTDOWN_SECONDS, Command, Topology
 from .launchers import MultiNode, parse_arguments
@@ -59,7 +60,8 @@ class Host:
         """
         uid, gid = os.getuid(), os.getgid()
         if uid == 0:
-            uid, gid = int(os.environ.get("SUDO_UID", uid)), int(os.environ.get("SUDO_GID", gid))
+            ids = (("SUDO_UID", uid), ("SUDO_GID", gid))
+            uid, gid = (number_in(name, 0, 2**32 - 2) if name in os.environ else known for name, known in ids)
         if uid == 0 and runs.is_dir():
             uid, gid = runs.stat().st_uid, runs.stat().st_gid
         return Host(

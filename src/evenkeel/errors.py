@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from .processes import end_agent, orphaned_within, torchrun_agent
+from .processes import end_agent, leave_nothing, orphaned_within, torchrun_agent
 
 T = TypeVar("T")
 
@@ -197,6 +197,7 @@ def leave(code: int) -> NoReturn:
     -6. torchrun would take that for a failure of a run that has finished. So the interpreter is not taken down.
     """
     atexit._run_exitfuncs()
+    leave_nothing()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a pipe that is gone
             stream.flush()

@@ -3,8 +3,8 @@
 A frozen rank (a stopped process, a file system that does not answer, a dead-lock, a cable that is cut) stops all the
 others in the next collective, for as long as its time-out, and then nobody knows why. Here each rank tells the
 others through torchrun's store, once a second, what it is doing. When nothing has changed on a rank for too long, it
-raises an alarm; then every rank that can writes down its Python stacks, the lowest one says in a line who is
-where, and all end as after a signal: the committed state is saved, and torchrun starts the job again.
+raises an alarm; then every rank that can saves the committed state, as after a signal. Beside that it writes down its
+Python stacks, the lowest one says in a line who is where, and torchrun starts the job again.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Watch:
         self._compiling = b""
         self._frozen: list[Beat] = []
         self._first_beats: list[Beat] = []
+        self._outlook: Outlook | None = None
+        self._looking = threading.Thread(target=self._look, name="look", daemon=True)
 
     def __enter__(self) -> Watch:
         self._first_beats = self.world.gather(self._beat_now(0))
@@ -127,15 +129,29 @@ class Watch:
         """On rank 0: let all nodes know of a complete checkpoint, with the next beat."""
         self._announced = step
 
+    def look_around(self) -> None:
+        """After an alarm: begin to write down the stacks of this rank and to find out who is where; returns at once."""
+        self._looking.start()
+
     def explain(self) -> str:
-        """After an alarm: write down the stacks of this rank, and say who is where; the lowest live rank prints it."""
-        self._write_stacks()
-        outlook = self._look_around()
+        """Say who is where, once :meth:`look_around` has found out; the lowest live rank prints it."""
+        self._looking.join(PATIENCE + 3 * self.interval)
+        # under our launchers rank 0 holds the store, so that it is the one to suspect
+        here = describe({self.world.rank: self._beat_now(0)}, [])
+        lost = f"rank 0 does not answer any more, or the network is down; {here}"
+        suspects = self._first_beats[:1] if self.world.rank else []
+        outlook = self._outlook or Outlook(lost, self.world.rank, suspects)
         self._frozen = outlook.frozen
         text = f"no progress for {self.timeout:g} s: {outlook.text}; stacks are in {self.logs}"
         if self.world.rank == outlook.lowest:
             print(f"evenkeel: {text}", file=sys.stderr, flush=True)
         return text
+
+    def write_collectives(self) -> None:
+        """Write down the last collectives. Comes last, because torch may hang in it as it does in them."""
+        with contextlib.suppress(Exception):
+            path = self.logs / f"rank-{self.world.rank}.collectives.json"
+            path.write_bytes(b'{"gloo": %s, "nccl": %s, "nccl2": %s}\n' % _collectives())
 
     def kill_frozen(self) -> None:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
@@ -202,23 +218,17 @@ class Watch:
                 self._alarm.set()
         self._alarmed()
 
-    def _look_around(self) -> Outlook:
+    def _look(self) -> None:
+        with contextlib.suppress(Exception):  # a full disk, say
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback(self._stacks, all_threads=True)
+        with contextlib.suppress(RuntimeError):  # the store does not answer
+            self._outlook = self._compare_beats()
+
+    def _compare_beats(self) -> Outlook:
         """Read all ranks' beats twice, so that those which stand still show. Clocks of machines are not compared."""
         if not self._store:
             return Outlook(describe({0: self._beat_now(0)}, []), 0, [])
-        seen: list[Outlook] = []
-        looking = threading.Thread(target=lambda: seen.append(self._compare_beats()), name="look", daemon=True)
-        looking.start()
-        looking.join(PATIENCE + 3 * self.interval)
-        if seen:
-            return seen[0]
-        # under our launchers rank 0 holds the store, so that it is the one to suspect
-        here = describe({self.world.rank: self._beat_now(0)}, [])
-        lost = f"rank 0 does not answer any more, or the network is down; {here}"
-        return Outlook(lost, self.world.rank, self._first_beats[:1] if self.world.rank else [])
-
-    def _compare_beats(self) -> Outlook:
-        assert self._store
         store = self._store.clone()
         store.set_timeout(timedelta(seconds=PATIENCE))
         store.set(ALARM, "")
@@ -238,13 +248,6 @@ class Watch:
     @cached_property
     def _stacks(self) -> IO[bytes]:
         return (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
-
-    def _write_stacks(self) -> None:
-        with contextlib.suppress(Exception):  # whatever it is, the snapshot must not wait for it
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.dump_traceback(self._stacks, all_threads=True)
-            path = self.logs / f"rank-{self.world.rank}.collectives.json"
-            path.write_bytes(b'{"gloo": %s, "nccl": %s, "nccl2": %s}\n' % _collectives())
 
 
 def describe(beats: dict[int, Beat], frozen: list[int]) -> str:

@@ -21,9 +21,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 from . import display
-from .processes import STOP_SIGNALS, die_with_parent, survives_the_terminal
+from .processes import STOP_SIGNALS, die_with_parent, leave_nothing, survives_the_terminal
 
 STOPPED = 75
 """Exit code of a run that stopped and can be continued (EX_TEMPFAIL in sysexits.h)."""
@@ -33,6 +34,9 @@ KEYBOARD = 130
 
 ONE_PRESS = 1.0
 """Seconds within which interrupts are one Ctrl-C: `timeout` and other wrappers deliver theirs beside the terminal's."""
+
+AT_ONCE = 1.0
+"""Seconds for the last word and for tidying up, where the process is late already."""
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +108,7 @@ class Interruption:
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
             if first and number == signal.SIGINT and time.monotonic() - first > ONE_PRESS:
-                _say("second Ctrl-C: exiting without saving")
-                os._exit(KEYBOARD)
+                _leave(KEYBOARD, "second Ctrl-C: exiting without saving", AT_ONCE)
             first, name = first or time.monotonic(), signal.Signals(number).name
             self.end(name, partial(self._rescue, name), STOPPED)
 
@@ -115,28 +118,42 @@ class Interruption:
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:
-            display.stop()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # a pipe that is gone
-                    stream.flush()
-            # the main thread may never come back from where it is, so nothing can wait for it
-            os._exit(code)
+            _leave(code)
 
     def _give_up(self, code: int) -> None:
         time.sleep(self.grace)
-        _say(f"not saved within --grace {self.grace:g} s of {self.reason}")
-        os._exit(code)
+        late = f"not done within --grace {self.grace:g} s of {self.reason}; `checkpoint list` shows what is saved"
+        _leave(code, late, AT_ONCE)
+
+
+def _leave(code: int, last_word: str = "", patience: float | None = None) -> NoReturn:
+    """End the process. The main thread may never come back from where it is, so nothing can wait for it.
+
+    Args:
+        code: the exit code.
+        last_word: to say on stderr, if there is anybody to hear it: the same Ctrl-C may have ended our reader.
+        patience: seconds for that and for tidying up. A reader that has stopped, or a disk, may take for ever.
+    """
+
+    def tidy_up() -> None:
+        with contextlib.suppress(Exception):
+            display.stop()
+        with contextlib.suppress(Exception):
+            print(f"evenkeel: {last_word}\n" * bool(last_word), end="", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        leave_nothing()
+
+    tidying = threading.Thread(target=tidy_up, name="last", daemon=True)
+    tidying.start()
+    tidying.join(patience)
+    os._exit(code)
 
 
 def _started_by_nohup() -> bool:
     """Under torchrun its agent counts: if that heeds SIGHUP, as it does by default, it takes its workers with it."""
     return survives_the_terminal(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-
-
-def _say(text: str) -> None:
-    """A last word, if there is anybody to hear it: whoever reads our output may have had the same Ctrl-C."""
-    with contextlib.suppress(Exception):
-        print(f"evenkeel: {text}", file=sys.stderr, flush=True)
 
 
 def _hear_of_the_death_of_the_agent() -> None:

@@ -92,7 +92,7 @@ def _as_typed(min_nodes: int, max_nodes: int) -> str:
 
 def parse_nodes(text: str) -> tuple[int, int]:
     """Read ``N`` or ``MIN:MAX``."""
-    counts = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    counts = re.fullmatch("([0-9]{1,5})(?::([0-9]{1,5}))?", text)
     if not counts:
         raise Refusal(f"-n {text}: give a number of nodes, or MIN:MAX")
     return int(counts[1]), int(counts[2] or counts[1])
@@ -100,7 +100,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 def parse_master(text: str) -> tuple[str, int]:
     """Read ``HOST`` or ``HOST:PORT``, with an IPv6 address in brackets."""
-    master = re.fullmatch(r"(\[[\w:.%]+\]|[\w.-]+)(?::(\d+))?", text)
+    master = re.fullmatch(r"(\[[\w:.%]+\]|[\w-]{1,63}(?:\.[\w-]{1,63})*\.?)(?::([0-9]{1,9}))?", text)
     if not master:
         raise Refusal(f"--master {text}: give HOST or HOST:PORT, with an IPv6 address in brackets")
     return master[1].strip("[]"), int(master[2] or DEFAULT_PORT)

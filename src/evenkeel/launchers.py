@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import tyro
 
 from . import run_directory
+from .config import COMMAND_BOUNDS, check_numbers
 from .errors import REFUSED, Refusal, one_line_errors, refuse_empty
 from .launch import (
     DEFAULT_PORT,
@@ -108,6 +109,7 @@ def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]
         lambda: tyro.cli(options, args=argv[:cut], description=text, config=(tyro.conf.FlagCreatePairsOff,)),
         hint="see --help; options for train.py come after --",
     )
+    check_numbers(parsed, COMMAND_BOUNDS)
     return parsed, list(argv[cut + 1 :])
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from .errors import Refusal
 from .plan import Plan, chunks
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ class PlanCommand:
         from .cli import parse  # imports torch, which the help and the other subcommands can do without
         from .data import of_task
 
-        if self.world_size < 1:
-            raise Refusal(f"--world-size {self.world_size}: must be at least 1")
         config, task = parse(train_options)
         samples = len(of_task(task, config, "train"))
         dp = config.strategy == "dp"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from .deadline import left
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """From torchrun's agent or Docker, the keyboard, Slurm (two), and a terminal that is closed."""
@@ -50,6 +54,29 @@ def die_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died just before
         os.kill(os.getpid(), number)
+
+
+def leave_nothing(seconds: float = 1.0) -> None:
+    """End the children that this process has by `multiprocessing`, and leave no folder in the temporary directory.
+
+    For who ends by `os._exit`, and so without what `multiprocessing` does `atexit`. Takes some milliseconds. Of
+    torchrun's folders those go that are empty: it makes one for the traceback of each rank, and leaves them all.
+
+    Args:
+        seconds: to wait for the ends, at most.
+    """
+    children, until = multiprocessing.active_children(), time.monotonic() + seconds
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join(left(until))  # or it might put something into the folder yet
+    if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        shutil.rmtree(folder, ignore_errors=True)
+    logs = [*Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents][:4]  # of rank, attempt, job and agent
+    if len(logs) == 4 and logs[-1].name.startswith("torchelastic_"):  # not those of a --log-dir
+        with contextlib.suppress(OSError):  # there is a traceback in it, or another rank has not left yet
+            for path in logs:
+                path.rmdir()
 
 
 def survives_the_terminal(pid: int) -> bool:

@@ -136,10 +136,12 @@ def read_config(path: Path) -> dict[str, Any]:
         Refusal: no such file, or not TOML.
     """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise Refusal(f"{path}: is a pipe or a device, which may never come to its end; name a file")
         options: dict[str, Any] = tomllib.loads(path.read_text())
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of which one is TOMLDecodeError
         raise Refusal(f"{path}: not TOML: {error}") from None
     return options
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
+from .config import COUNT, check_numbers
 from .data import InMemory
-from .errors import Refusal
 from .tasks import Task
 
 
@@ -31,9 +31,7 @@ class Regress(Task):
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("loss", "min")
 
     def __post_init__(self) -> None:
-        for name, least in {"samples": 4, "inputs": 1, "outputs": 1}.items():
-            if getattr(self, name) < least:
-                raise Refusal(f"--{name} {getattr(self, name)}: must be at least {least}")
+        check_numbers(self, {"samples": (4, COUNT), "inputs": (1, COUNT), "outputs": (1, COUNT)})
 
     def train_dataset(self) -> InMemory:
         """Inputs from 0 to 1, float [samples, inputs], and targets, float [samples, outputs]."""

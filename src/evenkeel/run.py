@@ -539,18 +539,24 @@ class Run:
             log.info("failed at step %d: %s", state.step, error)  # the user is told in a line of its own
         else:
             log.error("failed at step %d", state.step, exc_info=error)
-        saved = self._rescue(state)
+        return self._end_failed(state, error, self._rescue(state))
+
+    def _end_failed(self, state: State, error: BaseException, saved: str) -> str:
         self._end("failed", state.step, _reason(error), FAILED)
         self._print(f"failed at step {state.step}; {saved}")
         return saved
 
     def hung(self, state: State) -> None:
-        """A rank is stuck: say which, save the last finished step, and free torchrun of the ranks that cannot end."""
+        """A rank is stuck: save the last finished step, say which rank, and free torchrun of those that cannot end."""
         assert self._watch
+        self._watch.look_around()  # meanwhile: nothing that explains the hang may keep the state from being saved
+        saved = self._rescue(state)
         explained = self._watch.explain()
+        log.info("failed at step %d: %s", state.step, explained)
         activity.write_off()
-        self.failed(state, Ended(explained))
+        self._end_failed(state, Ended(explained), saved)
         self._watch.kill_frozen()
+        self._watch.write_collectives()
 
     def _refuse_other_data(self, before: dict[str, Any]) -> None:
         """Each node has looked at its own copy of the run so far, at its own command line and at its own data."""
@@ -633,22 +639,23 @@ class Run:
         """Save the committed state from this rank, unless another one here has done so; says what came of it."""
         if state.step == 0:
             return "there was no step to save"
-        begun = time.perf_counter()
-        kept = self._staging.take(patience=self.config.grace / 2)
+        begun, grace = time.monotonic(), self.config.grace
+        # moments, not lengths of time: whatever is waited for, the second half of the grace is left for the writing
+        kept = self._staging.take(begun + grace / 4)
         try:
             # new memory if the writer does not come back with the other
             staging = self._staging if kept else Staging(*self.world.devices)
-            captured = state.capture(self.config.grace / 4, staging, final=True)
+            captured = state.capture(begun + grace / 2, staging, final=True)
             # the lowest one that lives should write; not before the capture, because small steps go on meanwhile
-            time.sleep(0.05 * self.world.local_rank)
-            path = self.checkpoints.rescue(captured)
+            time.sleep(min(0.05 * self.world.local_rank, grace / 8))
+            path = self.checkpoints.rescue(captured, begun + grace / 2)
         except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
             return f"not saved ({error})"
         finally:
             if kept:
                 self._staging.give_back()
-        seconds = time.perf_counter() - begun
+        seconds = time.monotonic() - begun
         if path:
             log.info("saved %s in %.2f s", path, seconds)
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from . import datasets
-from .config import Config
+from .config import COUNT, FINITE, Config, check_numbers
 from .errors import Refusal
 from .optimization import build_optimizer, rate
 from .randomness import derive
@@ -74,6 +74,18 @@ INK = 0.2
 """A pixel of a digit that is darker than this belongs to it."""
 
 
+BOUNDS: dict[str, tuple[float, float]] = {
+    "canvas": (32, 2**14),
+    "digit_size": (8, 2**14),
+    "digits_per_canvas": (1, 10_000),
+    "samples": (1, COUNT),
+    "test_samples": (1, COUNT),
+    "adversarial": (0, FINITE),
+    "discriminator_width": (1, 2**14),
+    "discriminator_lr": (0, FINITE),
+}
+
+
 @dataclass
 class Segment(Task):
     """Label every pixel of canvases with digits (0: background, 1 .. 10: a digit), against a discriminator.
@@ -106,10 +118,7 @@ class Segment(Task):
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("miou", "max")
 
     def __post_init__(self) -> None:
-        least = {"canvas": 32, "digit_size": 8, "digits_per_canvas": 1, "samples": 1, "test_samples": 1}
-        for name, lowest in (least | {"discriminator_width": 1, "adversarial": 0, "discriminator_lr": 0}).items():
-            if not getattr(self, name) >= lowest:
-                raise Refusal(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
+        check_numbers(self, BOUNDS)
         if self.digit_size > self.canvas:
             raise Refusal(f"--digit-size {self.digit_size}: is above --canvas {self.canvas}; a digit must fit on it")
 

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .deadline import FOREVER, left
+
 STUCK = 3.0
 """Seconds without the end of the last commit after which a rescue takes a GPU to hang."""
 
@@ -63,18 +65,18 @@ class Seqlock:
                 end.record(torch.cuda.current_stream(device))
 
     @contextmanager
-    def hold(self, patience: float, final: bool = False) -> Iterator[None]:
+    def hold(self, until: float, final: bool = False) -> Iterator[None]:
         """Keep the host from asking for a change.
 
         Args:
-            patience: seconds to wait for a change in progress; negative: as long as it takes.
+            until: the moment to which to wait for a change in progress.
             final: afterwards as well, because the process is ending.
 
         Raises:
             Torn: it is still in progress. With a GPU that is no reason: the host may be waiting for room in the queue
                 of a stream that is stuck, and the device's numbers tell what is whole.
         """
-        held = self._host.acquire(timeout=patience)
+        held = self._host.acquire(timeout=left(until))
         if not held and not self._ends:
             raise Torn("an optimizer step is still at work")
         try:
@@ -87,14 +89,12 @@ class Seqlock:
         """Whether the device is at another step than the one it was asked for."""
         return bool(self._ends) and step != asked
 
-    def wait(self, patience: float) -> None:
+    def wait(self, until: float) -> None:
         """Let the devices come to the end of the last change.
 
         Args:
-            patience: seconds after which it is taken to hang, at most :data:`STUCK`; negative: as long as it takes.
+            until: the moment at which it is taken to hang, at most :data:`STUCK` from now, unless that is never.
         """
-        deadline = time.monotonic() + min(patience, STUCK)
-        while not all(end.query() for end in self._ends.values()):  # type: ignore[no-untyped-call]
-            if patience >= 0 and deadline < time.monotonic():
-                break
+        until = until if until == FOREVER else min(until, time.monotonic() + STUCK)
+        while not all(end.query() for end in self._ends.values()) and left(until):  # type: ignore[no-untyped-call]
             time.sleep(0.001)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .deadline import FOREVER, left
+
 Path = tuple[object, ...]
 """Where in a tree: the keys and indices that lead there."""
 
@@ -47,16 +49,16 @@ class Staging:
         gpus = [device for device in devices if device.type == "cuda"]
         self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
 
-    def take(self, patience: float = -1) -> bool:
+    def take(self, until: float = FOREVER) -> bool:
         """Keep all others out until :meth:`give_back`.
 
         Args:
-            patience: seconds to wait for who has it; negative: as long as it takes.
+            until: the moment to which to wait for who has it.
 
         Returns:
             Whether it is the caller's now.
         """
-        return self._taken.acquire(timeout=patience)
+        return self._taken.acquire(timeout=left(until))
 
     def give_back(self) -> None:
         """Let the memory be overwritten. Any thread may say so."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from .activity import CHECKPOINT, COMMIT, activity
 from .average import Average
 from .buffers import Buffers
+from .deadline import FOREVER
 from .nonfinite import NonFinite, Verdict, decides_on_device, step_unless
 from .optimization import load_optimizer
 from .precision import Scaler
@@ -167,28 +168,28 @@ class State:
         self.skipped += 1
         self.last_skipped = self.step
 
-    def capture(self, patience: float = -1, staging: Staging | None = None, final: bool = False) -> dict[str, Any]:
+    def capture(self, until: float = FOREVER, staging: Staging | None = None, final: bool = False) -> dict[str, Any]:
         """A copy of the committed state on the host, as nested dicts of tensors and plain data. Any thread may ask.
 
         Args:
-            patience: seconds to wait for a commit in progress; negative: as long as it takes.
+            until: the moment to which to wait for a commit in progress, on the host and on its devices.
             staging: memory for the tensors, taken by the caller; None: new memory.
             final: the process is ending. No step is committed any more: it would not be in what is saved, and lost.
 
         Raises:
             Torn: the state is that of half a step, because a commit hangs or has failed.
         """
-        return self.hold(patience, staging, final)()
+        return self.hold(until, staging, final)()
 
     def hold(
-        self, patience: float = -1, staging: Staging | None = None, final: bool = False
+        self, until: float = FOREVER, staging: Staging | None = None, final: bool = False
     ) -> Callable[[], dict[str, Any]]:
         """Keep the state as it is until the function returned has captured it. Any thread may call that, once.
 
         So a copy is made beside the forward and backward passes of the next step, and only its commit waits.
 
         Args:
-            patience: as for :meth:`capture`, which is this and the call.
+            until: as for :meth:`capture`, which is this and the call.
             staging: the same.
             final: the same.
 
@@ -196,14 +197,14 @@ class State:
             Torn: a commit hangs. The function raises it as well.
         """
         with ExitStack() as stack:
-            stack.enter_context(self._seqlock.hold(patience, final))
+            stack.enter_context(self._seqlock.hold(until, final))
             asked, live = self._seqlock.asked, self._live()
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             held = stack.pop_all()
 
         def capture() -> dict[str, Any]:
             with held:
-                self._seqlock.wait(patience)
+                self._seqlock.wait(until)
                 copy()
             done, begun = ([number.item() for number in captured.pop(name)] for name in ("done", "begun"))
             step = min(done)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .activity import START_UP, activity
+from .config import number_in
 from .devices import choose, explain_devices, refuse_company, refuse_missing
 from .errors import REFUSED, Refusal, leave
 from .rendezvous import fresh_store, job_store
@@ -68,22 +69,19 @@ class World:
             _refuse_bare_srun()
             first, *more = _devices(0, 1, devices_per_rank)
             return World(0, 0, 1, 1, first, False, tuple(more))
-        try:
-            rank, local_rank, world_size, local_world_size = (int(value or "") for value in values)
-        except ValueError:
+        if None in values:
             shown = " ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in names)
-            raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/") from None
-        if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size and local_rank <= rank):
-            shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-            raise Refusal(f"{shown}: no such rank; start with torchrun or launch/, or unset them all")
+            raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/")
+        world_size = number_in("WORLD_SIZE", 1, 2**20)
+        rank, local_world_size = number_in("RANK", 0, world_size - 1), number_in("LOCAL_WORLD_SIZE", 1, world_size)
+        local_rank = number_in("LOCAL_RANK", 0, min(rank, local_world_size - 1))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # where rank 0 is
+            if not os.environ.get(name):
+                raise Refusal(f"{name} is not set, although RANK is; start with torchrun or launch/, or unset them all")
+        number_in("MASTER_PORT", 1, 65535)
         if strategy == "dp":
             refuse_company(world_size, torch.cuda.device_count())
         first, *more = _devices(local_rank, local_world_size, devices_per_rank)
-        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-            raise Refusal(
-                f"MASTER_ADDR={host} MASTER_PORT={port}: not where rank 0 can be; start with torchrun or launch/"
-            )
         return World(rank, local_rank, world_size, local_world_size, first, True, tuple(more))
 
     @contextmanager
@@ -101,6 +99,9 @@ class World:
             return
         activity.enter(START_UP, "connecting")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch remembers as many collectives, for `hang`
+        # NCCL's monitor aborts a process whose watchdog has stood still for 480 s, in a call of a GPU that hangs, say:
+        # nothing would be saved or explained. Ours must be first, and the timeout is beyond --hang-timeout
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
         if self.device.type == "cuda":
             if self.more_devices:  # torch 2.15's other NCCL backend has one GPU a process, and takes LOCAL_RANK's
                 os.environ["TORCH_DIST_USE_NCCL2"] = "0"

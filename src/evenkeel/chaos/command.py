@@ -109,10 +109,6 @@ class ChaosCommand:
         return code
 
     def _check(self, run_dir: Path) -> None:
-        if not self.minutes > 0:
-            raise Refusal(f"--minutes {self.minutes}: must be above 0")
-        if self.count < 0:
-            raise Refusal(f"--count {self.count}: must be 0 or more")
         if read_facts(run_dir / "status.json")[0].get("state") == "finished":
             raise Refusal(f"--run-dir {run_dir}: this run has finished; name another folder")
         if self.nodes > 1 and (reason := why_not()):
@@ -121,7 +117,7 @@ class ChaosCommand:
 
 def parse_duration(text: str) -> float:
     """Seconds in `20s`, `2m`, `1h` or a number of seconds."""
-    duration = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    duration = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smh]?)", text)
     if not duration or not float(duration[1]):
         raise Refusal(f"--kill-every {text}: give a duration above 0, such as 20s or 2m")
     return float(duration[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[duration[2]]
@@ -129,8 +125,6 @@ def parse_duration(text: str) -> float:
 
 def parse_faults(text: str, nodes: int) -> list[str]:
     """The kinds of faults in a list with commas between them; those that are safe, if it is empty."""
-    if nodes < 1:
-        raise Refusal(f"--nodes {nodes}: must be at least 1")
     if not text:
         return [*SAFE, "node"] if nodes > 1 else [*SAFE]
     kinds = text.split(",")

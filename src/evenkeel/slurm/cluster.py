@@ -10,6 +10,9 @@ from ..errors import Refusal
 from ..launch import check_size
 from .commands import SlurmError, slurm
 
+LONGEST_TIME = 366 * 24 * 60
+"""Minutes of a --time that can be meant."""
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -111,22 +114,22 @@ def parse_time(text: str) -> int:
     Raises:
         Refusal: it is none of these.
     """
-    unit = re.fullmatch(r"(\d+)([mhd])", text)
+    unit = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
     if unit:
         minutes = int(unit[1]) * {"m": 1, "h": 60, "d": 24 * 60}[unit[2]]
-    elif re.fullmatch(r"\d+", text):
+    elif re.fullmatch(r"[0-9]{1,6}", text):
         minutes = int(text)
-    elif found := re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", text):
+    elif found := re.fullmatch(r"([0-9]{1,6})-([0-9]{1,6})(?::([0-9]{1,6}))?(?::([0-9]{1,6}))?", text):
         days, hours, rest, seconds = (int(part or 0) for part in found.groups())
         minutes = (days * 24 + hours) * 60 + rest + (seconds + 59) // 60
-    elif found := re.fullmatch(r"(\d+):(\d+)(?::(\d+))?", text):
+    elif found := re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})(?::([0-9]{1,6}))?", text):
         first, second, third = (int(part or 0) for part in found.groups())
         # as for sbatch, M:SS has two numbers and H:MM:SS three
         minutes = first * 60 + second + (third + 59) // 60 if found[3] else first + (second + 59) // 60
     else:
         minutes = 0
-    if minutes < 1:
-        raise Refusal(f"--time {text}: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d")
+    if not 1 <= minutes <= LONGEST_TIME:
+        raise Refusal(f"--time {text}: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d, a year at most")
     return minutes
 
 

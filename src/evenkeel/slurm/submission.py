@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 WARNING_SECONDS = 90
 """How long before its time limit a job is warned. Slurm may be a minute early; a snapshot may take --grace, 25 s."""
 
+MOST_SEEDS = 10_000
+"""Runs of one array. Slurm's own limit (MaxArraySize) is mostly 1,000."""
+
 Words = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 
 
@@ -96,8 +99,8 @@ def main(argv: Sequence[str], repository: Path) -> int:
     _check(typed)
     min_nodes, max_nodes = parse_nodes(typed.nodes)
     partition = typed.partition or os.environ.get("SBATCH_PARTITION")
-    limit = typed.time or os.environ.get("SBATCH_TIMELIMIT")
-    asked = Request(min_nodes, max_nodes, typed.gpus, partition, parse_time(limit) if limit else None)
+    limit = (os.environ.get("SBATCH_TIMELIMIT") or None) if typed.time is None else typed.time
+    asked = Request(min_nodes, max_nodes, typed.gpus, partition, parse_time(limit) if limit is not None else None)
     available = partitions()
     request = asked.against(available)
     run_dir = _run_dir(check_train_options(train_args))
@@ -152,11 +155,7 @@ def _check(typed: Submit) -> None:
         raise Refusal("--follow: shows one job; leave it out with --array-seeds, and follow a run by its folder")
     if typed.container and typed.array_seeds:
         raise Refusal("--container: not with --array-seeds, for which submitit runs the Python of this machine")
-    for name, least in (("max_requeues", 0), ("max_restarts", 0), ("cpus_per_gpu", 1)):
-        value = getattr(typed, name)
-        if value is not None and value < least:
-            raise Refusal(f"--{name.replace('_', '-')} {value}: must be at least {least}")
-    if typed.mem and not re.fullmatch(r"\d+[KMGT]?", typed.mem, re.IGNORECASE):
+    if typed.mem is not None and not re.fullmatch(r"[0-9]{1,9}[KMGT]?", typed.mem, re.IGNORECASE):
         raise Refusal(f"--mem {typed.mem}: give a number with K, M, G or T, 64G for example")
     for name in ("partition", "account", "qos", "constraint", "exclude", "nodelist", "name", "container"):
         value = getattr(typed, name)
@@ -166,12 +165,13 @@ def _check(typed: Submit) -> None:
 
 def _members(typed: Submit, train_args: list[str], run_dir: Path) -> list[list[str]]:
     """The options of each run: one, or one for each seed."""
-    if not typed.array_seeds:
+    if typed.array_seeds is None:
         return [train_args]
-    bounds = re.fullmatch(r"(\d+):(\d+)", typed.array_seeds)
-    if not bounds or not int(bounds[1]) < int(bounds[2]):
+    bounds = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", typed.array_seeds)
+    if not bounds or not 0 < int(bounds[2]) - int(bounds[1]) <= MOST_SEEDS:
         raise Refusal(
-            f"--array-seeds {typed.array_seeds}: give FIRST:END with FIRST < END; 0:4 are seeds 0, 1, 2 and 3"
+            f"--array-seeds {typed.array_seeds}: give FIRST:END with FIRST < END, {MOST_SEEDS} at most; 0:4 are seeds "
+            "0, 1, 2 and 3"
         )
     if any(word == "--seed" or word.startswith("--seed=") for word in train_args):
         raise Refusal("--seed: not with --array-seeds, which gives each run its own")

@@ -1,0 +1,234 @@
+"""Every number has bounds that mean something: whatever is typed is taken or refused in a line, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, get_args, get_type_hints
+
+import pytest
+
+from evenkeel import cli, launchers
+from evenkeel.__main__ import SUBCOMMANDS, main
+from evenkeel.arithmetic import threads_of_a_rank
+from evenkeel.classify import BOUNDS as OF_CLASSIFY
+from evenkeel.config import BOUNDS, COMMAND_BOUNDS, Config, check_numbers, flag, validate
+from evenkeel.cut import settle
+from evenkeel.docker_run import ContainerNode, Host, command
+from evenkeel.errors import Refusal
+from evenkeel.launch import LARGEST_WORLD
+from evenkeel.launchers import MultiNode, SingleNode, parse_arguments
+from evenkeel.segment import BOUNDS as OF_SEGMENT
+from evenkeel.slurm import submission
+from evenkeel.slurm.submission import Submit
+from evenkeel.tasks import load_task
+from evenkeel.world import World
+
+from .processes import ROOT, TRAIN
+
+EXTREMES = ("inf", "nan", "-1", "0", "1e400", str(10**30), "9" * 5000, "", "\u00b2", "1_0")
+NUMBERS: tuple[Any, ...] = (float("inf"), float("-inf"), float("nan"), -1, 0, 1e300, 10**30)
+
+LAUNCHERS = (SingleNode, MultiNode, ContainerNode, Submit)
+ACTIONS = get_args(get_type_hints(SUBCOMMANDS["checkpoint"])["action"])
+COMMANDS: dict[Any, Mapping[str, tuple[float, float]]] = {
+    Config: BOUNDS,
+    load_task("classify"): OF_CLASSIFY,
+    load_task("segment"): OF_SEGMENT,
+    **dict.fromkeys([*LAUNCHERS, *SUBCOMMANDS.values(), *ACTIONS], COMMAND_BOUNDS),
+}
+
+
+def numbers_of(options: Any) -> list[str]:
+    """Names of the options that may be a number."""
+    hints = get_type_hints(options)
+    return [f.name for f in fields(options) if {int, float} & {hints[f.name], *get_args(hints[f.name])}]
+
+
+def test_the_commands_say_which_number() -> None:
+    assert refusal_of(lambda: evenkeel("chaos", "--minutes", "inf")) == "--minutes inf: must be at most 527040"
+    assert refusal_of(lambda: evenkeel("plan", "-w", "0")) == "--world-size 0: must be at least 1"
+    assert refusal_of(lambda: evenkeel("checkpoint", "inspect", ".", "--step=-1")) == "--step -1: must be at least 0"
+    assert refusal_of(lambda: launch("-g", str(10**30))).endswith(": must be at most 1024")
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    """What a call refuses, in a line; nothing if it does not. Any other error is a traceback."""
+    try:
+        call()
+    except Refusal as refusal:
+        text = str(refusal)
+    else:
+        text = ""
+    assert "\n" not in text
+    return text
+
+
+def test_the_commands_are_all_there() -> None:
+    assert {action.__name__ for action in ACTIONS} >= {"InspectCheckpoint", "ExportModel"}
+    assert "world_size" in numbers_of(SUBCOMMANDS["plan"])
+    assert {"gpus", "max_restarts", "node_rank"} == set(numbers_of(MultiNode))
+
+
+@pytest.mark.parametrize("options", COMMANDS, ids=lambda options: options.__name__)
+def test_every_number_has_bounds(options: Any) -> None:
+    """A new one fails here until somebody has thought about them."""
+    without = {"loss_scale"}  # its bounds are part of a check of its own
+    assert set(numbers_of(options)) - without <= COMMANDS[options].keys()
+
+
+@pytest.mark.parametrize("name", numbers_of(Config))
+def test_extremes_of_the_options_of_a_job(name: str) -> None:
+    texts = [refusal_of(lambda value=value: validate(Config(**{name: value}).resolved())) for value in NUMBERS]
+    assert all(text.startswith(flag(name)) for text in texts if text)
+    assert sum(map(bool, texts)) >= 3, "infinity, NaN and what is below nothing at least"
+
+
+@pytest.mark.parametrize("task", ["classify", "regress", "segment"])
+def test_extremes_of_the_options_of_a_task(task: str) -> None:
+    for name in numbers_of(load_task(task)):
+        for value in NUMBERS:
+            text = refusal_of(lambda name=name, value=value: load_task(task)(**{name: value}))  # type: ignore[call-arg]
+            assert text or value in (0, 1e300, 10**30), (name, value)
+
+
+@dataclass
+class Own:
+    """The options of somebody's own task."""
+
+    limit: float = float("inf")
+    size: int = 1
+    flag: bool = True
+    names: tuple[str, ...] = ()
+
+    more: ClassVar[int] = 10**30
+
+
+def test_numbers_of_an_own_task_fit_into_64_bits() -> None:
+    check_numbers(Own(), {})
+    with pytest.raises(Refusal, match=r"^--size 10{29}.*: must be at most 9223372036854775807"):
+        check_numbers(Own(size=10**30), {})
+    with pytest.raises(Refusal, match=r"^--limit nan: must be a number$"):
+        check_numbers(Own(limit=float("nan")), {})
+
+
+def train(*arguments: str) -> None:
+    cli.parse(arguments)
+
+
+def launch(*arguments: str) -> None:
+    launchers.prepare(MultiNode, [*arguments, "--dry-run"], TRAIN)
+
+
+def docker(*arguments: str) -> None:
+    typed, job = parse_arguments(ContainerNode, arguments)
+    command(typed, job, Host(1, 1, root=False, gpus=False, infiniband=False, lockable=False, shm=1 << 30), {})
+
+
+def submit(*arguments: str) -> None:
+    submission.main([*arguments, "--dry-run"], ROOT)
+
+
+def evenkeel(*arguments: str) -> None:
+    before, sys.argv = sys.argv, ["evenkeel", *arguments]
+    try:
+        main()
+    finally:
+        sys.argv = before
+
+
+LINES: list[tuple[Any, tuple[str, ...]]] = [
+    (train, ("--epochs",)),
+    (train, ("--grace",)),
+    (train, ("--place",)),
+    (launch, ("-n",)),
+    (launch, ("-g",)),
+    (launch, ("--max-restarts",)),
+    (launch, ("-n", "2", "-nr", "0", "--master")),
+    (docker, ("-n", "2", "-nr", "0", "--master")),
+    (submit, ("-n",)),
+    (submit, ("--time",)),
+    (submit, ("--mem",)),
+    (submit, ("--array-seeds",)),
+    (evenkeel, ("plan", "-w")),
+    (evenkeel, ("chaos", "--minutes")),
+    (evenkeel, ("chaos", "--kill-every")),
+    (evenkeel, ("chaos", "--nodes")),
+    (evenkeel, ("checkpoint", "inspect", ".", "--step")),
+]
+
+
+@pytest.mark.parametrize(("run", "words"), LINES, ids=lambda part: part.__name__ if callable(part) else part[-1])
+def test_extremes_on_a_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, words: tuple[str, ...]
+) -> None:
+    cluster = tmp_path / "sinfo"
+    cluster.write_text("#!/bin/sh\necho 'all*|up|infinite|4|gpu:8'\n")
+    cluster.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    more = ["0:inf", "5:0", "0:" + "9" * 30, "h:0", "h:70000"] if words[-1] in ("--array-seeds", "--master") else []
+    *before, option = words
+    for value in (*EXTREMES, *more):
+        typed = [f"{option}={value}"] if option.startswith("--") else [option, value]
+        text = refusal_of(lambda typed=typed: run(*before, *typed))
+        assert text or option == "--master" or value in ("0", "1_0", ""), value
+    assert not list(tmp_path.glob("runs")), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("variable", "values"),
+    [
+        ("RANK", ("-1", "2", "abc", "", "9" * 5000)),
+        ("LOCAL_RANK", ("-1", "2", "1.0")),
+        ("WORLD_SIZE", ("0", "-3", "nan", "1_0")),
+        ("LOCAL_WORLD_SIZE", ("0", "3", "inf")),
+        ("MASTER_PORT", ("0", "70000", "http")),
+    ],
+)
+def test_an_environment_that_no_torchrun_makes(
+    monkeypatch: pytest.MonkeyPatch, variable: str, values: tuple[str, ...]
+) -> None:
+    usual = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    for name, value in usual.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert World.from_environment().rank == 1
+    for value in values:
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(Refusal, match=f"^{variable}={value[:40]}: must be a whole number from") as caught:
+            World.from_environment()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "", "9" * 30])
+def test_other_variables(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(LARGEST_WORLD, value)
+    with pytest.raises(Refusal, match=f"^{LARGEST_WORLD}="):
+        settle(Config(), 2, lambda: False, {})
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert 1 <= threads_of_a_rank(False, 1) <= BOUNDS["threads"][1]
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    """To read a pipe waits for whoever writes it, and a device has no end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        for option in ("--config", "--init-from"):
+            text = refusal_of(lambda option=option, path=path: train(option, str(path)))
+            assert text.startswith(f"{option} {path}: is ")
+            assert "a pipe or a device" in text
+    assert refusal_of(lambda: train("--config", str(tmp_path))) == f"--config {tmp_path}: Is a directory"
+    assert refusal_of(lambda: launch("--script", str(tmp_path))) == f"--script {tmp_path}: no such file"
+
+
+@pytest.mark.parametrize("text", ["epochs = " + "9" * 5000, "epochs = " + "[" * 3000, "lr = nan", "grace = inf"])
+def test_numbers_in_a_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    with pytest.raises(Refusal) as caught:
+        train("--config", str(file))
+    assert "\n" not in str(caught.value)
