@@ -35,8 +35,8 @@ Digest = Mapping[str, Any]
 Digests = dict[str, Digest]
 """By name of the data, "training" and "test". One without a digest cannot be compared."""
 
-TWICE, OFTEN = 2, 10
-"""How often the samples are read: at each start, and before it is believed that data differs."""
+ONCE, TWICE, OFTEN = 1, 2, 10
+"""Times that samples are read: when a run is continued, when it is new, and before it is believed that they differ."""
 
 LONGEST = 4096
 """Values of a tensor that count, taken evenly from all of it."""

@@ -28,7 +28,7 @@ from .compiled_code import CompiledCode
 from .config import Config, flag, saved_options
 from .config import differences as differences_of_options
 from .cut import Cutter, passes
-from .data_digest import OFTEN, TWICE, Digests, difference
+from .data_digest import OFTEN, ONCE, TWICE, Digests, difference
 from .devices import describe as describe_device
 from .devices import explain_uneven, replicas
 from .digest import digests
@@ -120,7 +120,8 @@ class Run:
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self._look = look or (lambda _times: ({}, []))
-        self.digests, self._unsteady = self._look(TWICE)
+        steady = read_facts(self.path / "status.json")[0].get("digests")  # whether they are can be found out once
+        self.digests, self._unsteady = self._look(ONCE if steady else TWICE)
         self._other_data = ""
         self.tracker: tracking.Tracker | None = None
         self._harmless = task.harmless
