@@ -269,7 +269,7 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
 OURS = ("metrics.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled", "wandb", "config.toml")
 """What a run writes into its folder, besides its status.json."""
 
-BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job(\.json|-\d.*)|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
+BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
 """Folders that a start which came to nothing, another rank or Slurm may have made, and what is in them."""
 
 

@@ -75,13 +75,13 @@ class World:
         world_size = number_in("WORLD_SIZE", 1, 2**20)
         rank, local_world_size = number_in("RANK", 0, world_size - 1), number_in("LOCAL_WORLD_SIZE", 1, world_size)
         local_rank = number_in("LOCAL_RANK", 0, min(rank, local_world_size - 1))
+        if strategy == "dp":
+            refuse_company(world_size, torch.cuda.device_count())
+        first, *more = _devices(local_rank, local_world_size, devices_per_rank)
         for name in ("MASTER_ADDR", "MASTER_PORT"):  # where rank 0 is
             if not os.environ.get(name):
                 raise Refusal(f"{name} is not set, although RANK is; start with torchrun or launch/, or unset them all")
         number_in("MASTER_PORT", 1, 65535)
-        if strategy == "dp":
-            refuse_company(world_size, torch.cuda.device_count())
-        first, *more = _devices(local_rank, local_world_size, devices_per_rank)
         return World(rank, local_rank, world_size, local_world_size, first, True, tuple(more))
 
     @contextmanager
