@@ -227,7 +227,8 @@ def told_of(path: str, run_dir: Path) -> list[int]:
 @pytest.mark.multiprocess
 def test_bad_images_end_a_run_or_are_skipped_alike_on_any_number_of_ranks_and_loaders(tmp_path: Path) -> None:
     paths = write_folder(tmp_path)
-    bad, bad_test = paths[10], sorted((tmp_path / "val").rglob("*.jpg"))[-2]  # not in the first micro-batch, which comes before training
+    # the test's is not in the first micro-batch, which comes before training
+    bad, bad_test = paths[10], sorted((tmp_path / "val").rglob("*.jpg"))[-2]
     for path in (bad, bad_test):
         path.write_bytes(path.read_bytes()[:300])
     options = ["--dataset", "imagefolder", "--data-dir", tmp_path, "--image-size", 16, "--augment", "trivial"]
