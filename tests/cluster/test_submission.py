@@ -29,12 +29,12 @@ REFUSED = {
     "and goes on",
     "--time soon": "--time soon: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d",
     "--mem plenty": "--mem plenty: give a number with K, M, G or T, 64G for example",
-    "--array-seeds 3": "--array-seeds 3: give FIRST:END with FIRST < END; 0:4 are seeds 0, 1, 2 and 3",
+    "--array-seeds 3": "--array-seeds 3: give FIRST:END with FIRST < END, 10000 at most; 0:4 are seeds 0, 1, 2 and 3",
     "--nodelist node9": "Slurm does not take the job: .*[Ii]nvalid node name",
     "--constraint none": "Slurm does not take the job: .*feature",
     "--mem 900G": "Slurm does not take the job: .*([Mm]emory|not available)",
     "-- --batch-size 0": "--batch-size 0: must be at least 1",
-    "-- --epoch 3": "[Uu]nrecognized",
+    "-- --epoch 3": "--epoch: here it is --epochs",
 }
 
 
