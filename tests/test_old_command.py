@@ -10,6 +10,7 @@ import pytest
 
 from evenkeel.errors import Refusal
 from evenkeel.launchers import topology_in
+from evenkeel.processes import REFUSAL
 
 from .processes import TRAIN, finish, free_port, read, run, start, torchrun
 
@@ -86,6 +87,6 @@ def test_what_cannot_be_meant_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "evenkeel: -nr is missing: with -n 2 give each node its own, from 0\n"
     done = run([sys.executable, str(TRAIN), "-g", "1", "--lr", "-1", "--run-dir", str(tmp_path / "run")], expect=2)
     assert done.stderr == "evenkeel: --lr -1.0: must be at least 0\n"
-    done = run(torchrun(2, TRAIN, "-n", "1", "-g", "2"), env={"PATH": os.environ["PATH"]}, expect=1)
+    done = run(torchrun(2, TRAIN, "-n", "1", "-g", "2"), env={"PATH": os.environ["PATH"]}, expect=-REFUSAL)
     assert "evenkeel: --nodes=1: torchrun has started the ranks; leave it out, or type python" in done.stderr
     assert list(tmp_path.iterdir()) == []
