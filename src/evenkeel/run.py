@@ -458,7 +458,7 @@ class Run:
                 self._take_result()
         if metrics:
             self.tracker.evaluation(state.step, metrics)
-        if due or self.checkpoints.improves(metrics):
+        if due or (metrics and self.checkpoints.improves(metrics)):
             begun = time.perf_counter()
             held = self._hold(state)
             self._saving = state.step
