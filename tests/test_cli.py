@@ -28,6 +28,7 @@ from evenkeel.docker_run import ContainerNode
 from evenkeel.errors import Ended, Refusal, exit_code
 from evenkeel.inspection import ExportModel
 from evenkeel.launchers import MultiNode, SingleNode
+from evenkeel.processes import stat
 from evenkeel.regress import Regress
 from evenkeel.segment import Segment
 from evenkeel.slurm.node import NodeCommand
@@ -35,7 +36,7 @@ from evenkeel.slurm.submission import Submit
 from evenkeel.synonyms import BY_NAME, SYNONYMS
 from evenkeel.tasks import option_name
 
-from .processes import TRAIN, checked, finish, free_port, run, start, torchrun, wait_until_gone
+from .processes import LIMIT, TRAIN, checked, finish, free_port, run, start, torchrun, wait_until_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch asks for a real stderr
 
@@ -611,6 +612,20 @@ def test_no_worker_is_left_of_a_refusal_whoever_refuses(tmp_path: Path, refusing
     done = run(job, env={"OUT": str(out)}, expect=-signal.SIGALRM)
     assert (done.stdout, done.stderr) == ("", "evenkeel: no\n")
     wait_until_gone(once(out), limit=5)
+
+
+@pytest.mark.multiprocess
+def test_a_refusal_spares_what_the_shell_before_torchrun_has_started(tmp_path: Path) -> None:
+    """A monitor, say; it has become a child of torchrun's by `exec`."""
+    job = torchrun(2, TRAIN, "--task=nonsense", restarts=3)
+    process = start(["sh", "-c", 'sleep 60 > /dev/null 2>&1 & echo $!; exec "$@"', "sh", *job])
+    assert process.stdout
+    monitor = int(process.stdout.readline())
+    assert process.wait(LIMIT) == -signal.SIGALRM
+    found = stat(monitor)
+    assert found
+    assert found.state != "Z"
+    assert finish(process).stderr == NONSENSE
 
 
 @pytest.mark.multiprocess

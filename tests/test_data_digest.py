@@ -226,6 +226,15 @@ def test_ranks_that_split_on_import_are_told_so_and_those_with_own_dice_go_on(tm
 
 
 @pytest.mark.multiprocess
+def test_what_is_another_at_each_read_is_known_at_each_start_beside_a_set_that_is_not(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        options = ["--max-steps", steps, "--schedule", "constant"]
+        done = run_forked(TRAIN, *job("TrainingDrawnAtEachRead", tmp_path / "run", *options))
+        assert "the training data is another each time" in done.stderr
+        assert [*read(tmp_path / "run", "status.json")["digests"]] == ["test"]
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_goes_on_with_its_data_or_with_other_data_that_is_meant(tmp_path: Path, workers: int) -> None:
     def attempt(task: str, steps: int, *more: object, expect: int = 0) -> str:

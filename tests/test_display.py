@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from evenkeel.display import Display
 
 from .terminal import CONTROL, Terminal
 
@@ -83,3 +87,30 @@ def test_a_refusal_takes_the_line_away(tmp_path: Path) -> None:
         assert terminal.end() == 2
         assert re.search(r"evenkeel: --batch-size 1438: the training data", terminal.text)
         assert "\x1b[1A\x1b[2K" in terminal.output.rpartition("1438")[2], "the last line is erased"
+
+
+def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is forked while the thread that draws holds rich's lock: without a lock of its own it would wait for ever."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any file for a terminal
+    display = Display()
+    held, done = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with display._live.console._lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    held.wait()
+    try:
+        child = multiprocessing.get_context("fork").Process(target=print, args=("a warning of a data set's",))
+        child.start()
+        child.join(10)
+        code = child.exitcode
+        child.kill()
+    finally:
+        done.set()
+        thread.join()
+        display.stop()
+    assert code == 0

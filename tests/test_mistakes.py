@@ -71,7 +71,7 @@ def the_line(err: str) -> str:
         ("TwoOfThree", 1, "metrics() returned 'loss' with 3 numbers, [3], for each sample: return one for each"),
         ("RaggedMetric", 1, "metrics() returned rows of shape [2] as 'loss' for one batch and of [1] for another"),
         ("NoSummary", 1, "summarize() returned None: it must return a dict of numbers"),
-        ("StepMetric", 1, "a metric of the evaluation is called 'step': a field of every record has that name"),
+        ("NumberedSummary", 1, "summarize() returned a dict with the key 1: names of metrics must be texts"),
         ("NumberedMetric", 1, "metrics() returned a dict with the key 0: names of metrics must be texts"),
         ("Maximum", 2, """the task's `best` is ('loss', 'maximum'): it must be a metric's name and "max" or "min","""),
         ("ComplexLoss", 1, "loss() returned a complex number: it must return a real one"),

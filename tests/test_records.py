@@ -10,7 +10,7 @@ import pytest
 from evenkeel.chaos.progress import Progress
 from evenkeel.comparison import last_digests
 from evenkeel.ledger import ledger
-from evenkeel.records import MORE, alike, read_facts, read_record, read_records
+from evenkeel.records import FACTS, MORE, alike, read_facts, read_record, read_records
 from evenkeel.standing import Metrics
 
 WHOLE = {"kind": "digest", "step": 3, "time": 1, "digests": {"w": "0"}, "spent": {"productive": 2}, "loss": None}
@@ -64,3 +64,11 @@ def test_numbers_and_pairs() -> None:
     assert not alike(True, 0)
     assert alike({"a": ["1", "2"]}, MORE["differences"])
     assert alike([], [""])
+
+
+def test_digests_of_data() -> None:
+    example = FACTS["digests"]
+    assert alike({"training": {"equal": "af", "near": [0.5, -1]}}, example)
+    assert alike({}, example)
+    for damaged in (5, {"training": {}}, {"training": {"equal": "af", "near": None}}, {"training": ["af", [0.5]]}):
+        assert not alike(damaged, example)

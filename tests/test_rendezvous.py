@@ -450,3 +450,22 @@ def test_a_worker_does_not_outlive_its_agent() -> None:
     environment = _environment() | {"TORCHELASTIC_RUN_ID": "some"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True)
     assert "agent of this worker has died" in done.stdout
+
+
+def test_a_refusal_outlives_the_call_that_comes_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    room = PrefixStore("evenkeel/rendezvous/2", store)
+    place = {"RANK": 1, "WORLD_SIZE": 2, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2}
+    of_the_agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    for name, value in (place | of_the_agent).items():
+        monkeypatch.setenv(name, str(value))
+    with ThreadPoolExecutor(1) as threads:
+        refusing = threads.submit(rendezvous.refuse_together, "no")
+        wait_until(lambda: room.check(["call"]), "the refusal")
+        room.set("call", "that of a rank 0 which saw no refusal just before")
+        try:
+            with pytest.raises(Refusal, match="refused by rank 1: no"):
+                fresh_store(store, 0, 2, timedelta(seconds=2))
+        finally:
+            room.add("refused", 1)
+        refusing.result()

@@ -16,9 +16,6 @@ from torch import Tensor
 from .errors import Ended, EndedHere, Refusal
 from .mistakes import kind_of
 
-RESERVED = frozenset({"kind", "step", "time", "spent"})
-"""Fields of every record in metrics.jsonl."""
-
 SHOWN = 'best = ("loss", "min")'
 
 
@@ -101,9 +98,8 @@ def checked_summary(summary: Any) -> dict[str, float]:
         raise Ended(f"summarize() returned {kind_of(summary)}: it must return a dict of numbers")
     numbers = {name: _item(value) for name, value in summary.items()}
     for name, number in numbers.items():
-        if not isinstance(name, str) or name in RESERVED:
-            why = "a field of every record has that name" if name in RESERVED else "names must be texts"
-            raise Ended(f"a metric of the evaluation is called {name!r}: {why}; call it something else")
+        if not isinstance(name, str):
+            raise Ended(f"summarize() returned a dict with the key {name!r}: names of metrics must be texts")
         if not isinstance(number, Real):
             what = f"a tensor of shape {list(number.shape)}" if isinstance(number, Tensor) else kind_of(number)
             raise Ended(f"summarize() returned {what} as '{name}': it must be one real number")

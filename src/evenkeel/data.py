@@ -514,11 +514,11 @@ class _Loader(DataLoader[Any]):
         self._onward, self._stands_at = stream, (sampler.epoch + 1, 0)
 
     def _begin(self) -> Any:
-        if self.num_workers and self._iterator is None and is_initialized():
+        if self.num_workers and self._iterator is None:
+            get_temp_dir()  # made by this process, which also removes it, because its workers are killed
             # gloo's threads enter Python once more after a reduction, to let go of its callback; a fork at that very
             # moment leaves the child waiting for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
-            time.sleep(0.1)
-            get_temp_dir()  # made by this process, which also removes it, because its workers are killed
+            time.sleep(0.1 * is_initialized())
         others = multiprocessing.active_children()
         stream = super().__iter__()
         if workers := [child for child in multiprocessing.active_children() if child not in others]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from collections import deque
 from datetime import timedelta
@@ -88,6 +89,7 @@ class Display:
         self._points: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._live = Live(console=console, get_renderable=self._line, refresh_per_second=REDRAWS, transient=True)
         self._live.start(refresh=True)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def begin(self, plan: Plan) -> None:
         """From here on there are steps to count."""
@@ -97,6 +99,13 @@ class Display:
         """Leave the line as it is, with a word for how the run has ended; take it away if none had begun."""
         self._end = self._end or end * bool(self._plan)
         self._live.stop()
+
+    def _leave_to_parent(self) -> None:
+        """A loader process may print, but not draw, nor wait for the lock that the thread held when it was forked."""
+        console = self._live.console
+        console._lock = threading.RLock()
+        if self._live.is_started:
+            console.pop_render_hook()
 
     def _line(self) -> Any:
         from rich.progress_bar import ProgressBar

@@ -14,7 +14,7 @@ SETS = (TRAIN, TEST)
 
 def full_name(part: str, name: str) -> str:
     """A name of a task's, or of a file of version 0.1.0, with the set before it; a full one as it is."""
-    return name if name.partition("/")[0] in SETS else f"{part}/{name}"
+    return name if name.startswith(tuple(f"{it}/" for it in SETS)) else f"{part}/{name}"
 
 
 def named(part: str, values: Mapping[str, V]) -> dict[str, V]:

@@ -112,13 +112,24 @@ def end_agent(agent: int) -> None:
     a container, which no other signal ends, and one with --redirects or --tee, to show what it has not shown yet.
     """
     with contextlib.suppress(OSError):  # it has just ended
-        workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+        children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+        workers = [child for child in children if child != os.getpid() and _is_of_torchrun(child)]
         shown = os.path.samestat(Path(f"/proc/{agent}/fd/2").stat(), os.fstat(2))
         quiet = (shown and agent != 1) or _in_mask(agent, "SigCgt", REFUSAL)  # evenkeel.agent does handle it
+        if os.getppid() != agent:
+            return  # while other nodes were waited for; its number may be another process's by now
         os.kill(agent, REFUSAL if quiet else signal.SIGTERM)
-        for worker in {*map(int, workers)} - {os.getpid()}:
-            os.kill(worker, signal.SIGTERM)
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):  # one that ends by itself must not spare the others
+                os.kill(worker, signal.SIGTERM)
     orphaned_within(5, agent)
+
+
+def _is_of_torchrun(pid: int) -> bool:
+    """Whether a child of torchrun's is a rank. A shell may have started others before it became torchrun by `exec`."""
+    with contextlib.suppress(OSError):
+        return b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
 
 
 def orphaned_within(seconds: float, parent: int) -> bool:

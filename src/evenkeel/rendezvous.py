@@ -112,11 +112,13 @@ def refuse_together(text: str) -> None:
     patience = 0 if _agent_hosts() else NODES_REFUSE
     with contextlib.suppress(EndedHere, DistError):
         room = _room(job_store(rank, world_size, timedelta(seconds=NODES_REFUSE), patience), world_size)
-        if not _refused(room):
-            room.set("call", f"{_REFUSED}{rank}: {text}")
         room.add("refused", 1)
         deadline = time.monotonic() + NODES_REFUSE
-        while room.add("refused", 0) < int(os.environ["GROUP_WORLD_SIZE"]) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if not _refused(room):  # nor overwritten by a rank 0 that has just called
+                room.set("call", f"{_REFUSED}{rank}: {text}")
+            if room.add("refused", 0) >= int(os.environ["GROUP_WORLD_SIZE"]):
+                break
             time.sleep(0.02)
     if os.environ["GROUP_RANK"] == "0":
         time.sleep(0.1)

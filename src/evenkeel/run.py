@@ -120,8 +120,9 @@ class Run:
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self._look = look or (lambda _times: ({}, []))
-        steady = read_facts(self.path / "status.json")[0].get("digests")  # whether they are can be found out once
-        self.digests, self._unsteady = self._look(ONCE if steady else TWICE)
+        steady = {} if config.fresh else read_facts(self.path / "status.json")[0].get("digests", {})
+        # whether samples are others each time can be found out once, but for those that were
+        self.digests, self._unsteady = self._look(ONCE if steady.keys() >= self.samples.keys() else TWICE)
         self._other_data = ""
         self.tracker: tracking.Tracker | None = None
         self._harmless = task.harmless
@@ -156,9 +157,9 @@ class Run:
         known = self.world.gather((launch_token(), status))
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
-        note = self._unpack_compiled(tokens, newest) if first_here else ""  # others wait for it with the next line
-        restarted = set(filter(None, tokens)) & set(newest.get("launch", []))
-        self._refuse_other_data({} if self.config.fresh and not restarted else newest)
+        anew = self.config.fresh and not set(filter(None, tokens)) & set(newest.get("launch", []))
+        note = self.compiled.unpack(begins=anew) if self.compiled and first_here else ""  # others wait below
+        self._refuse_other_data({} if anew else newest)
         finished = self._finished(newest)
         said = self._settle_cut(known, probe)
         if self.config.strict_bits and (self.config.fresh or not finished):
@@ -284,12 +285,6 @@ class Run:
         settled = {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
         self.checkpoints = replace(self.checkpoints, fingerprint=self.checkpoints.fingerprint | settled)
         return said or passes(self.plan, self.world) if is_open and not recorded and config.reduce == "tree" else said
-
-    def _unpack_compiled(self, tokens: list[str], newest: dict[str, Any]) -> str:
-        if not self.compiled:
-            return ""
-        restarted = set(filter(None, tokens)) & set(newest.get("launch", []))
-        return self.compiled.unpack(begins=self.config.fresh and not restarted)
 
     def _pack_compiled(self, step: int, asked: bool) -> None:
         """Keep compiled code with the run, if some is new or it is asked for."""
@@ -463,7 +458,7 @@ class Run:
                 self._take_result()
         if metrics:
             self.tracker.evaluation(state.step, metrics)
-        if due or self.checkpoints.improves(metrics):
+        if due or (metrics and self.checkpoints.improves(metrics)):
             begun = time.perf_counter()
             held = self._hold(state)
             self._saving = state.step
