@@ -122,6 +122,12 @@ def test_what_does_not_count(one: Any, other: Any) -> None:
     assert alike(digest([one, 1]), digest([other, 1]))
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_whose_squares_are_none_are_what_they_were() -> None:
+    huge = digest(torch.full((4,), 1e300, dtype=torch.float64))
+    assert alike(huge, huge)
+
+
 def test_it_reads_little_and_leaves_no_trace() -> None:
     sets = [Map(lambda index: (torch.rand(3) + index, random.random(), np.random.rand())) for _ in range(2)]
     seed_host(1)

@@ -142,7 +142,7 @@ def _take(part: Any, equal: list[str], near: list[float]) -> Any:
 
 
 def _projections(values: NDArray[np.float64]) -> list[float]:
-    values = np.nan_to_num(values, posinf=0, neginf=0)
+    values = np.nan_to_num(values, posinf=0, neginf=0).clip(-1e100, 1e100)  # whose squares are finite
     size, mean = float(np.linalg.norm(values)) + 1e-12, float(values.mean()) if len(values) else 0.0
     middle, rest = mean * len(values) ** 0.5 / size, values - mean
     found = _signs()[:, : len(values)] @ rest / (np.linalg.norm(rest) + 1e-3 * size)  # not of rounding errors alone
