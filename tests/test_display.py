@@ -83,3 +83,11 @@ def test_a_refusal_takes_the_line_away(tmp_path: Path) -> None:
         assert terminal.end() == 2
         assert re.search(r"evenkeel: --batch-size 1438: the training data", terminal.text)
         assert "\x1b[1A\x1b[2K" in terminal.output.rpartition("1438")[2], "the last line is erased"
+
+
+def test_a_terminal_that_cannot_draw_gets_lines(tmp_path: Path) -> None:
+    options = ["--batch-size", 288, "--micro-batches", 2, "--epochs", 1, "--log-every", 2]
+    with Terminal(command(tmp_path, *options), columns=160, env={"TERM": "dumb"}) as terminal:
+        assert terminal.end() == 0
+    assert "starting" not in terminal.output
+    assert re.search(r"^step 2/5  epoch 1/1  train/loss", terminal.text, re.MULTILINE)

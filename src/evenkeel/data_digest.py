@@ -136,7 +136,9 @@ def _take(part: Any, equal: list[str], near: list[float]) -> Any:
     elif isinstance(part, str | bytes | int | None):
         equal.append(str(part).rpartition("/")[2])
     else:
-        equal.extend(map(str, part) if isinstance(part, Mapping) else [])
+        if isinstance(part, Mapping):  # in one order: it may be a set's, which is another in each process
+            part = dict(sorted(part.items(), key=lambda item: str(item[0])))
+            equal.extend(map(str, part))
         with_parts(part, lambda inner: _take(inner, equal, near))
     return part
 
