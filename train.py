@@ -165,8 +165,8 @@ def train(
     batches = data.loader(train_set, sampler, "train", config.num_workers, world.device)
     evaluation = Evaluation(task, state.best_model, test_set, config, world)
     rates = Rates(state.optimizers, begun=state.step > 0)
-    if state.step == 0:
-        state.stopping.check(evaluation.rehearse())  # what is wrong with metrics should not show after an epoch
+    if state.step == 0 and (rehearsed := evaluation.rehearse()) is not None:
+        state.stopping.check(rehearsed)  # what is wrong with metrics should not show after an epoch
 
     metrics = state.note(evaluation()) if state.owes_evaluation else {}
     if metrics and not state.is_over():

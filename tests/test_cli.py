@@ -721,3 +721,17 @@ def test_real_help(tmp_path: Path) -> None:
     assert re.findall(r"─ (\w+) options ─", done.stdout) == [
         "run", "data", "model", "optimizer", "precision", "checkpoints", "logging", "reproducibility", "task",
     ]  # fmt: skip
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("to", ["2>/dev/full", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_the_exit_code_of_a_refusal_where_nobody_can_read_it(to: str) -> None:
+    run(["sh", "-c", f"{sys.executable} {TRAIN} --epochs -1 {to}"], expect=2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("closed", ["", "<&-", "2>&-", "<&- 2>&-"])
+def test_no_file_takes_the_place_of_a_closed_stream_and_any_path_can_be_printed(closed: str) -> None:
+    code = "import evenkeel, os; print(chr(0xdcff), os.open(os.curdir, 0))"
+    started = run(["sh", "-c", f"{sys.executable} -c '{code}' {closed}"], env={"PYTHONIOENCODING": "utf-8"})
+    assert started.stdout == "\\udcff 3\n"

@@ -228,3 +228,9 @@ def test_a_run_that_may_not_read_its_newest_checkpoint_ends_with_the_same_weight
     assert {file.name for file in aside.iterdir()} == {STATE, MANIFEST}
     assert records(run_dir, "start")[-1]["step"] == step_of(before)
     assert read(run_dir)["weights_sha256"] == undisturbed
+
+
+def test_checkpoints_that_are_gone_are_missed(killed: Path, tmp_path: Path) -> None:
+    shutil.copytree(killed, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    came = read(killed, "status.json")["step"]
+    assert f"the run had come to step {came}, but its newest checkpoint is of step 0" in train(tmp_path / "run").stderr

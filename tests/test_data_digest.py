@@ -122,6 +122,17 @@ def test_what_does_not_count(one: Any, other: Any) -> None:
     assert alike(digest([one, 1]), digest([other, 1]))
 
 
+def test_the_order_of_keys_does_not_count() -> None:
+    assert alike(digest({"b": 1.0, "a": "2", 3: 4}), digest({"a": "2", 3: 4, "b": 1.0}))
+    assert not alike(digest({"b": 1, "a": 2}), digest({"b": 2, "a": 1}))
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_whose_squares_are_none_are_what_they_were() -> None:
+    huge = digest(torch.full((4,), 1e300, dtype=torch.float64))
+    assert alike(huge, huge)
+
+
 def test_it_reads_little_and_leaves_no_trace() -> None:
     sets = [Map(lambda index: (torch.rand(3) + index, random.random(), np.random.rand())) for _ in range(2)]
     seed_host(1)

@@ -114,3 +114,9 @@ def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.Mon
         thread.join()
         display.stop()
     assert code == 0
+def test_a_terminal_that_cannot_draw_gets_lines(tmp_path: Path) -> None:
+    options = ["--batch-size", 288, "--micro-batches", 2, "--epochs", 1, "--log-every", 2]
+    with Terminal(command(tmp_path, *options), columns=160, env={"TERM": "dumb"}) as terminal:
+        assert terminal.end() == 0
+    assert "starting" not in terminal.output
+    assert re.search(r"^step 2/5  epoch 1/1  train/loss", terminal.text, re.MULTILINE)

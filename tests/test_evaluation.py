@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -244,12 +245,28 @@ def test_a_rehearsal_is_the_first_micro_batch_and_leaves_no_trace(
     seen.clear()
     evaluate = evaluation(Careless(), model, test_set, workers=workers)
     before = everything()
-    assert evaluate.rehearse().keys() == {"loss", "accuracy", "noise"}
+    assert (evaluate.rehearse() or {}).keys() == {"loss", "accuracy", "noise"}
     assert everything() == before
     assert seen == [5], "and no other"
     assert evaluate() == undisturbed
     assert seen == [5] * 8 + [2]
     assert everything() != before, "the control: an evaluation of this task does leave traces"
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(ZeroDivisionError, False), (ValueError, False), (KeyError, True)])
+def test_a_class_that_the_first_micro_batch_lacks_ends_no_run(
+    model: nn.Module, test_set: InMemory, kind: type[Exception], ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Summary(Classify):
+        def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
+            raise kind("1")
+
+    evaluate = evaluation(Summary(), model, test_set)
+    with pytest.raises(kind) if ends else nullcontext():
+        assert evaluate.rehearse() is None
+        assert f"for the first 5 test samples at {__file__}:" in caplog.text
+    with pytest.raises(kind):
+        evaluate()
 
 
 def test_numbers_of_all_kinds_are_plain_ones_afterwards() -> None:

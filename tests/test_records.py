@@ -54,6 +54,11 @@ def test_facts(tmp_path: Path) -> None:
     path.write_text('{"state": "running", "step": 7, "last_failure": null, "pid": "x", "mine": [1, "x"]}')
     facts = {"state": "running", "step": 7, "mine": [1, "x"]}
     assert read_facts(path) == (facts, "status.json has been changed: pid is 'x'")
+    for digests in ([1], {"training": "x"}, {"training": {"equal": "x"}}, {"training": {"equal": "x", "near": ["1"]}}):
+        path.write_text(json.dumps({"digests": digests}))
+        assert "digests is" in read_facts(path)[1]
+    path.write_text('{"digests": {"training": {"equal": "x", "near": [1.5, 0]}}}')
+    assert read_facts(path)[1] == ""
     path.write_text("[1]")
     assert read_facts(path) == ({}, "status.json cannot be read: a JSON list and not an object")
 

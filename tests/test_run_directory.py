@@ -256,6 +256,15 @@ def test_a_run_whose_checkpoints_are_hidden_is_refused_and_not_started_over(clos
         claim(closed, OPTIONS, fresh=False)
 
 
+def test_a_run_whose_checkpoints_are_on_a_disk_that_is_not_there(path: Path, tmp_path: Path) -> None:
+    started(path)
+    (path / "checkpoints").symlink_to(tmp_path / "disk")
+    with pytest.raises(Refusal, match=f"checkpoints cannot be read: it is a link to {tmp_path}/disk, and nothing is"):
+        claim(path, OPTIONS, fresh=False)
+    (tmp_path / "disk").mkdir()
+    claim(path, OPTIONS, fresh=False)
+
+
 def test_a_run_that_cannot_be_written(closed: Path) -> None:
     closed.chmod(0o755)
     started(closed)

@@ -338,6 +338,30 @@ def test_trouble_with_wandb_never_ends_a_training(
     assert [line["kind"] for line in lines(run_dir)] == ["train"]
 
 
+def test_wandb_that_dies_later_ends_no_training(
+    run_dir: Path, fake: FakeWandb, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = tracker(run_dir, wandb="online")
+    it.start_wandb("kept", {})
+    fake.logged, it._wandb.log = [], lambda *_, **__: 1 / 0
+    it.train(10, 1.5, 2.5, 0.1)
+    it.train(20, 1.5, 2.5, 0.1)
+    it.close()
+    assert caplog.text.count("Weights & Biases is off from here on: ZeroDivisionError") == 1
+    assert [line["kind"] for line in lines(run_dir)] == ["train", "train"]
+
+
+def test_an_output_on_a_full_disk_ends_no_training(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = Path("/dev/full").open("w")  # noqa: SIM115  (closing it fails)
+    monkeypatch.setattr(sys, "stdout", full)
+    tracker(run_dir).train(10, 1.5, 2.5, 0.1)
+    assert "No space left on device" in caplog.text
+    with pytest.raises(OSError, match="No space"):
+        full.close()
+
+
 def test_wandb_that_is_not_installed(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

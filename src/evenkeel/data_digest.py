@@ -136,13 +136,15 @@ def _take(part: Any, equal: list[str], near: list[float]) -> Any:
     elif isinstance(part, str | bytes | int | None):
         equal.append(str(part).rpartition("/")[2])
     else:
-        equal.extend(map(str, part) if isinstance(part, Mapping) else [])
+        if isinstance(part, Mapping):  # in one order: it may be a set's, which is another in each process
+            part = dict(sorted(part.items(), key=lambda item: str(item[0])))
+            equal.extend(map(str, part))
         with_parts(part, lambda inner: _take(inner, equal, near))
     return part
 
 
 def _projections(values: NDArray[np.float64]) -> list[float]:
-    values = np.nan_to_num(values, posinf=0, neginf=0)
+    values = np.nan_to_num(values, posinf=0, neginf=0).clip(-1e100, 1e100)  # whose squares are finite
     size, mean = float(np.linalg.norm(values)) + 1e-12, float(values.mean()) if len(values) else 0.0
     middle, rest = mean * len(values) ** 0.5 / size, values - mean
     found = _signs()[:, : len(values)] @ rest / (np.linalg.norm(rest) + 1e-3 * size)  # not of rounding errors alone

@@ -61,7 +61,8 @@ def stop() -> None:
 
 
 def _is_seen() -> bool:
-    return os.environ.get("RANK", "0") == "0" and sys.stdout.isatty()
+    dumb = os.environ.get("TERM") in ("dumb", "unknown")  # where rich draws nothing, and lines are better
+    return os.environ.get("RANK", "0") == "0" and sys.stdout.isatty() and not dumb
 
 
 class Display:

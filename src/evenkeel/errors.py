@@ -154,7 +154,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Ended as ended:
         line = " ".join(str(ended).split())
         if isinstance(ended, EndedHere) or os.environ.get("RANK", "0") == "0":
-            print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+            _tell(line)
         _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return FAILED
     except Refusal as refusal:
@@ -174,13 +174,19 @@ def _shorten_report(line: str) -> None:
         path.write_text(json.dumps(report))
 
 
+def _tell(line: str) -> None:
+    """The exit code is right even where nobody can read why."""
+    with contextlib.suppress(OSError):
+        print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+
+
 def _refuse(line: str) -> None:
     """Say it once a node, and end its torchrun. Mostly all ranks refuse alike, and local rank 0 is to speak."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
     if others_speak and orphaned_within(OTHERS_SPEAK + NODES_REFUSE * (nodes > 1), os.getppid()):
         return
-    print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+    _tell(line)
     if agent := torchrun_agent():
         if nodes > 1 and "EVENKEEL_LARGEST_WORLD" not in os.environ:  # an elastic job can do without this node
             from .rendezvous import refuse_together

@@ -7,6 +7,7 @@ micro-batches come together once and are added in one order, whoever computed th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,7 @@ from .checked_metrics import check_alike, check_metrics, checked_summary
 from .compilation import uncompiled
 from .config import Config
 from .devices import replicas
+from .errors import place_of
 from .memory import note_batch
 from .plan import Plan, chunks
 from .precision import autocast
@@ -26,6 +28,8 @@ from .randomness import derive, generators_kept, seed_computation, seed_task
 from .tasks import Task
 from .transfer import Transfer
 from .world import World
+
+log = logging.getLogger(__name__)
 
 
 class Evaluation:
@@ -72,14 +76,23 @@ class Evaluation:
             return self._evaluate()
 
     @torch.no_grad()
-    def rehearse(self) -> dict[str, float]:
-        """The numbers of the first micro-batch alone, computed by each rank for itself.
+    def rehearse(self) -> dict[str, float] | None:
+        """The numbers of the first micro-batch alone, computed by each rank for itself; None: it has too little for
+        `summarize`, which may divide by how many there are of a class.
 
         A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
         """
         with activity.during(EVALUATION), generators_kept(), _same_tensors(self.model), self._only_first() as size:
             sums = self._sums()
-            return self._summary({name: rows[0] for name, rows in sums.items()}, size)
+            try:
+                return self._summary({name: rows[0] for name, rows in sums.items()}, size)
+            except (ArithmeticError, ValueError) as error:
+                log.warning(
+                    "summarize() fails for the first %d test samples%s: %s: %s; if it does so for all of them, the run "
+                    "will end at its first evaluation",
+                    size, place_of(error.__traceback__), type(error).__name__, error,
+                )  # fmt: skip
+                return None
 
     @contextmanager
     def _only_first(self) -> Iterator[int]:

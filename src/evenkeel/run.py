@@ -362,6 +362,8 @@ class Run:
             if state.origin and newest == 0:
                 # what has stayed random must not be overlooked
                 log.log(logging.WARNING if self.config.init_partial else logging.INFO, "%s", state.origin)
+            if state.step < (came := self.directory.status.get("step", 0) if self.directory else 0):
+                log.warning("the run had come to step %d, but its newest checkpoint is of step %d", came, state.step)
             activity.redo_until = max((record["step"] for record in read_records(self._metrics, 1 << 20)), default=0)
             self.tracker.start(state.step)
             if MICRO_BATCH in other_bits:

@@ -7,6 +7,7 @@ cannot train into the same folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -362,7 +363,9 @@ def _refuse_hidden_checkpoints(path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.scandir(folder).close()
             (folder / "any").stat()
-    except PermissionError as error:
+        if folder.is_symlink() and not folder.exists():
+            raise FileNotFoundError(errno.ENOENT, f"it is a link to {folder.readlink()}, and nothing is there")
+    except (PermissionError, FileNotFoundError) as error:
         raise Refusal(
             f"--run-dir {path}: its checkpoints cannot be read: {error.strerror}; mend that or name another folder"
         ) from None

@@ -131,7 +131,7 @@ class Tracker:
         facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)} | (more or {})
         values = {"epoch": round(step / self.plan.steps_per_epoch, 4)} | named(TRAIN, facts)
         self.event("train", step, **values)
-        self._log_wandb(step, values)
+        self._to_wandb("log", values, step=step)
 
         self._losses = {f"{TRAIN}/loss": loss}
         if self._display:
@@ -145,7 +145,7 @@ class Tracker:
         """The result of an evaluation, by full names."""
         self.metrics = metrics
         self.event("eval", step, **metrics)
-        self._log_wandb(step, metrics)
+        self._to_wandb("log", metrics, step=step)
         if self._display:
             self._display.told = self._latest()
         self.say(f"step {step}/{self.plan.total_steps}  {shown(metrics)}")
@@ -171,21 +171,26 @@ class Tracker:
         except BrokenPipeError:
             lose_stdout()  # the reader may go (`| head`, a closed terminal) without an end to the training
             log.info("nobody reads the output any more; metrics.jsonl goes on")
+        except OSError as error:  # a file on a full disk
+            log.error("the output: %s", error)
 
     def close(self, exit_code: int = 0) -> None:
         """End the display and the W&B run."""
         if self._display:
             self._display.stop({0: "finished", STOPPED: "stopped"}.get(exit_code, "failed"))
-        if self._wandb:
-            self._wandb.finish(exit_code=exit_code)
-            self._wandb = None
+        self._to_wandb("finish", exit_code=exit_code)
+        self._wandb = None
 
     def _latest(self) -> str:
         return shown(self._losses | {name: value for name, value in self.metrics.items() if name != f"{TEST}/loss"})
 
-    def _log_wandb(self, step: int, values: dict[str, float]) -> None:
-        if self._wandb:
-            self._wandb.log(values, step=step)
+    def _to_wandb(self, method: str, *what: Any, **more: Any) -> None:
+        try:
+            if self._wandb:
+                getattr(self._wandb, method)(*what, **more)
+        except Exception as error:  # its process may have been killed
+            self._wandb = None
+            log.warning("Weights & Biases is off from here on: %s: %s", type(error).__name__, error)
 
 
 def wandb_mode(asked: str) -> tuple[Any, str]:
