@@ -7,6 +7,7 @@ import inspect
 import io
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import Field, asdict, fields, replace
@@ -28,7 +29,7 @@ from evenkeel.docker_run import ContainerNode
 from evenkeel.errors import Ended, Refusal, exit_code
 from evenkeel.inspection import ExportModel
 from evenkeel.launchers import MultiNode, SingleNode
-from evenkeel.processes import stat
+from evenkeel.processes import can_lose_a_node, stat
 from evenkeel.regress import Regress
 from evenkeel.segment import Segment
 from evenkeel.slurm.node import NodeCommand
@@ -626,6 +627,17 @@ def test_a_refusal_spares_what_the_shell_before_torchrun_has_started(tmp_path: P
     assert found
     assert found.state != "Z"
     assert finish(process).stderr == NONSENSE
+
+
+@pytest.mark.parametrize(
+    ("typed", "elastic"), [(["--nnodes=2"], False), (["--nnodes", "2:2", "a"], False), (["--nnodes", "1:12"], True)]
+)
+def test_a_node_that_joins_an_elastic_job_does_not_end_it(typed: list[str], elastic: bool) -> None:
+    agent = subprocess.Popen([sys.executable, "-c", "input()", *typed], stdin=subprocess.PIPE)
+    try:
+        assert can_lose_a_node(agent.pid) == elastic
+    finally:
+        agent.communicate(b"\n")
 
 
 @pytest.mark.multiprocess

@@ -114,6 +114,8 @@ def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.Mon
         thread.join()
         display.stop()
     assert code == 0
+
+
 def test_a_terminal_that_cannot_draw_gets_lines(tmp_path: Path) -> None:
     options = ["--batch-size", 288, "--micro-batches", 2, "--epochs", 1, "--log-every", 2]
     with Terminal(command(tmp_path, *options), columns=160, env={"TERM": "dumb"}) as terminal:

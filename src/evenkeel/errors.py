@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from .processes import end_agent, leave_nothing, orphaned_within, torchrun_agent
+from .processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
 T = TypeVar("T")
 
@@ -188,7 +188,7 @@ def _refuse(line: str) -> None:
         return
     _tell(line)
     if agent := torchrun_agent():
-        if nodes > 1 and "EVENKEEL_LARGEST_WORLD" not in os.environ:  # an elastic job can do without this node
+        if nodes > 1 and not can_lose_a_node(agent):
             from .rendezvous import refuse_together
 
             refuse_together(line)

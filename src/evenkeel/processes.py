@@ -105,6 +105,14 @@ def torchrun_agent() -> int | None:
     return None
 
 
+def can_lose_a_node(agent: int) -> bool:
+    """Whether the job of this torchrun goes on without its node: one of our launchers', or --nnodes MIN:MAX."""
+    typed = f"--nnodes={os.environ.get('PET_NNODES', '')}\0"
+    with contextlib.suppress(OSError):
+        typed += Path(f"/proc/{agent}/cmdline").read_text()
+    return "EVENKEEL_LARGEST_WORLD" in os.environ or bool(re.search(r"--nnodes[=\0](\d+):(?!\1\0)", typed))
+
+
 def end_agent(agent: int) -> None:
     """Have torchrun end without starting its workers again, and return when it has, or would not, in a few seconds.
 
