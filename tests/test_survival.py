@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,8 +273,7 @@ def test_a_stop_waits_for_nobody_beyond_its_grace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("end", "ranks"), [("finish", 1), ("stop", 1), ("failure", 0), ("second Ctrl-C", 0)])
 def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ranks: int) -> None:
     """Neither the folders of sockets that loader processes have, nor torchrun's."""
-    run_dir, temporary = tmp_path / "run", tmp_path / "tmp"
-    temporary.mkdir()
+    run_dir, temporary = tmp_path / "run", Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets have names in it
     more = ["--fail-at", 30] if end == "failure" else []
     options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.1, "--num-workers", 2, *more)
     command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
@@ -295,6 +295,14 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
     # torch's compiler makes this one when it is imported, one for each user and not for each run
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     assert not [name for pid in loaders for name in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    shutil.rmtree(temporary)
+
+
+def test_no_batch_is_lost_where_temporary_files_have_long_paths(tmp_path: Path) -> None:
+    """Loaders pass tensors on by sockets in there, and the path of a socket has at most 107 bytes."""
+    (long := tmp_path / ("x" * 100)).mkdir()
+    options = job(tmp_path / "run", "--max-steps", 2, "--num-workers", 1)
+    processes.run([sys.executable, TRAIN, *options], env={"TMPDIR": str(long)}, limit=90)
 
 
 def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import copy
 import dataclasses
 import inspect
 import multiprocessing
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from functools import cache
@@ -58,6 +60,9 @@ class SizedDataset(Protocol):
 
     def __getitem__(self, index: int, /) -> Any: ...
 
+
+LONGEST_SOCKET = 103
+"""Bytes that the path of a socket may have, on macOS; on Linux 107."""
 
 BLOCK = 4096
 """Positions whose samples the sampler computes at once, or a micro-batch if that is more: 64 alone cost 150 us, 64 of
@@ -515,7 +520,7 @@ class _Loader(DataLoader[Any]):
 
     def _begin(self) -> Any:
         if self.num_workers and self._iterator is None:
-            get_temp_dir()  # made by this process, which also removes it, because its workers are killed
+            _make_room_for_sockets()
             # gloo's threads enter Python once more after a reduction, to let go of its callback; a fork at that very
             # moment leaves the child waiting for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
             time.sleep(0.1 * is_initialized())
@@ -524,6 +529,21 @@ class _Loader(DataLoader[Any]):
         if workers := [child for child in multiprocessing.active_children() if child not in others]:
             atexit.register(_kill, workers)
         return stream
+
+
+def _make_room_for_sockets() -> None:
+    """Make the folder of `multiprocessing` in this process, which also removes it, because its workers are killed.
+
+    In /tmp where the temporary folder's path is so long that a socket in it has no name: a worker's thread would lose
+    the batch with that error, and the training wait for it. Python 3.14 does so by itself.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > LONGEST_SOCKET - len("/pymp-12345678/listener-12345678"):
+        tempfile.tempdir = "/tmp"  # noqa: S108
+    try:
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 def _kill(workers: Iterable[BaseProcess]) -> None:

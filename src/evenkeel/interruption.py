@@ -99,7 +99,8 @@ class Interruption:
                 self.reason = "an error"
                 return
         while True:
-            time.sleep(1)
+            with contextlib.suppress(Exception):  # torch's, of loaders that are killed meanwhile
+                time.sleep(1)
 
     def _watch(self) -> None:
         first = 0.0
