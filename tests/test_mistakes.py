@@ -109,7 +109,7 @@ def test_a_task_that_cannot_be_trained_is_told_in_a_line(tmp_path: Path, task: s
         assert expected in read(tmp_path / "run", "status.json")["reason"]
 
 
-MISTAKEN = ["MeanMetric", "NoMetrics", "TwoOfThree", "NoSummary", "StepMetric", "BrokenMetrics"]
+MISTAKEN = ["MeanMetric", "NoMetrics", "TwoOfThree", "NoSummary", "BrokenMetrics"]
 
 
 @pytest.mark.multiprocess

@@ -191,8 +191,8 @@ def test_extremes_on_a_command_line(
 def test_an_environment_that_no_torchrun_makes(
     monkeypatch: pytest.MonkeyPatch, variable: str, values: tuple[str, ...]
 ) -> None:
-    usual = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-    for name, value in usual.items():
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert World.from_environment().rank == 1
