@@ -261,9 +261,9 @@ def test_it_learns(tmp_path: Path) -> None:
     data = Segment(canvas=32, digit_size=24, test_samples=60).test_dataset()
     background = float(torch.stack([(data[i][1] == 0).double().mean() for i in range(60)]).mean())
     metrics = read(tmp_path)["metrics"]
-    print(f"mIoU {metrics['miou']:.3f}, of background alone {background / CLASSES:.3f}")
+    print(f"mIoU {metrics['test/miou']:.3f}, of background alone {background / CLASSES:.3f}")
     assert metrics["test/miou"] > 2 * background / CLASSES
-    assert metrics["pixel_accuracy"] > background
+    assert metrics["test/pixel_accuracy"] > background
 
 
 def stop(ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals) -> None:

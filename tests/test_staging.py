@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from evenkeel.staging import ALIGNED, Staging, in_one_piece
 from evenkeel.state import State
 from evenkeel.world import World
 
+from .processes import run
 from .test_checkpoint import same
 
 CPU = torch.device("cpu")
@@ -96,8 +98,14 @@ def page_faults(work: Any) -> int:
     return faults
 
 
+@pytest.mark.multiprocess
 def test_only_the_first_copy_asks_the_kernel_for_memory() -> None:
-    """And the control: a copy into new memory asks each time, which takes longer than copying."""
+    """And the control: a copy into new memory asks each time, which takes longer than copying. In a process where no
+    test before has had freed memory kept."""
+    run([sys.executable, "-c", "from tests.test_staging import compare_page_faults as it; it()"])
+
+
+def compare_page_faults() -> None:
     state = State(nn.Linear(4000, 4000), [])  # too much for malloc to keep when it is freed
     staging = Staging(CPU)
     state.capture(staging=staging)
