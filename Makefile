@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup train test test-fast test-docker bench-smoke lint format lock
+.PHONY: help setup train test test-all test-fast test-docker bench-smoke lint format lock
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -21,7 +21,10 @@ $(INSTALLED): pyproject.toml requirements.lock
 train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU processes
 	$(BIN)/torchrun --standalone --nproc_per_node=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') train.py $(ARGS)
 
-test: $(INSTALLED)  ## all tests
+test: $(INSTALLED)  ## all tests but the slowest
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' $(ARGS)
+
+test-all: $(INSTALLED)  ## all tests
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(INSTALLED)  ## the unit tests, about a minute

@@ -61,6 +61,7 @@ def compiled_files(folder: Path) -> int:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_nothing_is_compiled_twice(
     tmp_path: Path,
 ) -> None:

@@ -11,7 +11,7 @@ from tests.test_train import BATCH, MICRO, SAMPLES, TASK
 
 from .commands import chaos, faults_in, launcher, reported, still_running
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 FAULTS, SEED = 20, 21
 EPOCHS, STEPS_PER_EPOCH = 11, 9
