@@ -67,6 +67,11 @@ def fork_ranks(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
     return [fork(*arguments, env=common | variables) for variables in own]
 
 
+def refused_ranks(ranks: int, *arguments: object) -> list[subprocess.CompletedProcess[str]]:
+    """Ranks without torchrun that all refuse, each by itself, with exit code 2."""
+    return [checked(done, 2) for done in [finish(rank) for rank in fork_ranks(ranks, *arguments)]]
+
+
 def finish_all(started: Sequence[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
     """Wait for the ranks of a job, all of which must end well."""
     try:

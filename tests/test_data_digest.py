@@ -25,7 +25,7 @@ from evenkeel.data_digest import OFTEN, TWICE, alike, difference, digest, look
 from evenkeel.randomness import seed_host
 from evenkeel.tasks import load_task
 
-from .processes import TRAIN, checked, finish, finish_all, fork_ranks, kill_group, read, run_forked
+from .processes import TRAIN, finish_all, fork_ranks, read, refused_ranks, run_forked
 from .test_mistakes import TASKS, job, the_line
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -226,12 +226,7 @@ def test_ranks_that_split_on_import_are_told_so_and_those_with_own_dice_go_on(tm
         first, _ = finish_all(fork_ranks(2, TRAIN, *job(task, tmp_path / task, "--max-steps", 1)))  # it is finished
         assert "--fresh starts over" in first.stdout
         assert len(read(tmp_path / task, "status.json")["digests"]) == (0 if task == "DrawnAtEachRead" else 2)
-    ranks = fork_ranks(2, TRAIN, *job("DrawnOnImport", tmp_path / "run"))
-    try:
-        refused = checked(finish(ranks[0]), 2)
-    finally:
-        for process in ranks:
-            kill_group(process)  # the other waits for torchrun to end it
+    refused, _ = refused_ranks(2, TRAIN, *job("DrawnOnImport", tmp_path / "run"))
     assert "the training data of rank 1 is not that of rank 0, although it is as large" in the_line(refused.stderr)
     assert not (tmp_path / "run" / "status.json").exists()
 

@@ -25,7 +25,19 @@ from evenkeel.errors import Ended, Refusal
 from evenkeel.mistakes import Uncollated, checked_loss, explain, explain_samples, is_out_of_memory
 from evenkeel.optimization import Rates
 
-from .processes import ROOT, TRAIN, checked, finish, fork_ranks, free_port, kill_group, read, run, run_forked, torchrun
+from .processes import (
+    ROOT,
+    TRAIN,
+    finish,
+    fork_ranks,
+    free_port,
+    kill_group,
+    read,
+    refused_ranks,
+    run,
+    run_forked,
+    torchrun,
+)
 
 TASKS = ROOT / "tests" / "odd_tasks.py"
 
@@ -181,12 +193,7 @@ def test_what_few_tasks_return_works(tmp_path: Path, task: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
 def test_ranks_with_other_data_are_told_so(tmp_path: Path) -> None:
     """Their steps would not be the same ones, and in the end one would wait for ever."""
-    ranks = fork_ranks(2, TRAIN, *job("OtherDataOnRank1", tmp_path / "run"))
-    try:
-        refused = checked(finish(ranks[0]), 2)
-    finally:
-        for process in ranks:
-            kill_group(process)  # the other waits for torchrun to end it
+    refused, _ = refused_ranks(2, TRAIN, *job("OtherDataOnRank1", tmp_path / "run"))
     assert the_line(refused.stderr) == (
         "the training data has 13 samples on rank 0 and 12 on rank 1; give all nodes the same data"
     )

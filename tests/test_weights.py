@@ -24,7 +24,17 @@ from evenkeel.errors import Refusal
 from evenkeel.state import sha256
 from evenkeel.weights import SHOWN, WRAPPERS, load_weights, write
 
-from .processes import ROOT, TRAIN, checked, finish, finish_all, fork_ranks, read, records, run, run_forked
+from .processes import (
+    ROOT,
+    TRAIN,
+    finish_all,
+    fork_ranks,
+    read,
+    records,
+    refused_ranks,
+    run,
+    run_forked,
+)
 from .test_checkpoint import flip_a_bit
 from .test_train import job
 
@@ -543,9 +553,7 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     weights["module.2.wait"] = weights.pop("module.2.weight")
     torch.save(weights, tmp_path / "misfit")
     misfit = [*frozen, "--init-from", tmp_path / "misfit"]
-    first, second = (
-        checked(done, 2) for done in [finish(rank) for rank in fork_ranks(2, TRAIN, *job(tmp_path / "no", *misfit))]
-    )
+    first, second = refused_ranks(2, TRAIN, *job(tmp_path / "no", *misfit))
     (line,) = first.stderr.splitlines()
     assert "1 missing: 2.weight (nearest in the file: module.2.wait)" in line
     assert (first.stdout, second.stdout, second.stderr) == ("", "", first.stderr), "without torchrun each says it"
