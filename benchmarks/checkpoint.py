@@ -33,13 +33,15 @@ import tyro
 from torch import nn
 from torchvision.models import resnet18
 
-from evenkeel.classify import Classify
+from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
-from evenkeel.errors import Refusal, exit_code
-from evenkeel.plan import Plan
-from evenkeel.run import Run
-from evenkeel.state import State
-from evenkeel.world import World
+from evenkeel.data.plan import Plan
+from evenkeel.distributed.exits import exit_code
+from evenkeel.distributed.world import World
+from evenkeel.run.attempt import Attempt
+from evenkeel.run.run import Run
+from evenkeel.tasks.classify import Classify
+from evenkeel.training.state import State
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def trained(model: nn.Module) -> State:
     state = State(model, [torch.optim.AdamW(model.parameters())])
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    state.commit([group.committed for group in state.buffers.groups], torch.tensor(1.0))
+    state.commit(torch.tensor(1.0), [group.committed for group in state.buffers.groups])
     state.clear_gradients()
     return state
 
@@ -96,21 +98,21 @@ def seconds(work: Callable[[], object]) -> float:
 def ours(run: Run, state: State, beside: Callable[[], object]) -> tuple[float, float]:
     """The stall of one checkpoint, and how long the work beside it took."""
     state.clear_gradients()
-    stall = seconds(lambda: run.checkpoint(state, {}))
+    stall = seconds(lambda: run.checkpoint({}))
     work = seconds(beside)
     state.clear_gradients()
     unmoved = [group.committed for group in state.buffers.groups]
-    stall += seconds(lambda: state.commit(unmoved, torch.tensor(1.0)))  # has nothing to do but to wait
-    while not run._writer.done:
+    stall += seconds(lambda: state.commit(torch.tensor(1.0), unmoved))  # has nothing to do but to wait
+    while not run.saver.done:
         time.sleep(0.01)
     return stall + seconds(run._take_result), work  # as the next step does
 
 
 def capture(run: Run, state: State) -> None:
     """Copy into memory that is kept."""
-    run._staging.take()  # the writer has given it back
-    state.capture(staging=run._staging)
-    run._staging.give_back()
+    run.saver._staging.take()  # the writer has given it back
+    state.capture(staging=run.saver._staging)
+    run.saver._staging.give_back()
 
 
 def in_the_loop(state: State, path: Path) -> None:
@@ -126,10 +128,10 @@ def measure(name: str, saves: int, folder: Path) -> None:
     model, batch = (make() for make in MODELS[name])
     state = trained(model)
     config = Config(run_dir=folder / name, checkpoint_every=1, keep=1, wandb="disabled").resolved()
-    run = Run(config, Classify(), Plan(1437, 64, 8, epochs=10**6), World.from_environment())
-    run.begin()
-    run.resume(state)
-    run.watched(None, on_hang=lambda: None)  # not entered: nothing here hangs
+    attempt = Attempt(config, Classify(), Plan(1437, 64, 8, epochs=10**6), World.from_environment())
+    attempt.begin()
+    run = Run(attempt, Classify(), state)
+    run.resume()
 
     def passes() -> None:
         model(batch).square().mean().backward()

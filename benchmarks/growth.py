@@ -40,8 +40,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
 
-from evenkeel import hang, world
-from evenkeel.data import ElasticSampler
+from evenkeel.data.sampler import ElasticSampler
+from evenkeel.distributed import world
+from evenkeel.resilience import hang
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 TINY = ["--width", "2", "--batch-size", "64", "--micro-batch", "2", "--wandb", "disabled"]
@@ -106,7 +107,7 @@ def _warm_up() -> None:
     """Import what all ranks have in common, torch's compiler too, which its optimizers import."""
     import torch._dynamo  # noqa: F401
 
-    from evenkeel import classify, evaluation, gradients, run  # noqa: F401
+    from evenkeel.tasks import classify  # noqa: F401
 
 
 def _attempt(ranks: int, folder: Path, stop_at: int) -> list[dict[str, Any]]:

@@ -22,16 +22,17 @@ from tempfile import TemporaryDirectory
 import torch
 import tyro
 
-from evenkeel import data
-from evenkeel.classify import Classify
 from evenkeel.config import Config
-from evenkeel.data import ElasticSampler
-from evenkeel.gradients import Gradients, clip
-from evenkeel.hang import Watch
-from evenkeel.interruption import Interruption
-from evenkeel.optimization import build_optimizer
-from evenkeel.state import State
-from evenkeel.world import World
+from evenkeel.data.loader import loader
+from evenkeel.data.sampler import ElasticSampler, by_step
+from evenkeel.distributed.world import World
+from evenkeel.resilience.hang import Watch
+from evenkeel.resilience.interruption import Interruption
+from evenkeel.tasks.classify import Classify
+from evenkeel.training.distributed_loss import DistributedLoss, clip_grad_norm
+from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.state import State
+from tests.support.steps import passes
 
 BLOCK = 10
 """Steps that a side takes before it is the other's turn."""
@@ -57,16 +58,16 @@ def steps(guarded: bool, task: Classify, world: World, batch_size: int) -> Itera
     train_set = task.train_dataset()
     micro_batch = batch_size // world.world_size
     sampler = ElasticSampler(train_set, batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
-    batches = data.loader(train_set, sampler, "train", 0, world.device)
-    gradients = Gradients(task, state, world, sampler.plan)
+    batches = loader(train_set, sampler, "train", 0, world.device)
+    gradients = DistributedLoss(task.loss, state, world, sampler.plan)
     full_steps = len(train_set) // batch_size
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        for step, mine, their_batches in itertools.islice(data.by_step(batches, sampler), full_steps):
+        for step, mine, their_batches in itertools.islice(by_step(batches, sampler), full_steps):
             state.clear_gradients()
-            done = gradients.of_step(step, mine, their_batches)
+            passes(gradients, step, mine, their_batches)
             if guarded:
-                state.commit(done.buffers, clip(model.parameters(), 0.0))
+                gradients.step(clip_grad_norm(model.parameters(), 0.0))
             else:
                 state.optimizers[0].step()
             yield

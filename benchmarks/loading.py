@@ -24,9 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from evenkeel.classify import Classify
-from evenkeel.data import ElasticSampler, loader
-from evenkeel.datasets import IMAGENET_MEAN, IMAGENET_STD, digits
+from evenkeel.data.loader import loader
+from evenkeel.data.sampler import ElasticSampler
+from evenkeel.tasks.classify import Classify
+from evenkeel.tasks.datasets import IMAGENET_MEAN, IMAGENET_STD
+from evenkeel.tasks.digits import digits
 
 ROUNDS, IMAGES = 5, 160
 REFERENCE = transforms.Compose(

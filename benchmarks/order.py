@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the order of samples costs: `evenkeel.order.shuffled` beside `torch.randperm`.
+"""What the order of samples costs: `evenkeel.data.shuffle.shuffled` beside `torch.randperm`.
 
     python benchmarks/order.py
 
@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from evenkeel.order import shuffled
+from evenkeel.data.shuffle import shuffled
 
 GLOBAL_BATCH = 4096
 IMAGENET = 1_300_000

@@ -29,9 +29,9 @@ import tyro
 from torch import nn
 from torch.optim import Optimizer
 
-from evenkeel.classify import Classify
 from evenkeel.config import Config
-from evenkeel.data import InMemory
+from evenkeel.data.dataset import InMemory
+from evenkeel.tasks.classify import Classify
 
 IMPORTED = time.time()
 ROOT = Path(__file__).resolve().parent.parent

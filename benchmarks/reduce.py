@@ -21,14 +21,15 @@ import tyro
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evenkeel.arithmetic import fix_arithmetic
-from evenkeel.gradients import Gradients
-from evenkeel.models import SmallCNN
-from evenkeel.plan import Plan
-from evenkeel.reduction import Tree
-from evenkeel.state import State
-from evenkeel.tasks import Classification
-from evenkeel.world import World
+from evenkeel.data.plan import Plan
+from evenkeel.distributed.reduction import Tree
+from evenkeel.distributed.world import World
+from evenkeel.tasks.models import SmallCNN
+from evenkeel.training.determinism import fix_arithmetic
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.state import State
+from evenkeel.training.task import Classification
+from tests.support.steps import passes
 
 Side = Literal["ring", "ring again", "tree", "alone"]
 SIDES: tuple[Side, ...] = ("ring", "ring again", "tree", "alone")
@@ -79,14 +80,15 @@ def steps(side: Side, name: str, plan: Plan, world: World) -> Iterator[int]:
     torch.manual_seed(0)
     state = State(make().to(world.device), [])
     reduce: Literal["ring", "tree"] = "tree" if side == "tree" else "ring"
-    gradients = Gradients(Plain(), state, world, plan, reduce=reduce)
+    gradients = DistributedLoss(Plain().loss, state, world, plan, reduce=reduce)
     if side == "alone" and isinstance(gradients.wrapped, DistributedDataParallel):
         gradients.wrapped = gradients.wrapped.module
     mine = plan.micro_batches(0, world.rank, world.world_size)
     batches = [(torch.randn(m.size, *shape), torch.randint(10, (m.size,))) for m in mine]
     while True:
         state.clear_gradients()
-        _ = gradients.of_step(0, mine, batches).buffers
+        passes(gradients, 0, mine, batches)
+        _ = gradients.loss
         yield kept(gradients.reduction) if isinstance(gradients.reduction, Tree) else 0
 
 

@@ -6,7 +6,7 @@ import sys
 from interpreter import REPOSITORY, need_evenkeel
 
 need_evenkeel()
-from evenkeel import launchers  # noqa: E402
+from evenkeel.launch import launchers  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(launchers.main(launchers.MultiNode, sys.argv[1:], REPOSITORY / "train.py"))

@@ -58,7 +58,7 @@ evenkeel_come_back() {
   case $job in
     *Requeue=0*) exit 1 ;;
     *JobState=RUNNING*)
-      echo "evenkeel: exit code $code: the job is requeued and will go on where it stopped" >&2
+      echo "evenkeel: exit code $code: the job is requeued and continues where it stopped" >&2
       trap '' TERM # the requeue ends this shell as well, but not before it is told so
       evenkeel_ask scontrol requeue "$evenkeel_job" || echo "evenkeel: it cannot be requeued; submit it again" >&2
       ;;

@@ -8,8 +8,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
 from interpreter import REPOSITORY, need_evenkeel
 
 need_evenkeel()
-from evenkeel.errors import exit_code  # noqa: E402
-from evenkeel.slurm import submission  # noqa: E402
+from evenkeel.distributed.exits import exit_code  # noqa: E402
+from evenkeel.launch.slurm import submission  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(exit_code(lambda: submission.main(sys.argv[1:], REPOSITORY)))

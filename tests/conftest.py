@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evenkeel.processes import STOP_SIGNALS
+from evenkeel.common.processes import STOP_SIGNALS
 
 TOGETHER = ("tests/cluster/", "tests/docker/")
 """Folders whose tests share something of which a machine has one only: a cluster, images that are being built."""
@@ -42,3 +44,27 @@ def _signals_as_before() -> Iterator[None]:
         signal.signal(number, handler)
     signal.set_wakeup_fd(-1)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "blocked signals would be handed down to all processes"
+
+
+KINDS = {"promises": "promise"} | dict.fromkeys(("processes", "nodes", "cluster", "docker", "gpu"), "slow")
+"""The marker of the tests of a folder. Tests in any other folder run in the process of pytest alone, and fast."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test by its folder."""
+    for item in items:
+        folder = item.path.relative_to(item.config.rootpath).parts[1]
+        if kind := KINDS.get(folder):
+            item.add_marker(kind)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "disk", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a disk: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

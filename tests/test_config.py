@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import tomli_w
 
+from evenkeel.common.errors import Refusal
 from evenkeel.config import CUTTING, HARMLESS, UNSAVED, Config, differences, flag, saved_options, validate
-from evenkeel.errors import Refusal
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
 
 SHAPING = frozenset(f.name for f in fields(Config)) - HARMLESS - CUTTING
 
@@ -50,31 +51,14 @@ def test_defaults_that_depend_on_other_options() -> None:
     ("options", "named", "remedy"),
     [
         ({"epochs": 0}, "--epochs 0", "at least 1"),
-        ({"epochs": -3}, "--epochs -3", "at least 1"),
         ({"batch_size": 0}, "--batch-size 0", "at least 1"),
-        ({"batch_size": -64}, "--batch-size -64", "at least 1"),
         ({"micro_batch": -1}, "--micro-batch -1", "at least 0"),
-        ({"micro_batches": -1}, "--micro-batches -1", "at least 0"),
-        ({"keep": 0}, "--keep 0", "at least 1"),
-        ({"log_every": 0}, "--log-every 0", "at least 1"),
-        ({"max_steps": -1}, "--max-steps -1", "at least 0"),
-        ({"warmup_steps": -1}, "--warmup-steps -1", "at least 0"),
         ({"clip_norm": -0.5}, "--clip-norm -0.5", "at least 0"),
-        ({"num_workers": -1}, "--num-workers -1", "at least 0"),
-        ({"checkpoint_every": -1}, "--checkpoint-every -1", "at least 0"),
-        ({"eval_every": -1}, "--eval-every -1", "at least 0"),
-        ({"digest_every": -1}, "--digest-every -1", "at least 0"),
-        ({"lr": -1e-3}, "--lr -0.001", "at least 0"),
         ({"lr": float("nan")}, "--lr nan", "at least 0"),
         ({"lr": float("inf")}, "--lr inf", "finite"),
-        ({"weight_decay": -0.1}, "--weight-decay -0.1", "at least 0"),
-        ({"seed": -1}, "--seed -1", "at least 0"),
         ({"seed": 2**63}, f"--seed {2**63}", f"at most {2**63 - 1}"),
         ({"grace": float("inf")}, "--grace inf", "at most 604800"),
-        ({"grace": 1e11}, "--grace 100000000000.0", "at most 604800"),
-        ({"hang_timeout": float("inf")}, "--hang-timeout inf", "at most 604800"),
         ({"hang_timeout": float("nan")}, "--hang-timeout nan", "at least 0"),
-        ({"threads": 10**10}, "--threads 10000000000", "at most 4096"),
         ({"num_workers": 100_000}, "--num-workers 100000", "at most 1024"),
         ({"place": "a=99999999999999999999999"}, "--place a=9999", "device 1 has no network"),
         ({"batch_size": 16, "micro_batch": 17}, "--micro-batch 17: is above --batch-size 16", "part of the batch"),

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from workloads import JOB, WORKLOAD, loss, time_steps
 
-from evenkeel.classify import Classify
 from evenkeel.config import Config
-from evenkeel.tasks import Task
+from evenkeel.tasks.classify import Classify
+from evenkeel.training.task import Task
 
 
 class Timed(Task):

@@ -1,16 +1,42 @@
-"""Evenkeel: the parts of an elastic, exactly resumable distributed training job."""
+"""Evenkeel: the parts of an elastic, exactly resumable distributed training job.
+
+`train.py` uses only these names, and so may a training script of your own:
+
+    Task            what is trained on what: data, model, loss, metrics; the one thing a user must write
+    parse           the command line: options and the task
+    start           run a main function: exit codes, one-line errors, `python train.py -n 2 -g 4`
+    Run             one run across all restarts: its steps, and what is saved and told after them
+    DistributedLoss the model and a loss on all ranks; from `Run.distribute`
+    clip_grad_norm  scale the gradient down to a norm, and return the norm
+    evaluate        --eval-only
+    Classification, secret, constants   for tasks: see their docstrings
+    announce        say on a terminal that imports take seconds
+"""
 
 import io
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .common.display import announce
+    from .config import Config
+    from .launch.start import start
+    from .run.run import Run, evaluate
+    from .tasks.command_line import parse
+    from .training.distributed_loss import DistributedLoss, clip_grad_norm
+    from .training.task import Classification, Task, constants, secret
 
 __version__ = "0.1.0"
 
 
 def _keep_streams() -> None:
-    """Let closed standard streams (`>&-`) lead nowhere: a checkpoint might be opened in their place, and get what
-    libraries print. And let a path that stdout has no letters for end no run."""
+    """Point closed standard streams (`>&-`) at /dev/null, or a checkpoint opened in their place would get the output.
+
+    And let stdout escape a path that it cannot encode, instead of ending the run.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             file = Path(os.devnull).open("w" if number else "r")  # noqa: SIM115  (as long as the process)
@@ -21,3 +47,38 @@ def _keep_streams() -> None:
 
 
 _keep_streams()
+
+from . import moved  # noqa: E402, F401  (old names of modules)
+
+__all__ = [
+    "Classification",
+    "Config",
+    "DistributedLoss",
+    "Run",
+    "Task",
+    "announce",
+    "clip_grad_norm",
+    "constants",
+    "evaluate",
+    "parse",
+    "secret",
+    "start",
+]
+
+_HOMES = {
+    "common.display": ["announce"],
+    "config": ["Config"],
+    "launch.start": ["start"],
+    "run.run": ["Run", "evaluate"],
+    "tasks.command_line": ["parse"],
+    "training.distributed_loss": ["DistributedLoss", "clip_grad_norm"],
+    "training.task": ["Classification", "Task", "constants", "secret"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is exported when it is asked for: launchers and commands need no torch, which takes two seconds."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".{home}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

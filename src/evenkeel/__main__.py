@@ -1,41 +1,50 @@
-"""`python -m evenkeel`: look at a job without running it, at what a run has left, at what it survives and repeats."""
+"""Plan a job, look at its runs and checkpoints, compare runs, and try what a job survives."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import tyro
 
-from .chaos.command import ChaosCommand
-from .comparison import CompareCommand
+from .common.arguments import lose_stdout, one_line_errors, refuse_empty
 from .config import COMMAND_BOUNDS, check_numbers
-from .errors import exit_code, lose_stdout, one_line_errors, refuse_empty
-from .inspection import CheckpointCommand
-from .planning import PlanCommand
-from .slurm.follow import FollowCommand
-from .status import StatusCommand
+from .distributed.exits import exit_code
 
-SUBCOMMANDS: dict[str, Callable[..., Any]] = {
-    "plan": PlanCommand,
-    "checkpoint": CheckpointCommand,
-    "chaos": ChaosCommand,
-    "compare": CompareCommand,
-    "status": StatusCommand,
-    "follow": FollowCommand,
+COMMANDS = {
+    "plan": "cli.plan.PlanCommand",
+    "checkpoint": "cli.checkpoint.CheckpointCommand",
+    "chaos": "cli.chaos.command.ChaosCommand",
+    "compare": "cli.compare.CompareCommand",
+    "status": "cli.status.StatusCommand",
+    "follow": "launch.slurm.follow.FollowCommand",
 }
+"""Where each command is. Any of these modules may be deleted."""
+
+
+def subcommands() -> dict[str, Callable[..., Any]]:
+    """The commands that are there, by name."""
+    found = {}
+    for name, place in COMMANDS.items():
+        module, _, kind = place.rpartition(".")
+        with contextlib.suppress(ModuleNotFoundError):
+            found[name] = getattr(importlib.import_module(f".{module}", __package__), kind)
+    return found
 
 
 def main() -> int:
-    """Run a subcommand; what stands after `--` belongs to train.py, or is a whole command."""
+    """Run a subcommand. What follows `--` belongs to train.py, or is a whole command."""
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    refuse_empty(arguments[:cut], *SUBCOMMANDS.values())
+    known = subcommands()
+    refuse_empty(arguments[:cut], *known.values())
+    prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"
     command: Callable[[list[str]], int] = one_line_errors(
-        lambda: tyro.extras.subcommand_cli_from_dict(
-            SUBCOMMANDS, args=arguments[:cut], prog="python -m evenkeel", description=__doc__
-        )
+        lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments[:cut], prog=prog, description=__doc__)
     )
     check_numbers(getattr(command, "action", command), COMMAND_BOUNDS)
     try:
@@ -45,5 +54,10 @@ def main() -> int:
         return 0
 
 
+def run() -> int:
+    """The command `evenkeel`, and `python -m evenkeel`; returns the exit code."""
+    return exit_code(main)
+
+
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(run())

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from evenkeel.processes import stat
-from evenkeel.slurm.jobs import ENDED
-
-from ..processes import ROOT, environment
+from evenkeel.common.processes import stat
+from evenkeel.launch.slurm.jobs import ENDED
+from tests.support.processes import ROOT, environment
 
 LAB = Path(__file__).with_name("lab.sh")
 TOOLS = (

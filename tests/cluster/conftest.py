@@ -6,17 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from .cluster import Cluster, why_not
+from tests.cluster.cluster import Cluster, why_not
 
 REASON = why_not()
 """Why there is no cluster here, or None."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder. Its time begins after the fixtures, which may wait for another run's cluster."""
+    """Skip this folder without a cluster. The time of a test begins after its fixtures, which may wait for one."""
     for item in items:
         if item.path.is_relative_to(__file__.rpartition("/")[0]):
-            item.add_marker(pytest.mark.slurm)
             item.add_marker(pytest.mark.skipif(REASON is not None, reason=str(REASON)))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(600, func_only=True))

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import processes
-from ..processes import ROOT, TRAIN, read, records
-from ..test_train import TASK
-from .cluster import Cluster, Process
+from tests.cluster.cluster import Cluster, Process
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, read, records
+from tests.support.small_runs import TASK
 
 SUBMIT = str(ROOT / "slurm" / "submit.py")
 SBATCH = ROOT / "slurm" / "train.sbatch"

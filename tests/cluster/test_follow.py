@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.slurm import jobs
-from evenkeel.slurm.jobs import UNKNOWN, ask
-from evenkeel.slurm.record import JobRecord
-from evenkeel.standing import Standing
-from evenkeel.status import Runs
-
-from ..processes import LIMIT, TRAIN, read, run
-from ..terminal import Terminal
-from ..test_train import job
-from .cluster import Cluster
+from evenkeel.cli.status import Runs, RunStatus
+from evenkeel.launch.slurm import jobs
+from evenkeel.launch.slurm.jobs import UNKNOWN, JobRecord, ask
+from tests.cluster.cluster import Cluster
+from tests.support.processes import LIMIT, TRAIN, read, run
+from tests.support.small_runs import job
+from tests.support.terminal import Terminal
 
 SCRIPT = """#!/bin/bash
-exec {python} -m evenkeel.agent --standalone --nproc_per_node=1 --max-restarts=0 \\
+exec {python} -m evenkeel.launch.agent --standalone --nproc_per_node=1 --max-restarts=0 \\
   --log-dir={errors}/$SLURM_JOB_ID/start-${{SLURM_RESTART_COUNT:-0}}/node-0 {train}
 """
 
@@ -55,12 +52,12 @@ def follow(cluster: Cluster, run_dir: Path) -> Terminal:
     return Terminal([sys.executable, "-m", "evenkeel", "follow", str(run_dir)], columns=250, env=cluster.environment())
 
 
-def look(run_dir: Path) -> Standing:
+def look(run_dir: Path) -> RunStatus:
     (it,) = Runs([run_dir]).look()
     return it
 
 
-def wait_for(run_dir: Path, state: str, step: int = 0) -> Standing:
+def wait_for(run_dir: Path, state: str, step: int = 0) -> RunStatus:
     deadline = time.monotonic() + LIMIT
     while (it := look(run_dir)).state != state or it.step < step:
         assert it.state not in ("failed", "stopped", "finished"), (it, logs(run_dir))
@@ -156,7 +153,7 @@ def test_jobs_that_wait_and_are_cancelled_and_forgotten(cluster: Cluster, tmp_pa
         terminal.read_until(rf"job {alone}: pending \(JobHeldUser\)")
         terminal.press_ctrl_c()
         assert terminal.end() == 130
-        assert f"job {alone}: goes on; " in terminal.text
+        assert f"job {alone}: continues; " in terminal.text
     assert ask([alone])[alone].is_waiting
     lasts = ("was cancelled", "has left the queue without a start, so it was cancelled")
     for name, last in zip(("alone", "seed-0"), lasts, strict=True):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import LAB, UP_LIMIT, Cluster
+from tests.cluster.cluster import LAB, UP_LIMIT, Cluster
 
 # What one node sees, as JSON.
 FACTS = """

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .cluster import Cluster
+from tests.cluster.cluster import Cluster
 
 BATCH, BESIDE, TASK, CHILD = "batch script", "its child", "task", "task's child"
 STEP = {TASK, CHILD}

@@ -11,24 +11,23 @@ from typing import Any
 
 import pytest
 
-from evenkeel.errors import Refusal
-from evenkeel.slurm import submission
-
-from .. import processes
-from ..processes import ROOT, read
-from ..test_readme import blocks
-from .cluster import Cluster
-from .jobs import ended, recorded, sbatch, submit, submitted
+from evenkeel.common.errors import Refusal
+from evenkeel.launch.slurm import submission
+from tests.cluster.cluster import Cluster
+from tests.cluster.jobs import ended, recorded, sbatch, submit, submitted
+from tests.support import processes
+from tests.support.processes import ROOT, read
+from tests.support.readme import blocks
 
 REFUSED = {
     "-n 5": "-n 5: partition low has 4 nodes; ask for fewer",
     "-n 4:1": "-n 4:1: give a number of nodes, or MIN:MAX with 1 <= MIN <= MAX",
     "-g 3": "-g 3: a node of partition low has 2 GPUs; ask for fewer",
     "--partition nowhere": "--partition nowhere: does not exist; the cluster has low, lowhard, short, high",
-    "--time 2h": "--time 02:00:00: partition low allows 01:00:00; ask for less: a job that meets its limit is requeued "
-    "and goes on",
+    "--time 2h": "--time 02:00:00: partition low allows 01:00:00; ask for less: a job that reaches its limit is "
+    "requeued and continues",
     "--time soon": "--time soon: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d",
-    "--mem plenty": "--mem plenty: give a number with K, M, G or T, 64G for example",
+    "--mem plenty": "--mem plenty: give a number with K, M, G or T, such as 64G",
     "--array-seeds 3": "--array-seeds 3: give FIRST:END with FIRST < END, 10000 at most; 0:4 are seeds 0, 1, 2 and 3",
     "--nodelist node9": "Slurm does not take the job: .*[Ii]nvalid node name",
     "--constraint none": "Slurm does not take the job: .*feature",
@@ -76,7 +75,7 @@ DUMP = """
 import json, os, sys
 from dataclasses import dataclass
 from pathlib import Path
-from evenkeel.classify import Classify
+from evenkeel.tasks.classify import Classify
 
 @dataclass
 class Dump(Classify):
@@ -143,7 +142,7 @@ def test_a_queued_job_runs_the_code_as_it_was_submitted(cluster: Cluster, tmp_pa
         subprocess.run(["git", *words], cwd=checkout, check=True)
     (checkout / "README.md").write_text("changed\n")
     run_dir = tmp_path / "run"
-    options = recorded(run_dir, "--wandb", "disabled", "--task", "tests/recording_task.py:Recorded", epochs=1)
+    options = recorded(run_dir, "--wandb", "disabled", "--task", "tests/support/recording_task.py:Recorded", epochs=1)
     del options[:2]
     cluster.drain(*cluster.nodes)
     env = cluster.environment({"PYTHONPATH": str(checkout / "src")})
@@ -151,7 +150,7 @@ def test_a_queued_job_runs_the_code_as_it_was_submitted(cluster: Cluster, tmp_pa
     done = processes.run(command, checkout, env)
     job = done.stdout.partition("job ")[2].split()[0]
     spoilt = [*checkout.glob("src/evenkeel/**/*.py"), *checkout.glob("slurm/*"), checkout / "train.py"]
-    for path in [*spoilt, checkout / "tests" / "recording_task.py"]:
+    for path in [*spoilt, checkout / "tests" / "support" / "recording_task.py"]:
         path.write_text("exit 3 # spoilt\n")
     cluster.resume(*cluster.nodes)
     ended(cluster, job, run_dir)

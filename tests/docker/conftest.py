@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ..processes import ROOT
-from .engine import Engine, certificates, engine_for_the_tests, pip_configuration, why_not
+from tests.docker.engine import Engine, certificates, engine_for_the_tests, pip_configuration, why_not
+from tests.support.processes import ROOT
 
 IMAGE = "evenkeel-test"
 SECRETS = ("a-password-4711.invalid", "a-certificate-of-ones-own-4711")

@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evenkeel.processes import die_with_parent
-
-from ..processes import ROOT, environment
+from evenkeel.common.processes import die_with_parent
+from tests.support.processes import ROOT, environment
 
 BASE = "python:3.11-slim-bookworm"
 """What the Dockerfile asks for. There may be no registry here, so it is made from Debian's packages."""

@@ -14,17 +14,16 @@ from pathlib import Path
 import pytest
 
 import evenkeel
-from evenkeel.errors import REFUSED
-from evenkeel.interruption import STOPPED
-from evenkeel.launch import SHUTDOWN_SECONDS
+from evenkeel.common.errors import REFUSED
+from evenkeel.launch.topology import SHUTDOWN_SECONDS
+from evenkeel.resilience.interruption import STOPPED
+from tests.docker.conftest import IMAGE, SECRETS, Built
+from tests.docker.engine import Engine, wait_for
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, read, records, torchrun
+from tests.support.small_runs import TASK
 
-from .. import processes
-from ..processes import ROOT, TRAIN, read, records, torchrun
-from ..test_train import TASK
-from .conftest import IMAGE, SECRETS, Built
-from .engine import Engine, wait_for
-
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 RECORDED = "recording_task.py:Recorded"
 HARDENED = ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "4242:4242"]
@@ -34,7 +33,12 @@ USER = 4242
 
 def mounts(runs: Path) -> list[str]:
     """A run directory, and the slow task of the other tests."""
-    return ["-v", f"{runs}:/app/runs", "-v", f"{ROOT / 'tests' / 'recording_task.py'}:/app/recording_task.py:ro"]
+    return [
+        "-v",
+        f"{runs}:/app/runs",
+        "-v",
+        f"{ROOT / 'tests' / 'support' / 'recording_task.py'}:/app/recording_task.py:ro",
+    ]
 
 
 def stepped(run_dir: Path, step: int) -> bool:
@@ -73,8 +77,8 @@ def test_the_image_is_what_it_says(built: Built) -> None:
     config = facts["Config"]
     assert config["User"] == "1000:1000"
     assert config["StopSignal"] == "SIGTERM"
-    assert config["Entrypoint"] == ["python", "-m", "evenkeel.container"]
-    assert config["Healthcheck"]["Test"] == ["CMD", "python", "-m", "evenkeel.heartbeat"]
+    assert config["Entrypoint"] == ["python", "-m", "evenkeel.launch.docker.container"]
+    assert config["Healthcheck"]["Test"] == ["CMD", "python", "-m", "evenkeel.resilience.heartbeat"]
     assert config["Labels"]["org.opencontainers.image.version"] == evenkeel.__version__
     assert config["Labels"]["org.opencontainers.image.revision"] == built.revision
     look = "ls /root /app /tmp; command -v gcc cc make; ls -d /opt/venv/bin/pip* /root/.cache"
@@ -204,7 +208,7 @@ def test_two_nodes_by_compose_lose_one_and_stop_and_end_with_the_bits_of_two_pro
     job = [*SHAPE, "--reduce", "tree", "--epochs", "12", "--pause", "1", "--hold", "runs/hold"]
     processes.run(torchrun(2, TRAIN, "--task", TASK, "--run-dir", tmp_path / "here", *job))
 
-    task = {"volumes": [f"{ROOT / 'tests' / 'recording_task.py'}:/app/recording_task.py:ro"]}
+    task = {"volumes": [f"{ROOT}/tests/support/recording_task.py:/app/recording_task.py:ro"]}
     more = {"version": "3.8", "services": {"node0": task, "node1": task}}
     (tmp_path / "more.json").write_text(json.dumps(more))
     env = {"IMAGE": IMAGE, "OPTIONS": f"--task {RECORDED} {' '.join(job)}"}

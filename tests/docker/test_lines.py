@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from .. import processes
-from ..processes import ROOT, read
-from ..test_readme import blocks
-from .conftest import Built
+from tests.docker.conftest import Built
+from tests.support import processes
+from tests.support.processes import ROOT, read
+from tests.support.readme import blocks
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 
 def test_the_lines_of_the_readme(built: Built, tmp_path: Path) -> None:

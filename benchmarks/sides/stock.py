@@ -1,0 +1,64 @@
+"""A stock DDP loop, as PyTorch's examples have it: it saves after each epoch, and a restart continues from there.
+
+torchrun --standalone --nproc_per_node=2 --max-restarts=3 benchmarks/sides/stock.py FOLDER EPOCHS BATCH PAUSE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from evenkeel.tasks.digits import digits  # data and network are those of the other side, the loop is not
+from evenkeel.tasks.models import SmallCNN
+
+
+def main(folder: Path, epochs: int, batch_size: int, pause: float) -> None:
+    """Train, and add a line to metrics.jsonl for each start and step, as train.py does."""
+    folder.mkdir(exist_ok=True)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def tell(kind: str, step: int) -> None:
+        if rank == 0:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"kind": kind, "step": step, "time": time.time()}) + "\n")
+
+    torch.manual_seed(0)
+    images, labels = digits(train=True).tensors
+    data = TensorDataset(images / 255, labels)
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=batch_size // dist.get_world_size(), sampler=sampler)
+    model = DistributedDataParallel(SmallCNN(classes=10, dropout=0.3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    first = 0
+    if (folder / "last.pt").exists():
+        saved = torch.load(folder / "last.pt", weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["epoch"]
+    tell("start", first * len(loader))
+    for epoch in range(first, epochs):
+        sampler.set_epoch(epoch)
+        for i, (inputs, targets) in enumerate(loader):
+            time.sleep(pause)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            tell("train", epoch * len(loader) + i + 1)
+        if rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
+            torch.save(state, folder / "last.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

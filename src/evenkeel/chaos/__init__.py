@@ -1,1 +1,0 @@
-"""`python -m evenkeel chaos`: break a running job at random, start it again, and report what that cost."""

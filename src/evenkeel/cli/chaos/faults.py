@@ -1,0 +1,119 @@
+"""What can be done to a job, and in which order.
+
+The schedule depends on the seed and on nothing else, not even on what there is to hit: a fault carries numbers in
+[0, 1), which choose among the ranks, agents or nodes that live when its time has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from .job import Job, send
+
+T = TypeVar("T")
+
+SAFE = ("kill", "term", "stop", "truncate", "agent")  # they reach nothing but the job and its run directory
+KINDS = (*SAFE, "fill", "node")
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+
+FILLED_SECONDS = 5.0  # how long a disk stays full
+DOWN_SECONDS = 20.0  # the longest time for which a node is gone; the others go on without it after about ten
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing to do to the job."""
+
+    kind: str
+    after: float  # seconds since the fault before it
+    victim: float  # which of the possible victims, in [0, 1)
+    amount: float  # how much of it, in [0, 1)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the job has to start its ranks again."""
+        return self.kind not in ("truncate", "fill")
+
+
+class Missed(Exception):  # noqa: N818
+    """There is nothing that the fault could hit; the message says what is missing."""
+
+
+def schedule(kinds: Sequence[str], every: float, seed: int) -> Iterator[Fault]:
+    """An endless list of faults, the same for the same arguments.
+
+    Args:
+        kinds: to choose from, each equally likely.
+        every: mean seconds between two faults; they are between half and one and a half times that apart.
+        seed: of the choices.
+    """
+    dice = random.Random(seed)
+    while True:
+        yield Fault(dice.choice(kinds), every * dice.uniform(0.5, 1.5), dice.random(), dice.random())
+
+
+def strike(fault: Fault, job: Job, run_dir: Path, announce: Callable[[str], object]) -> None:
+    """Choose the fault's victim among what there is now, announce it, and hit it.
+
+    Raises:
+        Missed: there is no victim.
+    """
+    if fault.kind in SIGNALS:
+        worker = _choose(job.workers(), fault, "no rank lives")
+        announce(f"rank {worker.rank} (pid {worker.pid})")
+        send(worker.pid, SIGNALS[fault.kind])
+    elif fault.kind == "agent":
+        agent = _choose(sorted({worker.agent for worker in job.workers()}), fault, "no agent has ranks")
+        announce(f"torchrun (pid {agent})")
+        send(agent, signal.SIGKILL)
+    elif fault.kind == "truncate":  # as on a machine that loses power before it has written everything
+        try:
+            newest = max((run_dir / "checkpoints").glob("step-*/state.pt"), key=lambda path: path.parent.name)
+            size = newest.stat().st_size
+        except (ValueError, FileNotFoundError):
+            raise Missed("there is no checkpoint yet") from None
+        length = int(size * fault.amount)
+        announce(f"{newest.parent.name}, {size} bytes to {length}")
+        with contextlib.suppress(FileNotFoundError):  # the job has deleted it meanwhile
+            os.truncate(newest, length)
+    elif fault.kind == "fill":
+        announce(f"the disk of {run_dir}, for {FILLED_SECONDS:g} s")
+        # a file without a name: the kernel frees it when this process ends, however it ends
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            fill_disk(file.fileno())
+            time.sleep(FILLED_SECONDS)
+    else:  # node 0 hosts the rendezvous: to lose it is to lose all agents, which `agent` covers
+        node = _choose([node for node in job.running if node != 0], fault, "no node but node 0 is up")
+        assert job.lab
+        announce(f"node {node}, back in {DOWN_SECONDS * fault.amount:.0f} s")
+        job.lab.kill_node(node)
+        job.stop(node)
+        time.sleep(DOWN_SECONDS * fault.amount)
+        job.lab.start_node(node)
+        job.start(node)
+
+
+def fill_disk(descriptor: int) -> None:
+    """Let a file take all that its file system has left."""
+    size, piece = 0, 1 << 30  # in pieces, between which Ctrl-C is heard
+    while piece >= 1 << 12:
+        try:
+            os.posix_fallocate(descriptor, size, piece)
+            size += piece
+        except OSError:
+            piece //= 2
+
+
+def _choose(among: Sequence[T], fault: Fault, missing: str) -> T:
+    if not among:
+        raise Missed(missing)
+    return among[int(fault.victim * len(among))]

@@ -1,0 +1,194 @@
+"""Several nodes on one machine: each a set of Linux namespaces with its own address and host name.
+
+    with Lab(3) as lab:
+        job = lab.popen(1, [sys.executable, "work.py"], cwd=..., env=..., stdout=...)
+        lab.signal(job, signal.SIGTERM)  # job itself is nsenter, which forwards nothing
+        lab.kill_node(1)                 # a crash: every process of the node is gone, its connections are reset
+        lab.start_node(1)                # the same node again, with the same address, empty
+        lab.unplug(2)                    # a cut cable or a power failure: no reset, packets just vanish
+
+Nodes are numbered from 0. They share the file system and the clock; network, host name, process ids, IPC and /dev/shm
+are their own. As on a Debian machine, a node's host name resolves to 127.0.1.1 on the node itself, and to nothing on
+the others. The switch between them has a namespace of its own, away from the host's firewall and other labs. All names
+carry the pid of the process that made the lab; if that is killed, the next lab removes what it has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...common.processes import die_with_parent
+
+TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname", "env", "ps")
+
+# A mount namespace is private, so what is mounted here is seen by this node alone.
+INIT = """
+set -e
+hostname "$1"
+mount -t tmpfs -o size=1g shm /dev/shm
+printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$1" >/dev/shm/hosts
+mount --bind /dev/shm/hosts /etc/hosts
+echo ready
+exec sleep infinity
+"""
+
+_labs = itertools.count()
+
+
+def why_not() -> str | None:
+    """The reason why there can be no lab on this machine, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return f"not installed: {', '.join(missing)}"
+    try:
+        with Lab(1):
+            return None
+    except (RuntimeError, OSError) as error:
+        return f"no network namespaces here: {error}"
+
+
+class Lab:
+    """A number of nodes, joined by a switch; see the module."""
+
+    def __init__(self, nodes: int) -> None:
+        self.prefix = f"ek{os.getpid()}-{next(_labs)}"
+        self.nodes = range(nodes)
+        self._inits: dict[int, subprocess.Popen[str]] = {}
+        self._jobs: list[subprocess.Popen[Any]] = []
+        self._namespaces: list[str] = []
+
+    def address(self, node: int) -> str:
+        """The address by which the other nodes reach this one."""
+        return f"10.78.0.{11 + node}"
+
+    def hostname(self, node: int) -> str:
+        """The node's own name, which the other nodes cannot resolve."""
+        return f"{self.prefix}-node{node}"
+
+    def __enter__(self) -> Lab:
+        try:
+            for name, maker in re.findall(r"^(ek(\d+)-\S+)", _ip("netns", "list"), re.MULTILINE):
+                if not Path("/proc", maker).exists():  # it was killed, and its processes with it
+                    _ip("netns", "del", name)
+            switch = self._namespace("switch")
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", switch, "link", "set", "br0", "up")
+            for node in self.nodes:
+                space = self._namespace(f"node{node}")
+                _ip("-n", switch, "link", "add", f"p{node}", "type", "veth", "peer", "name", "eth0", "netns", space)
+                _ip("-n", switch, "link", "set", f"p{node}", "master", "br0", "up")
+                _ip("-n", space, "link", "set", "lo", "up")
+                _ip("-n", space, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+                _ip("-n", space, "link", "set", "eth0", "up")
+                self.start_node(node)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start_node(self, node: int) -> None:
+        """Boot a node: a first process, whose death takes all others of the node with it."""
+        init = subprocess.Popen(
+            ["ip", "netns", "exec", f"{self.prefix}-node{node}"]
+            + ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+            + ["sh", "-c", INIT, "init", self.hostname(node)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
+        )
+        self._inits[node] = init
+        assert init.stdout is not None
+        if init.stdout.readline() != "ready\n":
+            init.kill()
+            raise RuntimeError(f"a node does not start: {init.communicate()[1].strip()}")
+
+    def kill_node(self, node: int) -> None:
+        """Crash a node: SIGKILL to its first process, and so to all of them."""
+        init = self._inits.pop(node)
+        self.signal(init, signal.SIGKILL)
+        init.communicate(timeout=20)
+
+    def unplug(self, node: int) -> None:
+        """Cut a node's cable at the switch."""
+        _ip("-n", f"{self.prefix}-switch", "link", "set", f"p{node}", "down")
+
+    def popen(self, node: int, argv: Sequence[str], cwd: Path | str = "/", **options: Any) -> subprocess.Popen[Any]:
+        """Start a process on a node. It ends with the node, with the lab, and with this process."""
+        (init,) = _children(self._inits[node].pid)
+        inside = ["nsenter", f"--target={init}", "--net", "--uts", "--ipc", "--pid", "--mount"]
+        job = subprocess.Popen(
+            [*inside, "env", f"--chdir={cwd}", *argv],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
+            **options,
+        )
+        self._jobs.append(job)
+        return job
+
+    def run(self, node: int, argv: Sequence[str], timeout: float = 60, **options: Any) -> str:
+        """Run a command on a node to its end and return what it printed."""
+        job = self.popen(node, argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+        output = job.communicate(timeout=timeout)[0]
+        if job.returncode:
+            raise RuntimeError(f"{argv[0]} ended with {job.returncode}: {output}")
+        return str(output)
+
+    def signal(self, job: subprocess.Popen[Any], number: signal.Signals) -> None:
+        """Send a signal to what :meth:`popen` started."""
+        for child in _children(job.pid):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(child, number)
+
+    def commands(self, node: int) -> list[str]:
+        """The command lines of all processes on a node, but for the first."""
+        lines = self.run(node, ["ps", "-eo", "pid=,stat=,args="]).splitlines()
+        fields = [line.split(None, 2) for line in lines]
+        return [args for pid, stat, args in fields if pid != "1" and "Z" not in stat and not args.startswith("ps ")]
+
+    def close(self) -> None:
+        """Remove everything; may be called at any time, and twice."""
+        for node in list(self._inits):
+            self.kill_node(node)
+        for job in self._jobs:
+            job.kill()  # nsenter outlives a killed node only by a moment
+            job.wait(timeout=20)
+        while self._namespaces:
+            _ip("netns", "del", self._namespaces.pop())
+
+    def _namespace(self, name: str) -> str:
+        _ip("netns", "add", f"{self.prefix}-{name}")
+        self._namespaces.append(f"{self.prefix}-{name}")
+        return self._namespaces[-1]
+
+
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)  # noqa: S607  (wherever it is)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a single-threaded one has started."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []

@@ -1,0 +1,233 @@
+"""`python -m evenkeel checkpoint`: list, inspect, verify and export the checkpoints of a run.
+
+Nothing in the run changes: a damaged checkpoint is named and stays where it is.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.filesize import decimal
+
+from ..common.errors import Ended, Refusal
+from ..common.files import write_atomically
+from ..common.naming import shown
+from ..config import Flag
+from ..run.checkpoint import (
+    Checkpoints,
+    Damaged,
+    Manifest,
+    is_step_folder,
+    load,
+    read_manifest,
+    step_folders,
+    step_of,
+    unpack,
+    verify,
+)
+
+PLACES = "name a run directory, its checkpoints folder or one step-* folder"
+
+Place = Annotated[
+    tyro.conf.Positional[Path], tyro.conf.arg(help="A run directory, its checkpoints folder, or one step-* folder.")
+]
+Step = Annotated[int | None, tyro.conf.arg(metavar="N", help="Take the checkpoint of this step, not the newest one.")]
+
+
+@dataclass(frozen=True)
+class ListCheckpoints:
+    """Print a line for each checkpoint, oldest first; the best and the newest are marked.
+
+    Reads the manifests only; `verify` reads the files too. Checkpoints set aside as damaged come last.
+    """
+
+    path: Place
+
+    def __call__(self) -> int:
+        """Print the table."""
+        paths = find(self.path, aside=True)
+        checkpoints = Checkpoints(paths[0].parent, 1, None)
+        newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
+        best = Checkpoints(checkpoints.folder, 1, newest.best_by if newest else None).best_path()
+        rows = [("STEP", "KIND", "WRITTEN", "SIZE", ""), *(_row(path, newest, best) for path in paths)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for step, *cells in rows:
+            print("  ".join([step.rjust(widths[0]), *map(str.ljust, cells, widths[1:])]).rstrip())
+        return 0
+
+
+@dataclass(frozen=True)
+class InspectCheckpoint:
+    """Print what the newest checkpoint holds: files, the model's tensors, the size of the optimizer state."""
+
+    path: Place
+    step: Step = None
+
+    def __call__(self) -> int:
+        """Print it."""
+        path = choose(self.path, self.step)
+        state, manifest = _load(path), read_manifest(path)
+        from ..training.state import named_tensors  # imports torch, which `list` does without
+
+        host = f" on {manifest.host}" * bool(manifest.host)
+        print(f"{path}: {manifest.kind} of step {manifest.step}, written {_when(manifest)}{host}")
+        print(f"metrics: {shown(manifest.metrics) or 'no evaluation at this step'}")
+        for name, written in manifest.files.items():
+            print(f"file {name}: {decimal(written.bytes)}, sha256 {written.sha256}")
+        model = named_tensors(state["model"])
+        width = max(map(len, model), default=0)
+        print(f"model: {sum(tensor.numel() for tensor in model.values()):,} parameters, buffers counted too")
+        for name, tensor in model.items():
+            print(f"  {name.ljust(width)}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+        for name in [name for name in state if name not in ("step", "model")]:
+            held = named_tensors(state[name]).values()
+            size = f"{len(held)} tensors, {sum(tensor.nbytes for tensor in held):,} bytes"
+            print(f"{name}: {size if held else state[name]}")
+        return 0
+
+
+@dataclass(frozen=True)
+class VerifyCheckpoints:
+    """Read every file of every checkpoint, compare it with its manifest and load it. Exit code 1: one is damaged."""
+
+    path: Place
+
+    def __call__(self) -> int:
+        """Print a line for each."""
+        code = 0
+        for path in find(self.path):
+            try:
+                manifest = verify(path)
+                unpack(path, in_place=True)
+                print(f"{path.name}: ok, {_size(manifest)}", flush=True)
+            except Damaged as damage:
+                print(f"{path.name}: DAMAGED: {damage}", flush=True)
+                code = 1
+        return code
+
+
+@dataclass(frozen=True)
+class ExportModel:
+    """Write the model of the newest checkpoint to a file that loads anywhere, and print its sha256.
+
+    Example: python -m evenkeel checkpoint export runs/classify -o model.pt
+
+    torch.load("model.pt", weights_only=True) then returns the state dict, on the CPU. Of a run with --ema the averaged
+    weights are written. The sha256 is that of the weights; at the last step summary.json has the same.
+    """
+
+    path: Place
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """The file to write; it must not exist."""
+    step: Step = None
+    form: Annotated[Literal["bare", "dp", "safetensors"], tyro.conf.arg(name="as")] = "bare"
+    """bare: names as in the model; dp: with the prefix `module.` of DataParallel; safetensors: bare, in that format."""
+    raw: Flag = False
+    """With --ema: write the weights that the optimizer updates, not their average."""
+
+    def __call__(self) -> int:
+        """Write the file."""
+        path = choose(self.path, self.step)
+        if self.output.exists():
+            raise Refusal(f"--output {self.output}: exists already; name another file")
+        if not self.output.parent.is_dir():
+            raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
+        from ..run.weights import write  # these import torch, which `list` does without
+        from ..training.ema import averaged
+        from ..training.state import sha256
+
+        state = _load(path)
+        weights = state["model"] if self.raw else averaged(state)
+        try:
+            write_atomically(self.output, lambda file: write(weights, self.form, file))
+        except OSError as error:
+            raise Ended(f"--output {self.output}: cannot be written: {error.strerror or error}") from None
+        print(f"{path} -> {self.output}, sha256 of the weights {sha256(weights)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class CheckpointCommand:
+    """List a run's checkpoints, look into one, check that they are whole, or export the model.
+
+    Example: python -m evenkeel checkpoint list runs/classify
+    """
+
+    action: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[ListCheckpoints, tyro.conf.subcommand("list")]
+        | Annotated[InspectCheckpoint, tyro.conf.subcommand("inspect")]
+        | Annotated[VerifyCheckpoints, tyro.conf.subcommand("verify")]
+        | Annotated[ExportModel, tyro.conf.subcommand("export")]
+    ]
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Run the chosen action."""
+        if train_options:
+            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
+        return self.action()
+
+
+def find(path: Path, aside: bool = False) -> list[Path]:
+    """All checkpoints at a path, by step.
+
+    Args:
+        path: a run directory, its checkpoints folder, or one checkpoint.
+        aside: append those that were set aside as damaged.
+
+    Raises:
+        Refusal: there is none, or the folder cannot be read.
+    """
+    try:
+        if is_step_folder(path.resolve()) and path.is_dir():
+            return [path.resolve()]
+        folder = nested if (nested := path / "checkpoints").is_dir() else path
+        damaged = sorted(entry for entry in folder.iterdir() if entry.name.startswith("damaged-step-"))
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror}; {PLACES}") from None
+    found = step_folders(folder) + damaged * aside
+    if not found:
+        hint = f", but {len(damaged)} set aside as damaged-*" * bool(damaged)
+        raise Refusal(f"{path}: no checkpoint there{hint}; {PLACES}")
+    return found
+
+
+def choose(path: Path, step: int | None) -> Path:
+    """The checkpoint of a step, or the newest one.
+
+    Raises:
+        Refusal: there is none.
+    """
+    by_step = {step_of(found): found for found in find(path)}
+    if step is not None and step not in by_step:
+        raise Refusal(f"--step {step}: {path} has no such checkpoint; there are {', '.join(map(str, by_step))}")
+    return by_step[max(by_step) if step is None else step]
+
+
+def _row(path: Path, newest: Manifest | None, best: Path | None) -> tuple[str, str, str, str, str]:
+    if not is_step_folder(path):
+        return path.name.split("-")[2].lstrip("0"), "set aside", "", "", path.name
+    try:
+        manifest = read_manifest(path)
+    except Damaged as damage:
+        return str(step_of(path)), "damaged", "", "", str(damage)
+    notes = [shown(manifest.metrics), "(best)" * (path == best), "(newest)" * (manifest == newest)]
+    return str(manifest.step), manifest.kind, _when(manifest), _size(manifest), "  ".join(filter(None, notes))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return load(path)
+    except Damaged as damage:
+        raise Ended(f"damaged: {damage}; --step chooses another one") from None
+
+
+def _when(manifest: Manifest) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+
+
+def _size(manifest: Manifest) -> str:
+    return decimal(sum(written.bytes for written in manifest.files.values()))

@@ -1,0 +1,159 @@
+"""`python -m evenkeel compare`: whether two runs are equal bit for bit; if not, since which step, where and why.
+
+Reads what the runs have left and changes nothing. Imports torch only to read checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from ..common.errors import Refusal
+from ..config import HARMLESS, flag
+from ..run.checkpoint import Checkpoints, Damaged, load, step_folders, step_of
+from ..run.fingerprint import describe, differences
+from ..run.records import read_config, read_facts, read_records
+
+MOST = 12
+"""Tensor names to print; the rest is counted."""
+
+Digests = Mapping[str, str]
+"""Tensor name -> digest of its bits."""
+
+
+Verdict = tuple[bool, str]
+"""Whether two runs are equal, and the text that says so."""
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """Find the first step at which two runs differ, and in which tensors. Exit code 0: equal, 1: different.
+
+    Example: python -m evenkeel compare runs/a runs/b
+
+    Train both with --digest-every 1; otherwise only the final weights or a common checkpoint can be compared.
+    Differences in options, machine, libraries and code are printed too: usually one of them is the cause.
+    """
+
+    run_a: tyro.conf.Positional[Path]
+    """A run directory."""
+    run_b: tyro.conf.Positional[Path]
+    """The run directory to compare it with."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Print the first difference and what could have caused it."""
+        if train_options:
+            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
+        for path in (self.run_a, self.run_b):
+            if not (path / "config.toml").is_file():
+                raise Refusal(f"{path}: no run there (no config.toml); name two run directories")
+        equal, text = compare(self.run_a, self.run_b)
+        print("\n".join([text, *causes(self.run_a, self.run_b)]))
+        return int(not equal)
+
+
+def compare(a: Path, b: Path) -> Verdict:
+    """Compare digests of common steps; without any, the final weights, else the newest checkpoints of a common step.
+
+    Raises:
+        Refusal: the runs have nothing in common to compare.
+    """
+    first, second = (last_digests(read_records(run / "metrics.jsonl")) for run in (a, b))
+    if first.keys() & second.keys():
+        return compare_digests(first, second)
+    end, other = (read_facts(run / "summary.json")[0] for run in (a, b))
+    verdict = None
+    if {"step", "weights_sha256"} <= end.keys() & other.keys() and end["step"] == other["step"]:
+        equal = end["weights_sha256"] == other["weights_sha256"]
+        verdict = equal, f"the weights at the end, step {end['step']}, are {'equal' if equal else 'different'}"
+    if not (verdict and verdict[0]):
+        verdict = _compare_checkpoints(a, b) or verdict  # these tell which tensors differ
+    if verdict is None:
+        missing = "no digests, ends or checkpoints of the same step; run both with --digest-every 1"
+        raise Refusal(f"{a} {b}: nothing to compare: {missing}")
+    return verdict[0], f"no digests of a common step (--digest-every), so only one step: {verdict[1]}"
+
+
+def last_digests(records: Iterable[Mapping[str, Any]]) -> dict[int, Digests]:
+    """Step -> digests from the last attempt that did the step, out of the lines of metrics.jsonl."""
+    found: dict[int, Digests] = {}
+    for record in records:
+        if record["kind"] == "start":  # steps after this one are done again, or never were done in this line
+            found = {step: digests for step, digests in found.items() if step <= record["step"]}
+        elif record["kind"] == "digest" and "digests" in record:
+            found[record["step"]] = record["digests"]
+    return found
+
+
+def compare_digests(a: Mapping[int, Digests], b: Mapping[int, Digests]) -> Verdict:
+    """Find the first common step whose digests differ; at least one step is in both."""
+    steps = sorted(a.keys() & b.keys())
+    for number, step in enumerate(steps):
+        if a[step] != b[step]:
+            before = f"equal at step {steps[number - 1]}" if number else "no step before it was compared"
+            text = f"different from step {step} on ({before}; {number + 1} of {len(steps)} common steps compared)"
+            return False, f"{text}\n{_name_tensors(a[step], b[step])}"
+    compared = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    return True, f"equal: {len(steps)} compared ({compared}), {len(a[steps[-1]])} tensors each"
+
+
+def causes(a: Path, b: Path) -> list[str]:
+    """Lines that say what else differs between the runs: options, numbers of ranks, machine, libraries and code."""
+    options, others = (read_config(run / "config.toml") for run in (a, b))
+    lines = [
+        f"  {flag(name)}: {options.get(name, 'unset')} | {others.get(name, 'unset')}"
+        + " (may change within a run)" * (name in HARMLESS)
+        for name in options | others
+        if options.get(name) != others.get(name)
+    ]
+    ranks, other_ranks = (read_facts(run / "status.json")[0].get("world_sizes", []) for run in (a, b))
+    if ranks != other_ranks:
+        lines.append(f"  ranks, by attempt: {ranks} | {other_ranks}")
+    first, second = (Checkpoints(run / "checkpoints", 1, None).newest_manifest() for run in (a, b))
+    if first and second:
+        parts = differences(first.fingerprint, second.fingerprint)
+        lines += [f"  {name}: {value} | {other}" for name, (value, other) in parts.items()]
+    else:
+        lines.append("  machine, libraries and code: unknown, because one of the runs has no checkpoint")
+    for run in (a, b):
+        for record in read_records(run / "metrics.jsonl"):
+            if record["kind"] == "bits" and "differences" in record:
+                lines.append(
+                    f"  changed within {run}, from step {record['step']} on: {describe(record['differences'])}"
+                )
+    return ["what else differs:", *lines] if lines else []
+
+
+def _compare_checkpoints(a: Path, b: Path) -> Verdict | None:
+    first, second = ({step_of(path): path for path in step_folders(run / "checkpoints")} for run in (a, b))
+    for step in sorted(first.keys() & second.keys(), reverse=True):
+        try:
+            digests, others = _digests_of(first[step]), _digests_of(second[step])
+        except Damaged:
+            continue
+        if digests == others:
+            return True, f"the checkpoints of step {step} are equal, {len(digests)} tensors each"
+        return False, f"the checkpoints of step {step} are different\n{_name_tensors(digests, others)}"
+    return None
+
+
+def _digests_of(checkpoint: Path) -> Digests:
+    from ..run.digest import digests
+    from ..training.state import named_tensors
+
+    return digests(named_tensors(load(checkpoint)))
+
+
+def _name_tensors(a: Digests, b: Digests) -> str:
+    names = {**a, **b}
+    different = [name for name in names if a.get(name) != b.get(name)]
+    lines = [f"{len(different)} of {len(names)} tensors differ:"]
+    for name in different[:MOST]:
+        lines.append(f"  {name}" + " (only in the first)" * (name not in b) + " (only in the second)" * (name not in a))
+    if len(different) > MOST:
+        lines.append(f"  and {len(different) - MOST} more")
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""`python -m evenkeel plan`: which rank would compute what in a job, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ..data.plan import Plan
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..training.task import Task
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Show how a job is cut into steps and micro-batches, and what each rank computes. Trains nothing.
+
+    Example: python -m evenkeel plan -w 3 -- --batch-size 60 --micro-batch 8
+
+    What follows after `--` are options of train.py.
+    """
+
+    world_size: Annotated[int, tyro.conf.arg(aliases=["-w"])] = 2
+    """Ranks to plan for; with --strategy dp the GPUs of its one process."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Print the plan."""
+        from ..distributed.data_parallel import chunks
+        from ..tasks.command_line import parse  # imports torch, which the help does without
+        from ..training.task import of_task
+
+        config, task = parse(train_options)
+        dp, samples = config.strategy == "dp", len(of_task(task, config, "train"))
+        config, why = self._settle(config, task)
+        plan = Plan.of(config, samples)
+        most = plan.max_world_size
+        ranks = f"up to {most} ranks have work" if most > 1 else "one rank has work"
+        print(
+            f"{_count(samples, 'sample')}, global batch {plan.global_batch}, "
+            f"micro-batch {plan.micro_batch}{f' ({why})' * bool(why)}: "
+            f"{_count(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all; "
+            f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
+        )
+        for name, step in {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}.items():
+            print(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
+            for worker in range(self.world_size):
+                if dp:  # nn.DataParallel gives each GPU a share of every micro-batch
+                    shares = [chunks(micro.size, self.world_size) for micro in plan.micro_batches(step)]
+                    sizes = [share[worker] for share in shares if worker < len(share)]
+                else:
+                    sizes = [micro.size for micro in plan.micro_batches(step, worker, self.world_size)]
+                parts = f" as {' + '.join(map(str, sizes))}" * (len(sizes) > 1)
+                print(f"  {'GPU' if dp else 'rank'} {worker}: {_count(sum(sizes), 'sample')}{parts}")
+        return 0
+
+    def _settle(self, config: Config, task: Task) -> tuple[Config, str]:
+        """The options with the micro-batch filled in, and the reason for its size; no reason if it was typed."""
+        from ..data.randomness import seed_task
+        from ..run.records import recorded_options
+        from ..training.cut import has_batchnorm, settle
+
+        ranks = 1 if config.strategy == "dp" else self.world_size
+        if config.micro_batch == "auto":  # the search begins with each rank's whole share
+            return replace(config, micro_batch=-(-config.batch_size // ranks)), "auto, if that fits"
+        recorded = {} if config.fresh else recorded_options(config.run_dir)
+
+        def has_norm() -> bool:
+            seed_task(config.seed, "weights")
+            return has_batchnorm(task.model())
+
+        settled = settle(config, ranks, has_norm, recorded)
+        if settled == config:
+            return config, ""
+        if recorded and settled == settle(config, 1, lambda: False, recorded):
+            return settled, f"as the run in {config.run_dir} has recorded it"
+        if config.strategy == "dp":
+            return settled, "the whole batch"
+        if config.reduce == "tree":
+            return settled, "an eighth of the batch, with --reduce tree on any number of ranks"
+        return settled, f"1/{settled.micro_batches} of a step, so that no rank is idle"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

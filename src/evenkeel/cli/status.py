@@ -1,0 +1,359 @@
+"""`python -m evenkeel status`: all runs below some folders, one line each. Only reads; Slurm is optional.
+
+A run's folder cannot tell everything: the status.json of a run that was killed says "running" for ever. So the state of
+a run also depends on the lock that its process holds, on torchrun's process, and on what Slurm says of its job.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+from rich.console import Console, Group, JustifyMethod
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..common.errors import Refusal
+from ..common.keyboard import CtrlC
+from ..common.naming import TEST, TRAIN, named
+from ..common.processes import stat
+from ..config import Flag
+from ..run.records import goodput, ledger, read_facts
+from ..run.run_directory import ASIDE
+from .tail import Tail
+
+if TYPE_CHECKING:
+    from ..launch.slurm.jobs import JobStatus
+
+State = Literal["queued", "running", "finished", "stopped", "failed", "lost", "unknown"]
+"""lost: it was running, and no process of it is alive any more. unknown: this machine cannot see whether one is."""
+
+STYLES = {"queued": "yellow", "running": "green", "finished": "bold", "stopped": "yellow", "unknown": "magenta"}
+LEFT_ALIGNED = ("RUN", "STATE", "JOB", "METRICS")
+DISPENSABLE = ("REQUEUES", "STARTS", "GOODPUT", "METRICS", "JOB", "STEP", "ETA")  # left out in this order, to fit
+
+REDRAW = 2.0  # seconds between two looks at the runs with --watch
+ASK = 10.0  # seconds between two questions to Slurm's controller, which serves all users
+RECENT = 20  # lines of metrics.jsonl that give the present speed
+SILENCE = 600.0  # seconds without a new line after which a run on another machine counts as dead
+
+
+@dataclass(frozen=True)
+class StatusCommand:
+    """Show all runs below some folders: state, Slurm job, step, time left, metrics, and why a run has stopped.
+
+    Example: python -m evenkeel status runs/sweep --watch
+
+    A run whose processes were killed is "lost", although its status.json says "running".
+    """
+
+    folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
+    """Run directories, or folders with runs somewhere below."""
+    watch: Flag = False
+    """Update the table every two seconds, until Ctrl-C."""
+    json: Flag = False
+    """For programs: print a JSON list with an object for each run."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Print the table or the list."""
+        if train_options:
+            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
+        if self.watch and self.json:
+            raise Refusal("--watch --json: one is for people, the other for programs; choose one")
+        for folder in self.folders:
+            if not folder.is_dir():
+                raise Refusal(f"{folder}: no such folder; name run directories, or folders with runs below")
+        runs = Runs(self.folders)
+        if self.json:
+            print(json.dumps([as_json(run) for run in runs.look()], indent=2))
+            if runs.trouble:
+                print(f"evenkeel: {runs.trouble}", file=sys.stderr)
+            return 0
+        piped = not (os.isatty(1) or os.environ.get("COLUMNS"))  # then no line has to be cut
+        console = Console(highlight=False, width=1000 if piped else None)
+        if not self.watch:
+            console.print(_view(runs, console))
+            return 0
+        with CtrlC() as ctrl_c, Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
+            while not ctrl_c.pressed:
+                live.update(_view(runs, console), refresh=True)
+                ctrl_c.wait(REDRAW)
+        return 0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The state and the progress of one run."""
+
+    run: str  # its folder, as it was found
+    state: State
+    why: str  # why the run is in that state; empty if there is nothing to explain
+    step: int  # optimizer steps done
+    total_steps: int | None  # None: the run has not written it yet
+    eta: float | None  # seconds to the end at the present speed; None unless the run is running
+    metrics: dict[str, float | None]
+    """By full name: those of the last training line and of the last evaluation. None: not finite."""
+    starts: int  # attempts so far
+    goodput: float | None  # productive share of the run's time, 0 .. 1
+    heard: float | None  # when the run last wrote something, in seconds since the epoch
+    job_id: str | None
+    job: JobStatus | None  # the state of the Slurm job; None: there is no job, or Slurm cannot be asked
+
+
+class Runs:
+    """All runs below some existing folders; `look` may be called again and again."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self.folders = list(folders)
+        self.trouble = ""
+        """Why Slurm cannot be asked, if there are jobs to ask for."""
+        self._metrics: dict[Path, Metrics] = {}
+        self._jobs: dict[str, JobStatus] = {}
+        self._ask_at = 0.0
+
+    def look(self) -> list[RunStatus]:
+        """The present status of each run."""
+        paths = {path.resolve(): path for folder in self.folders for path in find(folder)}.values()
+        jobs = self._slurm_jobs(paths)
+        for path in paths:
+            self._metrics.setdefault(path, Metrics(path / "metrics.jsonl"))
+        return [status_of(path, self._metrics[path], *jobs.get(path, (None, None))) for path in paths]
+
+    def _slurm_jobs(self, runs: Iterable[Path]) -> dict[Path, tuple[str, JobStatus | None]]:
+        """Run -> the id of the Slurm job that last worked on it, and that job's state."""
+        try:
+            from ..launch.slurm.jobs import SlurmError, ask, load
+        except ImportError:  # launch/slurm may be deleted
+            return {}
+        ids = {}
+        for run in runs:
+            try:
+                record = load(run)
+            except (OSError, ValueError):
+                continue
+            if record:
+                ids[run] = record.job_id
+        if ids and (time.monotonic() >= self._ask_at or not self._jobs.keys() >= set(ids.values())):
+            self._ask_at = time.monotonic() + ASK
+            try:
+                self._jobs, self.trouble = ask(sorted(set(ids.values()))), ""
+            except SlurmError as error:
+                self._jobs, self.trouble = {}, f"Slurm cannot be asked: {error}"
+        return {run: (job_id, self._jobs.get(job_id)) for run, job_id in ids.items()}
+
+
+class Metrics(Tail):
+    """The last values and the speed of a run, from its metrics.jsonl, in little memory."""
+
+    def reset(self) -> None:
+        """The file is a new one: the run was started over."""
+        self.last: dict[str, Any] = {}
+        """The last record; `train` and `test` are the last ones of their kinds."""
+        self.train: dict[str, Any] = {}
+        self.test: dict[str, Any] = {}
+        self._ends: list[dict[str, Any]] = []  # the first and the last of each attempt, which the ledger needs
+        self._points: deque[tuple[float, int]] = deque(maxlen=RECENT)  # (time, step) in this attempt
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Add a record."""
+        self.last, kind = record, record["kind"]
+        if "spent" in record:
+            if kind != "start" and self._ends and self._ends[-1]["kind"] != "start":
+                self._ends.pop()
+            self._ends.append(record)
+        if kind == "start":
+            self._points.clear()
+        if kind in ("start", "train"):
+            self._points.append((record["time"], record["step"]))
+        if kind == "train":
+            self.train = record
+        if kind == "eval":
+            self.test = record
+
+    def goodput(self) -> float | None:
+        """The productive share of the run's time; None before there is a record of it."""
+        return goodput(ledger(self._ends)) if self._ends else None
+
+    def pace(self) -> float | None:
+        """Seconds for each of the last steps."""
+        points = list(self._points)
+        points = points[1:] if len(points) > 2 else points  # the first step of an attempt takes longer
+        steps = points[-1][1] - points[0][1] if points else 0
+        return (points[-1][0] - points[0][0]) / steps if steps > 0 else None
+
+
+def find(folder: Path) -> Iterator[Path]:
+    """All runs at or below a folder, in order of their names, but for those that --fresh has moved aside."""
+    for path, below, files in os.walk(folder):
+        if {"config.toml", "status.json"} <= set(files) or Path(path, "slurm", "job.json").is_file():
+            below.clear()
+            yield Path(path)
+        below[:] = sorted(name for name in below if not name.startswith(".") and not re.fullmatch(ASIDE, name))
+
+
+def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobStatus | None = None) -> RunStatus:
+    """The status of a run.
+
+    Args:
+        run: its folder.
+        metrics: of this run; brought up to date here.
+        job_id: of the Slurm job that last worked on it, if there was one.
+        job: that job's state; None: Slurm cannot be asked.
+    """
+    metrics.update()
+    try:
+        status, trouble = read_facts(run / "status.json")
+    except OSError as error:
+        status, trouble = {}, f"status.json cannot be read: {error}"
+    heard = max(metrics.last.get("time", 0.0), status.get("time", 0.0)) or None
+    state, why = _judge(run, status, heard, job_id, job) if "state" in status or not trouble else ("unknown", trouble)
+    step = metrics.last.get("step", status.get("step", 0))
+    if status.get("state") in ("finished", "stopped", "failed"):
+        step = status.get("step", step)
+    total, pace = status.get("total_steps"), metrics.pace()
+    values: dict[str, float | None] = {}
+    for part, record in ((TRAIN, metrics.train), (TEST, metrics.test)):
+        others = ("kind", "step", "time", "spent", "epoch")
+        values |= named(part, {name: value for name, value in record.items() if name not in others})
+    return RunStatus(
+        run=str(run),
+        state=state,
+        why=why,
+        step=step,
+        total_steps=total,
+        eta=(total - step) * pace if state == "running" and total and pace is not None else None,
+        metrics=values,
+        starts=len(status.get("world_sizes", [])),
+        goodput=metrics.goodput(),
+        heard=heard,
+        job_id=job_id,
+        job=job,
+    )
+
+
+def _judge(
+    run: Path, status: dict[str, Any], heard: float | None, job_id: str | None, job: JobStatus | None
+) -> tuple[State, str]:
+    """The state, and why."""
+    said, reason, host = status.get("state"), str(status.get("reason") or ""), status.get("host")
+    held, silent = _is_locked(run), time.time() - (heard or 0)
+    if said == "finished":
+        return "finished", reason if status.get("stopped_early") else ""
+    if held and said not in ("stopped", "failed"):
+        return "running", f"no sign of life for {_duration(silent)}" if heard and silent > SILENCE else ""
+    if said in ("running", "failed") and any(map(_is_living_agent, status.get("launch", ()))):
+        return "running", f"torchrun restarts it after: {reason}" if reason else "torchrun restarts its ranks"
+    if job and job.is_waiting:
+        return "queued", reason
+    if job and job.is_known and not job.is_over:
+        return "running", f"its job goes on after: {reason}" if reason else ""
+    if said in ("stopped", "failed"):
+        return said, reason
+    if job and job.is_over:
+        return ("lost" if said else "stopped" if job.state == "CANCELLED" else "failed"), f"job {job_id}: {job}"
+    if not said:
+        return "unknown", f"job {job_id} has left nothing, and Slurm {'does not know it' if job else 'cannot be asked'}"
+    if host == socket.gethostname():
+        alive = held is None and stat(status.get("pid", 0))
+        return ("running", "") if alive else ("lost", "its process is gone and gave no reason: killed, perhaps")
+    if silent > SILENCE:
+        return "lost", f"it ran on {host}, and gave no sign of life for {_duration(silent)}"
+    return "unknown", f"it runs on {host}, which cannot be seen from here; last sign of life {_duration(silent)} ago"
+
+
+def _is_locked(run: Path) -> bool | None:
+    """Whether a process holds the run, here or on a machine that shares the folder; None: that cannot be seen.
+
+    Takes the lock as a reader for a moment; a start of the run waits longer than that.
+    """
+    try:
+        with (run / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return False if isinstance(error, FileNotFoundError) else None
+    return False
+
+
+def _is_living_agent(token: str) -> bool:
+    """Whether the torchrun that started the run's ranks, as HOST:PID:STARTED, lives on this machine."""
+    host, _, process = token.partition(":")
+    pid, _, started = process.partition(":")
+    known = stat(int(pid)) if host == socket.gethostname() and pid.isdecimal() else None
+    return known is not None and known.state != "Z" and str(known.started) == started
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def as_json(run: RunStatus) -> dict[str, Any]:
+    """A run for programs. Unknown facts are null; times are in seconds, shares between 0 and 1."""
+    facts = asdict(run)
+    job, job_id = facts.pop("job") or {}, facts.pop("job_id")
+    known = {name: job.get(name) for name in ("state", "reason", "nodes", "requeues")}
+    return facts | {"job": {"id": job_id} | known if job_id else None}
+
+
+def _view(runs: Runs, console: Console) -> Group:
+    """The table, and below it a line for each run whose state needs a reason."""
+    found = runs.look()
+    if not found:
+        return Group(Text(f"no run below {', '.join(map(str, runs.folders))}"))
+    notes = [Text(f"{run.run}: {run.why}", style=STYLES.get(run.state, "red")) for run in found if run.why]
+    return Group(_table(found, console), *notes, *[Text(runs.trouble, style="magenta")] * bool(runs.trouble))
+
+
+def _table(found: list[RunStatus], console: Console) -> Table:
+    """As many columns as fit, without those that are empty in every line."""
+    rows = [_cells(run) for run in found]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0] if any(r[name] for r in rows)}
+    for name in DISPENSABLE:
+        if sum(widths.values()) + 2 * (len(widths) - 1) > console.width:
+            widths.pop(name, None)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in widths:
+        justify: JustifyMethod = "left" if name in LEFT_ALIGNED else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "RUN", overflow="fold")
+    for run, row in zip(found, rows, strict=True):
+        state = Text(run.state, style=STYLES.get(run.state, "red"))
+        table.add_row(*(state if name == "STATE" else Text(row[name]) for name in widths))
+    return table
+
+
+def _cells(run: RunStatus) -> dict[str, str]:
+    # the training loss, and what the last evaluation has measured besides a loss
+    shown = [name for name in run.metrics if name.startswith(f"{TRAIN}/") == name.endswith("/loss")]
+    return {
+        "RUN": run.run,
+        "STATE": run.state,
+        "JOB": f"{run.job_id} {run.job or '?'}" if run.job_id else "",
+        "STEP": f"{run.step}/{run.total_steps or '?'}",
+        "DONE": f"{run.step / run.total_steps:.0%}" if run.total_steps else "",
+        "ETA": "" if run.eta is None else str(timedelta(seconds=round(run.eta))),
+        "METRICS": "  ".join(f"{name} {_number(run.metrics[name])}" for name in shown),
+        "STARTS": str(run.starts),
+        "REQUEUES": str(run.job.requeues) if run.job and run.job.requeues is not None else "",
+        "GOODPUT": "" if run.goodput is None else f"{run.goodput:.0%}",
+    }
+
+
+def _number(value: Any) -> str:
+    return "nan" if value is None else f"{value:.4f}" if isinstance(value, int | float) else str(value)

@@ -1,0 +1,17 @@
+"""What any other part may use. Nothing here knows of models, data or ranks.
+
+    arguments   command lines: empty words, tyro's errors as one line
+    background  slow work in a thread, and deadlines for waiting
+    display     the live line on a terminal
+    errors      errors that end a program with one line, and exit codes
+    files       files that are whole or absent, locks, growing files
+    keyboard    Ctrl-C as a fact that a loop asks for
+    memory      freed memory that is kept, and errors that say it has run out
+    naming      names of metrics, ranks and types in messages
+    network     this node's address, and whether node 0 answers
+    phases      what this process is doing, and where its seconds went
+    processes   other processes of this machine: state, signals, torchrun
+
+What is not here: options (`evenkeel.config`), signals that stop a run (`resilience`), process groups (`distributed`),
+the files of a run (`run`). Except `memory`, nothing here imports torch, so that a bad command line is refused at once.
+"""

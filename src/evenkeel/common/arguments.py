@@ -1,0 +1,63 @@
+"""Command lines: empty words, tyro's framed errors as one line, and a stdout that nobody reads."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from .errors import REFUSED, Refusal
+
+T = TypeVar("T")
+
+
+def lose_stdout() -> None:
+    """Send what is still written to stdout nowhere: its reader has gone, as with `--help | head`."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+def refuse_empty(words: Sequence[str], *classes: Any) -> None:
+    """Refuse an empty word, as an unset shell variable leaves one, unless the option is empty by default.
+
+    `classes` are dataclasses with the options; other options on the command line are not checked.
+    """
+    defaults = {option.name.rstrip("_"): option.default for cls in classes for option in fields(cls)}
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word and (value or not equals):
+            continue
+        before = words[number - 1] if number else ""
+        option = name or (before if before.startswith("-") else "")
+        in_a_list = not option and any(earlier.startswith("-") for earlier in words[:number])
+        if in_a_list or (option and defaults.get(option.lstrip("-").replace("-", "_"), "") == ""):
+            continue
+        raise Refusal(f"{option or 'an argument'} is empty (an unset shell variable?): give a value or leave it out")
+
+
+def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options") -> T:
+    """Run a tyro command line and turn its framed error message into a :class:`Refusal` of one line."""
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return call()
+    except BrokenPipeError:  # while it printed its help
+        lose_stdout()
+        raise SystemExit(0) from None
+    except SystemExit as exit_:
+        if exit_.code != REFUSED:
+            raise
+    plain = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", captured.getvalue())  # no colours, no frame
+    title, *lines = [line.strip() for line in plain.splitlines()] or [""]
+    sections = re.split(r"^[─-]{3,}$", "\n".join(lines), flags=re.MULTILINE)  # dashes where there is no UTF-8
+    message = next((" ".join(section.split()) for section in sections if section.strip()), title)
+    _, _, suggested = "\n".join(sections).partition("Perhaps you meant:")
+    if names := re.findall(r"^--[\w-]+", suggested, re.MULTILINE):
+        message += f"; perhaps {' or '.join(names)}?"
+    raise Refusal(f"{message} ({hint})")

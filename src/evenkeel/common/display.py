@@ -1,0 +1,153 @@
+"""The live line of a run on a terminal: step, bar, phase, epoch, last metrics, speed and time left.
+
+A thread draws it from plain Python values, so it costs a step nothing and asks no device. rich is imported only where
+there is a terminal, because that takes as long as all of our modules.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .arguments import lose_stdout
+from .phases import CHECKPOINT, COMPILATION, DATA, EVALUATION, HANGING, START_UP, activity
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+BRIEF = 0.3
+"""Seconds for which a wait for data or for a checkpoint still shows as training."""
+
+WORDS = {
+    COMPILATION: "compiling",
+    EVALUATION: "evaluating",
+    CHECKPOINT: "saving",
+    DATA: "waiting for data",
+    HANGING: "hanging",
+}
+"""Words for phases; all others of a step are "training"."""
+
+
+def announce() -> None:
+    """Say, before the imports that take seconds, that the program has started. The next line overwrites it.
+
+    >>> announce()  # nothing, where nobody looks at a terminal
+    """
+    if _is_seen():
+        print("starting: importing", end="\r", flush=True)
+
+
+def start() -> None:
+    """Show the line from now on, on rank 0 and if stdout is a terminal."""
+    global shown
+    if _is_seen() and not shown:
+        shown = Display()
+        atexit.register(shown.stop)
+
+
+def stop() -> None:
+    """End the display, if there is one."""
+    if shown:
+        shown.stop()
+
+
+def _is_seen() -> bool:
+    dumb = os.environ.get("TERM") in ("dumb", "unknown")  # where rich draws nothing, and lines are better
+    return os.environ.get("RANK", "0") == "0" and sys.stdout.isatty() and not dumb
+
+
+class Display:
+    """The line, below whatever is printed meanwhile."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        class Terminal(Console):
+            def on_broken_pipe(self) -> None:
+                self.quiet = True
+                lose_stdout()  # without a reader the training goes on
+
+            def show_cursor(self, show: bool = True) -> bool:
+                return False  # nor hide it: a process that is killed could not bring it back
+
+        # no colours for numbers, and no line breaks of rich's own
+        console = Terminal(highlight=False, soft_wrap=True)
+        self.told = ""
+        """The last metrics, as text."""
+        self._plan: Any = None
+        self._end = ""
+        self._seen = 0  # the step of the last redraw
+        self._points: deque[tuple[float, int]] = deque(maxlen=80)  # time and step of the last redraws with a new step
+        self._live = Live(console=console, get_renderable=self._line, refresh_per_second=4, transient=True)
+        self._live.start(refresh=True)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def begin(self, plan: Any) -> None:
+        """Count the steps of a :class:`~evenkeel.data.plan.Plan` from here on."""
+        self._plan, self._seen, self._live.transient = plan, activity.step, False
+
+    def stop(self, end: str = "stopped") -> None:
+        """Leave the line as it is, with a word for the end of the run; erase it if no step has been counted."""
+        self._end = self._end or end * bool(self._plan)
+        self._live.stop()
+
+    def _leave_to_parent(self) -> None:
+        """A loader process may print, but not draw, nor wait for the lock that the thread held when it was forked."""
+        console = self._live.console
+        console._lock = threading.RLock()
+        if self._live.is_started:
+            console.pop_render_hook()
+
+    def _line(self) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        line, step = Table.grid(padding=(0, 1), expand=True), activity.step
+        cells: list[Any] = [Text("  ".join(filter(None, [self._end or _doing(), *self._facts(step)])))]
+        if self._plan:
+            total = self._plan.total_steps
+            cells = [Text(f"step {step}/{total}"), ProgressBar(total, step, width=16), *cells]
+        for cell in cells:  # only the text at the end may shrink in a narrow terminal
+            line.add_column(no_wrap=True, overflow="ellipsis", ratio=1 if cell is cells[-1] else None)
+        line.add_row(*cells)
+        return line
+
+    def _facts(self, step: int) -> list[str]:
+        """Epoch, metrics, speed and time left, as far as they are known."""
+        if not (plan := self._plan):
+            return []
+        epoch, _ = plan.locate(min(step, plan.total_steps - 1))
+        facts = [f"epoch {epoch + 1}/{plan.epochs}", self.told]
+        if step != self._seen:
+            self._seen = step
+            self._points.append((time.monotonic(), step))
+        if len(self._points) > 1 and not self._end:
+            (then, first), (now, last) = self._points[0], self._points[-1]
+            speed = (plan.samples_seen(last) - plan.samples_seen(first)) / (now - then)
+            left = timedelta(seconds=round((plan.total_steps - last) * (now - then) / (last - first)))
+            facts += [f"{speed:,.0f} samples/s", f"ETA {left}"]
+        return facts
+
+
+def _doing() -> str:
+    """The present phase in words, and its seconds if it has lasted longer than 2."""
+    phase, detail, seconds = activity.phase, activity.detail, activity.seconds_in_phase()
+    if phase == START_UP:
+        word = f"starting: {detail}"
+    elif phase in (DATA, CHECKPOINT) and seconds < BRIEF:
+        word = "training"
+    else:
+        word = " ".join(filter(None, [WORDS.get(phase, "training"), detail]))
+    return f"{word}, {seconds:.0f} s" if seconds >= 2 else word
+
+
+shown: Display | None = None
+"""The display of this process, if there is one."""

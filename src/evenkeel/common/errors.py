@@ -1,0 +1,64 @@
+"""Errors that end a program with one line instead of a traceback, and their exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+FAILED = 1
+"""Exit code of a run that cannot go on; torchrun restarts it if it has restarts left."""
+
+REFUSED = 2
+"""Exit code of a refused input."""
+
+NODES_REFUSE = 30.0
+"""Seconds for which a node that refuses its input waits for the other nodes, which may start more slowly."""
+
+
+class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error of ours)
+    """Bad input: one line that names the flag or file, its value and the remedy.
+
+    Programs print it as ``evenkeel: <line>`` on stderr and exit with :data:`REFUSED`, before any process group exists
+    and before anything is written.
+    """
+
+
+class Ended(Exception):  # noqa: N818
+    """The run cannot go on, and one line says why. All ranks raise it, rank 0 prints it; exit code 1."""
+
+
+class EndedHere(Ended):
+    """The same on some ranks only, each of which prints it."""
+
+
+class EndedByData(EndedHere):
+    """The same because of a sample. A loader process sends its traceback with the line; only the line is kept."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.strip().rpartition(f"{type(self).__module__}.{type(self).__qualname__}: ")[2])
+
+
+@contextlib.contextmanager
+def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
+    """Turn a `sys.exit` in a task's code into an error of this kind: exit code 0 would pass for a finished run."""
+    try:
+        yield
+    except SystemExit as exit_:
+        raise kind(
+            f"the task called sys.exit({exit_.code!r}){place_of(exit_.__traceback__)}, and the run is not finished; "
+            "raise an error that says what is wrong instead"
+        ) from exit_
+
+
+def place_of(trace: TracebackType | None) -> str:
+    """Where in the user's code an error comes from, as " at FILE:LINE"; "" if it is not known."""
+    paths, ours = sysconfig.get_paths(), ("<frozen", __file__, str(Path(__file__).parents[1] / "tasks" / "registry.py"))
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(ours)]
+    installed = [f for f in frames if f.filename.startswith((paths["purelib"], paths["platlib"]))]
+    theirs = [f for f in frames if f not in installed and not f.filename.startswith(paths["stdlib"])]
+    found = theirs or installed  # their own package may be an installed one
+    return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""

@@ -1,0 +1,95 @@
+"""Files that are whole or absent, locks that end with their process, and files that grow while they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: bool = False) -> None:
+    """Write a file so that a crash leaves the old file or the new one, never a part.
+
+    `write` is called with the open, empty file; `private`: see :func:`close_to_others`. The steps and their order are
+    those of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014).
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            if private:
+                close_to_others(temporary)
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk; a rename is not durable before."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def close_to_others(path: Path) -> None:
+    """Make a file readable for its owner only, and for the group if the umask (002) lets that write to it."""
+    path.chmod(0o660 if path.stat().st_mode & 0o020 else 0o600)
+
+
+def write_json(path: Path, value: Any, private: bool = False) -> None:
+    """Write indented JSON; see :func:`write_atomically`."""
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()), private)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} if there is no such file. ValueError: it is not JSON, or not an object."""
+    try:
+        value: Any = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except RecursionError as error:
+        raise ValueError(f"JSON nested too deeply: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__} and not an object")
+    return value
+
+
+def unused(path: Path) -> Path:
+    """The path itself, or with -2, -3, ... appended: the first that does not exist."""
+    names = (path.name if n == 1 else f"{path.name}-{n}" for n in count(1))
+    return next(free for name in names if not (free := path.with_name(name)).exists())
+
+
+def make_unused(path: Path) -> Path:
+    """Make a folder with such a name; two processes that ask at once get different ones."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            (free := unused(path)).mkdir(parents=True)
+            return free
+
+
+def lock(file: IO[Any] | int, until: float = 0.0) -> bool:
+    """Lock an open file or folder against other processes; return whether that was possible.
+
+    Tries until a time of `time.monotonic`; 0: once. The kernel releases the lock when the file is closed, or when the
+    process dies.
+    """
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.02)

@@ -1,0 +1,49 @@
+"""Names in messages and files: metrics as SET/METRIC (`train/loss`, `test/accuracy`), ranks, parameters, types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+V = TypeVar("V")
+
+TRAIN, TEST = "train", "test"
+"""The sets of samples that something is measured on."""
+
+
+def full_name(part: str, name: str) -> str:
+    """A metric's name with its set before it, unless it has one. Files of version 0.1.0 hold bare names."""
+    return name if name.startswith((f"{TRAIN}/", f"{TEST}/")) else f"{part}/{name}"
+
+
+def named(part: str, values: Mapping[str, V]) -> dict[str, V]:
+    """Values by their full names."""
+    return {full_name(part, name): value for name, value in values.items()}
+
+
+def shown(values: Mapping[str, float]) -> str:
+    """Metrics in a line."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] as "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    text = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names in a line, only the first few of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value, with an article: "a list"."""
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"

@@ -1,0 +1,114 @@
+"""What this process is doing, and where its seconds went.
+
+The main thread marks each change of phase, in less than a microsecond. The ledger adds up the seconds, the watch for
+hangs looks for marks that do not come, and the display shows the phase.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .processes import stat
+
+START_UP = "start-up"
+DATA = "data loading"
+COMPUTING = "forward and backward"
+REDUCTION = "gradient reduction"
+COMMIT = "optimizer step"
+CHECKPOINT = "checkpoint"
+EVALUATION = "evaluation"
+COMPILATION = "compilation"
+HANGING = "hang"
+
+ACCOUNTS = {
+    START_UP: "start_up",
+    COMPILATION: "start_up",
+    DATA: "data",
+    CHECKPOINT: "checkpoint",
+    EVALUATION: "evaluation",
+    HANGING: "dead",
+}
+"""The ledger's account of a phase. Others are "productive", or "redone" in a step that an earlier attempt had done."""
+
+LONGEST = 3600
+"""Seconds that a compilation may take before it counts as a hang."""
+
+
+class Activity:
+    """The present phase of a process, and its seconds so far. Any thread may read it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Optimizer steps done."""
+        self.redo_until = 0
+        """The last step that an earlier attempt had done."""
+        self.phase = START_UP
+        self.detail = "importing"
+        """What is done within the phase, for the display."""
+        self.changes = 0
+        """Marks so far. If this stands still, so does the process."""
+        self._since = time.monotonic() - _age()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def enter(self, phase: str, detail: str = "") -> None:
+        """Mark that another phase begins, or the next piece of the same one."""
+        now = time.monotonic()
+        self._seconds[self._account()] += now - self._since
+        self.phase, self.detail, self._since = phase, detail, now
+        self.changes += 1
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A context for a phase within another one."""
+        before = self.phase
+        self.enter(phase)
+        try:
+            yield
+        except Exception as error:
+            self.note(error)
+            raise
+        finally:
+            self.enter(before)
+
+    def write_off(self) -> None:
+        """Count the time since the last mark as dead, because it was a hang. For any thread."""
+        self.phase = HANGING
+
+    def note(self, error: BaseException) -> None:
+        """Keep the present phase in an error, for :meth:`phase_of`, unless an inner one is there."""
+        if not hasattr(error, "evenkeel_phase"):
+            with suppress(AttributeError):  # one with __slots__
+                error.evenkeel_phase = self.phase  # type: ignore[attr-defined]
+
+    def phase_of(self, error: BaseException) -> str:
+        """The phase in which an error was raised; the present one if it was not noted."""
+        return str(getattr(error, "evenkeel_phase", self.phase))
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by account since the process was started."""
+        seconds = defaultdict(float, self._seconds)
+        seconds[self._account()] += self.seconds_in_phase()
+        return {name: round(value, 3) for name, value in seconds.items()}
+
+    def seconds_in_phase(self) -> float:
+        """Seconds since the last mark."""
+        return time.monotonic() - self._since
+
+    def _account(self) -> str:
+        return ACCOUNTS.get(self.phase) or ("redone" if self.step < self.redo_until else "productive")
+
+
+def _age() -> float:
+    """Seconds since this process was started, imports included; 0 where there is no /proc."""
+    if (me := stat(os.getpid())) is None:
+        return 0.0
+    return float(Path("/proc/uptime").read_text().split()[0]) - me.started / os.sysconf("SC_CLK_TCK")
+
+
+activity = Activity()
+"""This process's own."""

@@ -1,0 +1,146 @@
+"""Other processes of this machine: their state, signals, torchrun's agent, and children that must not stay behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""From torchrun's agent or Docker, the keyboard, Slurm (two), and a terminal that is closed."""
+
+REFUSAL = signal.SIGALRM
+"""From a rank to its agent: the input is refused, and a restart would not change that."""
+
+
+class Stat(NamedTuple):
+    """What the kernel says of a process; see proc_pid_stat(5)."""
+
+    state: str
+    """R running, S sleeping, T stopped, Z a zombie, ..."""
+    parent: int
+    started: int
+    """Clock ticks between the machine's boot and its start. Together with the pid this identifies a process."""
+
+
+def stat(pid: int) -> Stat | None:
+    """The status of a process; None if there is no such process, or no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Stat(fields[0], int(fields[1]), int(fields[19]))
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent dies, however it dies. Linux only."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG in <linux/prctl.h>
+    if os.getppid() != parent:  # it died just before
+        os.kill(os.getpid(), number)
+
+
+def leave_nothing(seconds: float = 1.0) -> None:
+    """Kill the `multiprocessing` children of this process, wait for them, and delete its temporary folders.
+
+    For a process that ends by `os._exit`, which skips what `multiprocessing` does at exit. Takes milliseconds. Empty
+    folders that torchrun has made for tracebacks go as well.
+    """
+    children, until = multiprocessing.active_children(), time.monotonic() + seconds
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join(max(0.0, until - time.monotonic()))  # or it might put something into the folder yet
+    if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        shutil.rmtree(folder, ignore_errors=True)
+    logs = [*Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents][:4]  # of rank, attempt, job and agent
+    if len(logs) == 4 and logs[-1].name.startswith("torchelastic_"):  # not those of a --log-dir
+        with contextlib.suppress(OSError):  # there is a traceback in it, or another rank has not left yet
+            for path in logs:
+                path.rmdir()
+
+
+def survives_the_terminal(pid: int) -> bool:
+    """Whether a process ignores SIGHUP, as under `nohup`. Linux only."""
+    return _in_mask(pid, "SigIgn", signal.SIGHUP)
+
+
+def _in_mask(pid: int, mask: str, number: signal.Signals) -> bool:
+    """Whether a signal is in one of a process's masks; see proc_pid_status(5)."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        if found := re.search(rf"^{mask}:\s*(\w+)$", status, re.MULTILINE):
+            return bool(int(found[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def torchrun_agent() -> int | None:
+    """The pid of the torchrun that started this process; None if something else did, such as a shell in between."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):  # `torch.distributed.run` names its thread so
+        if "TORCHELASTIC_RUN_ID" in os.environ and Path(f"/proc/{parent}/comm").read_text() == "pt_elastic\n":
+            return parent
+    return None
+
+
+def can_lose_a_node(agent: int) -> bool:
+    """Whether the job of this torchrun goes on without its node: started by our launchers, or --nnodes MIN:MAX."""
+    typed = f"--nnodes={os.environ.get('PET_NNODES', '')}\0"
+    with contextlib.suppress(OSError):
+        typed += Path(f"/proc/{agent}/cmdline").read_text()
+    return "EVENKEEL_LARGEST_WORLD" in os.environ or bool(re.search(r"--nnodes[=\0](\d+):(?!\1\0)", typed))
+
+
+def end_agent(agent: int) -> None:
+    """End torchrun without a restart of its workers, and wait until it is gone, 5 seconds at most.
+
+    The signal is one that torchrun does not handle, because it answers the others with a traceback. Two torchruns need
+    SIGTERM: process 1 of a container, which nothing else ends, and one with --redirects or --tee, which has yet to
+    show what it captured.
+    """
+    with contextlib.suppress(OSError):  # it has just ended
+        children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+        workers = [child for child in children if child != os.getpid() and _is_of_torchrun(child)]
+        shown = os.path.samestat(Path(f"/proc/{agent}/fd/2").stat(), os.fstat(2))
+        quiet = (shown and agent != 1) or _in_mask(agent, "SigCgt", REFUSAL)  # evenkeel.launch.agent handles it
+        if os.getppid() != agent:
+            return  # it has ended meanwhile, and its pid may be another process's
+        os.kill(agent, REFUSAL if quiet else signal.SIGTERM)
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):  # one that ends by itself must not spare the others
+                os.kill(worker, signal.SIGTERM)
+    orphaned_within(5, agent)
+
+
+def _is_of_torchrun(pid: int) -> bool:
+    """Whether a child of torchrun is a rank, and not from a shell that became torchrun by `exec`."""
+    with contextlib.suppress(OSError):
+        return b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def orphaned_within(seconds: float, parent: int) -> bool:
+    """Wait for the parent's death, at most so long; return whether it has come."""
+    deadline = time.monotonic() + seconds
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return os.getppid() != parent
+
+
+def count_cores() -> int:
+    """Cores that this process may use, by its affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores

@@ -1,0 +1,15 @@
+"""Which sample goes where, and loading it.
+
+- `plan`: an epoch cut into steps, a step into micro-batches, micro-batches dealt to ranks; integers only.
+- `shuffle`: the sample at a position of an epoch's order, computed without storing the order.
+- `sampler`: `ElasticSampler`, this rank's micro-batches from any step of any epoch, and `by_step`.
+- `randomness`: seeds as pure functions of (run seed, purpose, place), and seeding the generators.
+- `dataset`: in-memory and limited data sets, and fetching a whole micro-batch by one indexing.
+- `loader`: a `DataLoader` whose samples have their own random numbers, in this process or in workers.
+- `batch`: batches of any structure: collated, moved to a device; why samples do not collate.
+- `decoding`: image files to pixels.
+- `data_digest`: a few samples of each set, compared among ranks and with earlier starts of the run.
+
+Not here: the built-in data sets, downloads and augmentation (`tasks/`), the choice of the micro-batch (`training/`),
+whatever needs a process group (`distributed/`).
+"""

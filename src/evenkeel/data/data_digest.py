@@ -1,0 +1,143 @@
+"""A digest of a few samples of each data set, compared among ranks and with the run so far.
+
+A random split drawn on import differs between processes, and a folder on one node may hold other files. Nothing fails,
+but some samples come twice and others never. Types, shapes, integers and the last part of texts (paths differ among
+nodes) must be equal; floats and pixels nearly so, because decoders and vector units differ a little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..config import Config
+from .batch import with_parts
+from .dataset import SizedDataset
+from .loader import Seeded, in_order
+from .plan import MicroBatch
+from .randomness import generators_kept
+from .sampler import Indices
+
+Digest = Mapping[str, Any]
+"""Of one data set: "equal", 16 hexadecimal digits, and "near", a list of numbers."""
+Digests = dict[str, Digest]
+"""By name of the data set, "training" and "test"; one that cannot be compared is left out."""
+
+# times that samples are read: when a run is continued, when it is new, and before a difference is refused
+ONCE, TWICE, OFTEN = 1, 2, 10
+LONGEST = 4096  # the most values of a tensor that count, evenly spaced
+SIGNS = 8  # projections on random signs; different data agree in all of them once in some millions
+# How far projections may differ. Of 100 images any two differ by at least 0.5 in one of them, mostly by 2.6; an image
+# saved as JPEG, worse than any two decoders, by up to 0.2. Norm and mean may differ by TOLERANCE / WEIGHT, 6 %.
+TOLERANCE, WEIGHT = 0.25, 4
+
+
+def look(config: Config, train_set: SizedDataset, test_set: SizedDataset, times: int) -> tuple[Digests, list[str]]:
+    """Read a few samples of each set this many times; return digests, and names of sets that differ between reads.
+
+    These have no digest, nor have sets that cannot be read: the training will say why. Reads in a loader process if
+    there will be any, because a file opened at the first read must not be shared with them.
+    """
+    sets = [Seeded(train_set, config.seed, "train"), Seeded(test_set, config.seed, "test")]
+    with generators_kept():
+        try:
+            found = in_order(_Digests(sets), [0, 1] * times, config.num_workers > 0)
+        except RuntimeError:  # the loader process has died
+            return {}, []
+    seen = {"training": found[0::2], "test": found[1::2]}
+    whole = {name: digests for name, digests in seen.items() if None not in digests}
+    unsteady = [name for name, digests in whole.items() if not all(alike(digests[0], other) for other in digests)]
+    return {name: digests[0] for name, digests in whole.items() if name not in unsteady}, unsteady
+
+
+def difference(known: Digests, of_ranks: Sequence[Digests]) -> str:
+    """Say in a line which data differs from rank 0's or from the run's, and what to do; empty if none does."""
+    for rank, digests in enumerate(of_ranks):
+        for name, digest in digests.items():
+            if not alike(digest, of_ranks[0].get(name, digest)):
+                return (
+                    f"the {name} data of rank {rank} differs from rank 0's, although it has as many samples; give all "
+                    "nodes the same data, and split it at random in train_dataset() and test_dataset(), which are "
+                    "seeded, not on import; or, if it is meant to differ, add --other-data"
+                )
+            if not alike(digest, known.get(name, digest)):
+                return (
+                    f"the {name} data has changed, although it has as many samples: the samples, their order or a "
+                    "transform; bring back the data of the run, start over with --fresh, or, if the change is meant, "
+                    "add --other-data"
+                )
+    return ""
+
+
+def digest(batch: Any) -> Digest:
+    """Return the digest of a batch."""
+    equal: list[str] = []
+    near: list[float] = []
+    _add(batch, equal, near)
+    return {"equal": hashlib.sha256("\0".join(equal).encode()).hexdigest()[:16], "near": near}
+
+
+def alike(one: Digest, other: Digest) -> bool:
+    """Whether two digests may be of the same data."""
+    pairs = zip(one["near"], other["near"], strict=False)
+    return one["equal"] == other["equal"] and all(abs(a - b) <= TOLERANCE for a, b in pairs)
+
+
+class _Digests(Dataset[Any]):
+    """The digests of data sets, by number; None if one cannot be read."""
+
+    def __init__(self, sets: Sequence[Seeded]) -> None:
+        self.sets = sets
+
+    def __getitem__(self, number: int) -> Digest | None:
+        last = len(self.sets[number]) - 1
+        chosen = sorted({0, last // 3, 2 * last // 3, last})
+        try:
+            return digest(self.sets[number].__getitems__(Indices(chosen, 0, MicroBatch(0, 0, 0, len(chosen)))))
+        except Exception:
+            return None
+
+
+def _add(part: Any, equal: list[str], near: list[float]) -> Any:
+    if isinstance(part, float | np.ndarray | np.generic) and np.asarray(part).dtype.kind in "biufc":
+        part = torch.as_tensor(part)
+    equal.append(type(part).__name__)
+    if isinstance(part, Tensor):
+        values = part.detach().cpu()
+        equal.append(f"{values.dtype} {list(values.shape)}")
+        if values.dtype == torch.uint8 or values.is_floating_point() or values.is_complex():
+            real = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+            near.extend(_projections(real.flatten()[:: max(1, -(-real.numel() // LONGEST))].double().numpy()))
+        else:
+            equal.append(hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest())
+    elif isinstance(part, str | bytes | int | None):
+        equal.append(str(part).rpartition("/")[2])
+    else:
+        if isinstance(part, Mapping):  # sorted, because keys may come from a set
+            part = dict(sorted(part.items(), key=lambda item: str(item[0])))
+            equal.extend(map(str, part))
+        with_parts(part, lambda inner: _add(inner, equal, near))
+    return part
+
+
+def _projections(values: NDArray[np.float64]) -> list[float]:
+    """Norm, mean, and projections of the rest, rounded, as a file keeps them."""
+    values = np.nan_to_num(values, posinf=0, neginf=0).clip(-1e100, 1e100)  # so that squares are finite
+    norm, mean = float(np.linalg.norm(values)) + 1e-12, float(values.mean()) if len(values) else 0.0
+    middle, rest = mean * len(values) ** 0.5 / norm, values - mean
+    found = _signs()[:, : len(values)] @ rest / (np.linalg.norm(rest) + 1e-3 * norm)  # not of rounding errors alone
+    return [round(number, 3) for number in (WEIGHT * math.log(norm), WEIGHT * middle, *found.tolist())]
+
+
+@cache
+def _signs() -> NDArray[np.float64]:
+    return np.random.RandomState(0).choice((-1.0, 1.0), (SIGNS, LONGEST))  # a stream that NumPy never changes

@@ -1,0 +1,141 @@
+"""Map-style data sets: in memory, limited, and fetched a micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+
+from ..common.errors import Refusal
+from ..common.naming import kind_of
+from .sampler import Indices
+
+
+class SizedDataset(Protocol):
+    """Any map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class InMemory(Dataset[Any]):
+    """Tensors of equal length, each of shape [N, ...]; a micro-batch is one indexing of each tensor."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """Return a collated micro-batch, each tensor of shape [len(indices), ...]."""
+        rows = torch.as_tensor(indices)
+        return tuple(tensor[rows] for tensor in self.tensors)
+
+
+def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] = "train") -> SizedDataset:
+    """Take this many samples, evenly spaced because files are often sorted by class; 0 takes all.
+
+    Raises:
+        Refusal: what the task's `train_dataset` or `test_dataset` returned is not a map-style data set.
+    """
+    size = length(dataset, f"{part}_dataset")
+    if not 0 < samples < size:
+        return dataset
+    return Limited(dataset, [i * size // samples for i in range(samples)])
+
+
+class Limited(Dataset[Any]):
+    """The samples at some indices. Unlike torch's `Subset`, it leaves collation to a data set that does its own."""
+
+    def __init__(self, dataset: SizedDataset, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+    def __getitems__(self, indices: Indices) -> Any:
+        """Return what the base data set makes of a micro-batch, or a list of samples."""
+        if (fetch_all := whole_fetch(self.dataset)) is None:
+            return [self[index] for index in indices]
+        return fetch_all(Indices([self.indices[index] for index in indices], indices.epoch, indices.micro_batch))
+
+
+def whole_fetch(dataset: SizedDataset) -> Callable[[Indices], Any] | None:
+    """Return a data set's method that fetches a whole micro-batch; None if it fetches sample by sample."""
+    if isinstance(dataset, Limited):
+        return dataset.__getitems__ if whole_fetch(dataset.dataset) else None
+    # torch's `__getitems__` of these only loops over samples, which must be seeded one by one
+    return None if isinstance(dataset, (Subset, StackDataset)) else getattr(dataset, "__getitems__", None)
+
+
+class Rows:
+    """Fetches micro-batches of a data set that is only tensors, by one indexing of each; draws no random numbers.
+
+    `subsets` are the indices of nested subsets, the outermost first; `as_tuple` returns a tuple, as `InMemory` does.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], subsets: Sequence[Sequence[int]], as_tuple: bool) -> None:
+        self.tensors, self.subsets, self.as_tuple = tensors, subsets, as_tuple
+
+    @classmethod
+    def of(cls, dataset: Any) -> Rows | None:
+        """Make one for a `TensorDataset`, `InMemory` or subsets of one; None for all that has code of its own."""
+        subsets, as_tuple = [], True
+        while type(dataset) in (Subset, Limited):  # not a subclass, which may have a __getitem__ of its own
+            subsets.append(dataset.indices)
+            as_tuple &= type(dataset) is Limited
+            dataset = dataset.dataset
+        if type(dataset) not in (TensorDataset, InMemory) or not all(map(_is_plain, dataset.tensors)):
+            return None
+        return cls(dataset.tensors, subsets, as_tuple and type(dataset) is InMemory)
+
+    def __call__(self, indices: Indices) -> Any:
+        """Return a collated micro-batch, each tensor of shape [len(indices), ...]."""
+        samples: Any = indices.array
+        for chosen in self.subsets:
+            samples = [index(chosen[number]) for number in samples]
+        rows = torch.as_tensor(samples)
+        if self.as_tuple:
+            return tuple(tensor[rows] for tensor in self.tensors)
+        rows = torch.where(rows < 0, rows + len(self.tensors[0]), rows) if self.subsets else rows
+        return [tensor.index_select(0, rows) for tensor in self.tensors]  # contiguous, as stacked samples are
+
+
+def _is_plain(tensor: Any) -> bool:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.requires_grad or tensor.is_nested:
+        return False
+    return tensor.dim() < 5 or tensor.is_contiguous()  # samples of others are stacked in their own layout
+
+
+def length(dataset: Any, method: str) -> int:
+    """Return how many samples a data set has.
+
+    Raises:
+        Refusal: it is not a map-style data set. The line names the task's method that returned it.
+    """
+    lacks = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
+    if isinstance(dataset, IterableDataset) or lacks:
+        why = f"has no {' and no '.join(lacks)}" if lacks else "is an IterableDataset"
+        raise Refusal(
+            f"{method}() returned {kind_of(dataset)}, which {why}: Evenkeel fetches samples by number, so that a run "
+            "can go on at any step; return a map-style data set, with __len__ and __getitem__(number)"
+        )
+    try:
+        return len(dataset)
+    except Exception as error:  # negative, or beyond 2**63, or the task's own error
+        raise Refusal(
+            f"{method}() returned {kind_of(dataset)}, whose __len__ fails ({type(error).__name__}: {error}); it must "
+            "return the number of samples"
+        ) from error

@@ -1,0 +1,193 @@
+"""Loading micro-batches, in this process or in workers, with each sample's own random numbers."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
+from typing import Any
+
+import torch
+from torch.distributed import is_initialized
+from torch.utils.data import DataLoader, Dataset
+
+from ..common.errors import EndedByData, no_exit, place_of
+from ..common.processes import STOP_SIGNALS, die_with_parent
+from .batch import collate
+from .dataset import Rows, SizedDataset, whole_fetch
+from .randomness import derive, seed_host
+from .sampler import ElasticSampler, Indices
+
+LONGEST_SOCKET = 103
+"""Bytes in the path of a socket, on macOS; Linux takes 107."""
+
+
+class Seeded(Dataset[Any]):
+    """A data set whose random numbers depend on the sample, not on the process that loads it.
+
+    Before each sample the generators are seeded from (seed, purpose, epoch, index). A data set that fetches whole
+    micro-batches (``__getitems__``) is seeded once for each, from its first position. One that is only tensors
+    (`Rows`) draws no random numbers and is not seeded.
+    """
+
+    def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:
+        self.dataset, self.seed, self.purpose = dataset, seed, purpose
+        self._rows = Rows.of(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Indices) -> Any:
+        """Return a collated micro-batch."""
+        if self._rows:
+            return self._rows(indices)
+        try:
+            with no_exit(EndedByData):  # a SystemExit would only end the loader process
+                if fetch_all := whole_fetch(self.dataset):
+                    self._seed(indices.epoch, indices.micro_batch.start)
+                    return collate(fetch_all(indices))
+                return collate([self._sample(indices.epoch, index) for index in indices])
+        except StopIteration as error:  # would end the loop over batches
+            raise EndedByData(
+                f"the data set's __getitem__ raised StopIteration{place_of(error.__traceback__)}: an iterator there is "
+                "at its end; give next() a second argument, or take samples by their numbers"
+            ) from error
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        self._seed(epoch, index)
+        return self.dataset[index]
+
+    def _seed(self, epoch: int, index: int) -> None:
+        seed_host(derive(self.seed, self.purpose, epoch, index))
+
+
+def loader(
+    dataset: SizedDataset, sampler: ElasticSampler, purpose: str, num_workers: int, device: torch.device
+) -> DataLoader[Any]:
+    """Return a `DataLoader` of this rank's micro-batches, in order, the same for any number of workers.
+
+    Args:
+        dataset: map-style.
+        sampler: this rank's share.
+        purpose: "train" or "test", which have different random numbers.
+        num_workers: loader processes, kept for all epochs. In training they begin the next epoch ahead of time.
+        device: where batches will go; batches for a GPU are in pinned memory.
+    """
+    return _Loader(
+        Seeded(dataset, sampler.seed, purpose),
+        batch_sampler=_Endless(sampler) if purpose == "train" and num_workers else sampler,
+        num_workers=num_workers,
+        collate_fn=_unchanged,
+        pin_memory=device.type == "cuda",
+        persistent_workers=num_workers > 0,
+        worker_init_fn=_outlive_signals,
+    )
+
+
+def in_order(dataset: Dataset[Any], numbers: Sequence[int], in_worker: bool) -> list[Any]:
+    """Read these items of a data set, here or in one loader process."""
+    options: dict[str, Any] = {"collate_fn": _unchanged, "worker_init_fn": _outlive_signals}
+    return list(_Loader(dataset, batch_size=None, sampler=numbers, num_workers=int(in_worker), **options))
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch  # `Seeded` has collated it
+
+
+class _Endless:
+    """The micro-batches from where a sampler stands to the end of its epoch, then those of all later epochs.
+
+    Loader processes stop at the end of their batch sampler, and the GPU would wait for the first batch of each epoch.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Indices]:
+        ahead = copy.copy(self.sampler)
+        while True:
+            yield from ahead
+            ahead.set_epoch(ahead.epoch + 1)
+            if not any(map(ahead.micro_batches, ahead.steps())):  # this rank idles
+                return
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class _Loader(DataLoader[Any]):
+    """A `DataLoader` whose workers end with this process, although they ignore SIGTERM.
+
+    With `_Endless` its workers go on from one epoch to the next, if that is what the sampler is set to.
+    """
+
+    _stream: Iterator[Any] | None = None
+    """Batches of the next epoch, if the last one was read to its end."""
+    _stream_epoch = -1
+
+    def __iter__(self) -> Any:
+        if not isinstance(self.batch_sampler, _Endless):
+            return self._begin()
+        sampler = self.batch_sampler.sampler
+        stream, self._stream = self._stream, None
+        if stream is None or (self._stream_epoch, 0) != (sampler.epoch, sampler.first_step):
+            stream = self._begin()
+        return self._one_epoch(stream, sampler)
+
+    def _one_epoch(self, stream: Iterator[Any], sampler: ElasticSampler) -> Iterator[Any]:
+        for step in sampler.steps():
+            for _ in sampler.micro_batches(step):
+                yield next(stream)
+        self._stream, self._stream_epoch = stream, sampler.epoch + 1
+
+    def _begin(self) -> Any:
+        if self.num_workers and self._iterator is None:
+            _shorten_temp_dir()
+            # gloo's threads enter Python once more after a collective, to release its callback. A worker forked at that
+            # moment waits for ever for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
+            time.sleep(0.1 * is_initialized())
+        others = multiprocessing.active_children()
+        stream = super().__iter__()
+        if workers := [child for child in multiprocessing.active_children() if child not in others]:
+            atexit.register(_kill, workers)
+        return stream
+
+
+def _shorten_temp_dir() -> None:
+    """Create `multiprocessing`'s folder below /tmp if a socket in the usual one would have too long a path.
+
+    A worker's thread would lose its batch to that error, and training would wait for it. Python 3.14 does the same.
+    Created in this process, which removes it at exit: workers are killed.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > LONGEST_SOCKET - len("/pymp-12345678/listener-12345678"):
+        tempfile.tempdir = "/tmp"  # noqa: S108
+    try:
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
+
+
+def _kill(workers: Iterable[BaseProcess]) -> None:
+    """Kill the workers left at exit by an exception; Python would send SIGTERM, which they ignore, and wait."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report each as a failure
+    for worker in workers:
+        worker.kill()
+
+
+def _outlive_signals(_worker: int) -> None:
+    """Let a loader process live exactly as long as its training process.
+
+    Slurm signals every process of a step, and Ctrl-C every process of a terminal; without loaders the step in progress
+    would fail. Ignored, not blocked: a mask covers one thread, and a process that was not forked has several.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)

@@ -1,0 +1,161 @@
+"""Global batch -> micro-batches -> ranks: the arithmetic of a run.
+
+An epoch of N samples is a sequence of positions 0 .. N-1 (`shuffle` says which sample stands at a position). Step s of
+an epoch has positions s*G .. (s+1)*G, the last step the rest. A step is cut into micro-batches: of a fixed size with a
+smaller last one, or into a fixed number of nearly equal ones. The number of ranks enters only in `share`, and may
+differ at every step.
+
+    >>> plan = Plan(samples=10, global_batch=8, micro_batch=3, epochs=2)
+    >>> plan.total_steps, [m.size for m in plan.micro_batches(0)], [m.size for m in plan.micro_batches(1)]
+    (4, [3, 3, 2], [2])
+    >>> [m.size for m in Plan.by_number(samples=10, global_batch=8, micro_batches=3, epochs=2).micro_batches(0)]
+    [3, 3, 2]
+    >>> share(3, rank=0, world_size=2), share(3, rank=1, world_size=2)
+    (range(0, 2), range(2, 3))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+
+class MicroBatch(NamedTuple):
+    """Consecutive positions of one epoch: the unit of work, the same whoever computes it."""
+
+    step: int
+    """Global step, counted over all epochs."""
+    id: int
+    """Number within the step, 0 .. M-1."""
+    start: int
+    """First position in the epoch's order."""
+    size: int
+    """Samples in it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run cuts its samples into steps and micro-batches, for any number of ranks."""
+
+    samples: int
+    """Samples in an epoch, N."""
+    global_batch: int
+    """Samples of one optimizer step, G, summed over all ranks."""
+    micro_batch: int
+    """The most samples that one rank computes at a time."""
+    epochs: int
+    """Passes over the data."""
+    max_steps: int = 0
+    """Stop after this many steps in all; 0 means after the last epoch."""
+    number: int = 0
+    """M, if a full step is cut into this many micro-batches whose sizes differ by at most one; 0: cut by size."""
+
+    @staticmethod
+    def of(config: Config, samples: int) -> Plan:
+        """The plan of the options; while the cut is open, as with --micro-batch auto, a step is one micro-batch."""
+        steps = samples, config.batch_size
+        if isinstance(config.micro_batch, int) and config.micro_batch:
+            return Plan(*steps, config.micro_batch, config.epochs, config.max_steps)
+        return Plan.by_number(*steps, config.micro_batches or 1, config.epochs, config.max_steps)
+
+    @staticmethod
+    def by_number(samples: int, global_batch: int, micro_batches: int, epochs: int, max_steps: int = 0) -> Plan:
+        """A plan with this many micro-batches in each full step."""
+        largest = -(-global_batch // micro_batches)
+        return Plan(samples, global_batch, largest, epochs, max_steps, micro_batches)
+
+    def cut_as(self, config: Config) -> Plan:
+        """The same steps, cut into the micro-batches of the options."""
+        other = Plan.of(config, self.samples)
+        return replace(self, micro_batch=other.micro_batch, number=other.number)
+
+    @property
+    def cut(self) -> str:
+        """The cut in words, for comparison with another start's."""
+        if self.number == 1:
+            return "a whole step"
+        return f"1/{self.number} of a step" if self.number else str(self.micro_batch)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch, the shorter last one included."""
+        return -(-self.samples // self.global_batch)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in the whole run."""
+        steps = self.epochs * self.steps_per_epoch
+        return min(steps, self.max_steps) if self.max_steps else steps
+
+    @property
+    def max_world_size(self) -> int:
+        """M, the micro-batches of a full step: more ranks than this have nothing to do."""
+        return self._count(0)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """(epoch, step within it) of a global step."""
+        return divmod(step, self.steps_per_epoch)
+
+    def step_samples(self, step: int) -> int:
+        """Samples of a global step: G, or the rest at the end of an epoch."""
+        start = step % self.steps_per_epoch * self.global_batch
+        return min(self.global_batch, self.samples - start)
+
+    def samples_seen(self, step: int) -> int:
+        """Samples before a global step, over all epochs."""
+        epoch, within = self.locate(step)
+        return epoch * self.samples + within * self.global_batch
+
+    def micro_batches(self, step: int, rank: int = 0, world_size: int = 1) -> list[MicroBatch]:
+        """This rank's micro-batches of a global step, in order; none for an idle rank."""
+        first = step % self.steps_per_epoch * self.global_batch
+        size, count = self.step_samples(step), self._count(step)
+        mine = share(count, rank, world_size)
+        if self.number:
+            parts = ((i, share(size, i, count)) for i in mine)
+            return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
+        each = self.micro_batch
+        return [MicroBatch(step, i, first + i * each, min(each, size - i * each)) for i in mine]
+
+    def runs(self, step: int, world_size: int) -> tuple[range, ...]:
+        """The ids of the micro-batches of a global step, by rank; the same object for steps of the same size."""
+        return shares(self._count(step), world_size)
+
+    def _count(self, step: int) -> int:
+        """M of a step. A short step is cut for all ranks too, but not into single samples: BatchNorm needs two."""
+        samples = self.step_samples(step)
+        at_least = -(-samples // self.micro_batch)
+        if not self.number or self.micro_batch == 1:
+            return at_least
+        if samples == self.global_batch:
+            return self.number
+        return min(max(1, samples // 2), max(at_least, self.number))
+
+
+def share(count: int, rank: int, world_size: int) -> range:
+    """This rank's contiguous run of ``count`` micro-batches.
+
+    Sizes differ by at most one, and the larger runs come first, so rank 0 always has work.
+    """
+    each, rest = divmod(count, world_size)
+    start = rank * each + min(rank, rest)
+    return range(start, start + each + (rank < rest))
+
+
+@lru_cache(maxsize=8)
+def shares(count: int, world_size: int) -> tuple[range, ...]:
+    """The shares of all ranks."""
+    return tuple(share(count, rank, world_size) for rank in range(world_size))
+
+
+def next_smaller(micro_batch: int, batch: int) -> int:
+    """The next micro-batch to try when one does not fit: a half, or a little less if that divides the batch.
+
+    A divisor leaves no rest, which might be a single sample that BatchNorm cannot take.
+    """
+    half = max(1, micro_batch // 2)
+    return next((size for size in range(half, half // 2, -1) if batch % size == 0), half)

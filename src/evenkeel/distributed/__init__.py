@@ -1,0 +1,16 @@
+"""Processes, devices and reductions.
+
+- `world`: `World`, this process's rank and device from torchrun's environment; the process group; small collectives.
+- `rendezvous`: how restarted workers agree on a store namespace that no earlier attempt has used.
+- `devices`: GPUs by torch's number and the machine's; refusals where GPUs are missing.
+- `exits`: from an exception to an exit code and one line on stderr.
+- `tree`: the binary tree over micro-batch ids in which `--reduce tree` adds.
+- `reduction`: `Ring`, the stock all-reduce, and `Tree`, the same bits on any number of ranks; both are DDP hooks.
+- `data_parallel`: all of `--strategy dp`, `nn.DataParallel`.
+- `placement`: `--place` and `--model-parallel`, a model on several devices of one process.
+- `sync_batchnorm`: `--sync-batchnorm`, BatchNorm over the global batch on CPUs and GPUs.
+- `transfer`: batches to the GPU while it computes.
+
+Not here: the step itself, which wraps the model in DDP (`training/gradients.py`), signals, hangs and dead peers
+(`resilience/`), and starting the processes (`launch/`).
+"""

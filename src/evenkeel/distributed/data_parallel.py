@@ -1,0 +1,128 @@
+"""`--strategy dp`: `nn.DataParallel`, one process that divides each micro-batch among all visible GPUs.
+
+    model = parallel(Loss(model, task), strategy, device)  # the module itself, or divided among several GPUs
+    loss = model(batch if isinstance(model, Parallel) else transfer(batch))
+
+The loss is computed on each GPU, so only numbers come back to the first one. Shares count by their samples: the mean of
+the GPUs' means would be another number where shares are not equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.errors import Ended, Refusal
+from ..data.batch import tensors_in, to_device, with_parts
+from ..data.randomness import derive
+from .devices import name_visible
+
+
+def replicas(strategy: str, device: torch.device) -> list[torch.device]:
+    """The devices among which a process divides its micro-batches: all GPUs with --strategy dp, else its own one."""
+    if strategy != "dp" or device.type != "cuda":
+        return [device]
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+
+
+def refuse_company(processes: int, gpus: int) -> None:
+    """Refuse --strategy dp in a job of several processes: each would take all the GPUs that torch sees here."""
+    if processes > 1:
+        raise Refusal(
+            f"--strategy dp: uses one process for all visible GPUs (here: {name_visible(gpus)}), and this job has "
+            f"{processes} processes; start one (python train.py, -g 1), choose GPUs with CUDA_VISIBLE_DEVICES, or use "
+            "the default --strategy ddp"
+        )
+
+
+def chunks(samples: int, devices: int) -> list[int]:
+    """The samples of a micro-batch that each device gets, as `torch.chunk` divides: the last devices may get none.
+
+    >>> chunks(30, 4), chunks(10, 4), chunks(5, 4)
+    ([8, 8, 8, 6], [3, 3, 3, 1], [2, 2, 1])
+    """
+    size = -(-samples // devices)
+    return [min(size, samples - start) for start in range(0, samples, size)]
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor that has one."""
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
+    raise Ended(f"--strategy dp: cannot divide {type(batch).__name__}, a batch without tensors, among GPUs; use ddp")
+
+
+def divide(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch of any structure into consecutive parts of these many samples.
+
+    `nn.DataParallel` divides tensors in dicts, lists and tuples only; each GPU would get a whole list of texts.
+    """
+    ends = list(accumulate(sizes))
+    return [_part(batch, slice(end - size, end), ends[-1]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _part(batch: Any, where: slice, samples: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[where] if batch.dim() and len(batch) == samples else batch
+    if isinstance(batch, (list, tuple)) and len(batch) == samples and not tensors_in(batch):
+        return batch[where]  # one text for each sample, for example
+    return with_parts(batch, lambda part: _part(part, where, samples))
+
+
+class Share(nn.Module):
+    """What each GPU computes: the sum of the loss over its samples, of shape [1]."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the mean loss times the number of samples."""
+        loss: Tensor = self.loss(batch)
+        return (loss * samples_in(batch)).reshape(1)
+
+
+class Parallel(nn.DataParallel[Share]):
+    """Returns the mean loss of a batch, divided among several GPUs of this process; `loss` is on the first one."""
+
+    def __init__(self, loss: nn.Module, devices: Sequence[torch.device]) -> None:
+        super().__init__(Share(loss), device_ids=[device.index for device in devices])
+        self.devices = devices
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the mean loss of a batch on the CPU or the first GPU."""
+        total: Tensor = super().forward(batch)
+        return total.sum() / samples_in(batch)
+
+    def scatter(self, inputs: Any, _kwargs: Any, _device_ids: Any) -> tuple[list[Any], list[Any]]:
+        """Divide the batch, and seed each GPU."""
+        (batch,) = inputs
+        parts = divide(batch, chunks(samples_in(batch), len(self.devices)))
+        moved = [(to_device(part, device),) for part, device in zip(parts, self.devices, strict=False)]
+        for number, device in enumerate(self.devices[: len(moved)]):  # or all would draw the same dropout
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(derive(torch.initial_seed(), "replica", number))
+        return moved, [{}] * len(moved)
+
+
+def about(strategy: str, device: torch.device) -> str:
+    """A line for the log; empty without --strategy dp."""
+    if strategy != "dp":
+        return ""
+    gpus = len(replicas(strategy, device))
+    what = f"divides each micro-batch among {gpus} GPUs" if gpus > 1 else "has one device here, and nothing to divide"
+    return (
+        f"--strategy dp {what}; ddp is the default because with dp one Python process drives all GPUs, the weights are "
+        "sent out in each step, and BatchNorm has the statistics of the first GPU only"
+    )
+
+
+def parallel(loss: nn.Module, strategy: str, device: torch.device) -> nn.Module:
+    """Return a module that computes the mean loss of a batch on all devices that the strategy gives this process."""
+    devices = replicas(strategy, device)
+    return loss if len(devices) == 1 else Parallel(loss, devices)

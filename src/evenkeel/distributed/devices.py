@@ -1,0 +1,144 @@
+"""GPUs by torch's number in this process and by the machine's.
+
+Under CUDA_VISIBLE_DEVICES=2,3 torch's cuda:0 is the machine's GPU 2, so messages name both. (The machine's numbers
+follow CUDA_DEVICE_ORDER; nvidia-smi's are those of PCI_BUS_ID.)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..common.errors import Refusal
+from ..common.naming import name_ranks
+
+GPU_DEVICES = Path("/dev/nvidiactl")
+"""Exists if NVIDIA's driver is loaded."""
+
+GIB = 1 << 30
+
+HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose."""
+
+_chosen: list[torch.device] = []
+
+
+def choose(devices: Sequence[torch.device]) -> None:
+    """Note which devices this process computes on, the first one first."""
+    _chosen[:] = devices
+
+
+def own_device() -> torch.device:
+    """The first of this process's devices; the CPU until they are chosen."""
+    return _chosen[0] if _chosen else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device in both ways: "cuda:0 (GPU 2)", "cuda:0 (MIG-...)"; "cpu"."""
+    if device.type != "cuda":
+        return str(device)
+    index, names = device.index or 0, _visible()
+    entry = names[index] if index < len(names) else str(index)
+    return f"cuda:{index} ({f'GPU {entry}' if entry.isdigit() else entry})"
+
+
+def name_visible(gpus: int) -> str:
+    """Name all visible GPUs in both ways; "none" if there are none."""
+    return ", ".join(device_name(torch.device("cuda", i)) for i in range(gpus)) or "none"
+
+
+def explain_devices(local_world_size: int, gpus: int, each: int = 1) -> str:
+    """Say why a node's processes, with `each` GPUs a process, do not fit on its GPUs, and which they would get."""
+
+    def share(rank: int) -> str:
+        numbers = range(rank * each, rank * each + each)
+        return " and ".join(device_name(torch.device("cuda", n)) if n < gpus else "none" for n in numbers)
+
+    got = ", ".join(f"local rank {rank} -> {share(rank)}" for rank in range(local_world_size))
+    names = _visible()
+    if len(names) > gpus:
+        got += f"; the entry {names[gpus]} is no GPU of this machine, and CUDA ignores it and all after it"
+    needs = f" with {each} GPUs each (--place or --model-parallel)" if each > 1 else ""
+    most = f"start at most {gpus // each}" if gpus >= each else "use fewer for each process"
+    return (
+        f"{local_world_size} process{'es' * (local_world_size != 1)} on this node{needs} but {gpus} visible "
+        f"GPU{'s' * (gpus != 1)} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): "
+        f"{got}; {most} (--nproc_per_node or -g), or hide all with CUDA_VISIBLE_DEVICES= to train on the CPU"
+    )
+
+
+def refuse_missing(gpus: int, control: Path = GPU_DEVICES) -> None:
+    """Refuse a CUDA_VISIBLE_DEVICES that names only GPUs which do not exist: torch would silently use the CPU.
+
+    Args:
+        gpus: that torch sees.
+        control: exists if this machine has GPUs. If it has none, the variable does not matter.
+    """
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not gpus and asked.strip() not in HIDDEN and control.exists():
+        raise Refusal(
+            f"CUDA_VISIBLE_DEVICES={asked}: names no GPU that torch can use here{_of_the_machine()}; name others, or "
+            "set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on; `model` is empty and `memory` 0 for a CPU."""
+
+    host: str
+    name: str
+    model: str
+    memory: int
+    """Bytes."""
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.host}" + (f", {self.model}, {self.memory / GIB:.1f} GiB" if self.model else "")
+
+
+def describe(device: torch.device) -> Device:
+    """Describe a device of this process."""
+    host, name = socket.gethostname(), device_name(device)
+    if device.type != "cuda":
+        return Device(host, name, "", 0)
+    found = torch.cuda.get_device_properties(device)
+    return Device(host, name, found.name, found.total_memory)
+
+
+def explain_uneven(devices: Sequence[Device]) -> str:
+    """Return a line if the devices of all ranks, in order, are not of one kind; empty if they are."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for rank, device in enumerate(devices):  # in whole GiB, because a driver keeps a few MiB more on one card
+        groups.setdefault((device.model or "a CPU", round(device.memory / GIB)), []).append(rank)
+    if len(groups) < 2:
+        return ""
+    largest_first = sorted(groups.items(), key=lambda group: -group[0][1])
+    kinds = [
+        f"{name_ranks(ranks)}: {model}" + (f" with {gib} GiB" if gib else "") for (model, gib), ranks in largest_first
+    ]
+    return (
+        f"the devices of this job differ ({'; '.join(kinds)}): the smallest memory limits --micro-batch, and all ranks "
+        "wait for the slowest"
+    )
+
+
+def _visible() -> list[str]:
+    """The entries of CUDA_VISIBLE_DEVICES; none if it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [entry.strip() for entry in value.split(",")] if value else []
+
+
+def _of_the_machine() -> str:
+    """The GPUs that nvidia-smi lists; empty if it does not work."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=True).stdout  # noqa: S607
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    gpus = [line.strip() for line in listed.splitlines() if line.strip()]
+    return f" (there are: {'; '.join(gpus)})"

@@ -1,0 +1,84 @@
+"""From an exception to an exit code and a line on stderr, once a node."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from ..common.errors import FAILED, NODES_REFUSE, REFUSED, Ended, EndedHere, Refusal
+from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
+
+OTHERS_SPEAK = 10.0
+"""Seconds that other ranks of a node wait for local rank 0 to print a refusal, before they print it themselves."""
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Run a main program and return its exit code.
+
+    A refusal is one line on stderr and 2, another known end one line and 1, a bug a traceback and 1. A refusal also
+    ends torchrun, which would start the ranks again.
+    """
+    try:
+        return main() or 0
+    except Ended as ended:
+        line = " ".join(str(ended).split())
+        if isinstance(ended, EndedHere) or os.environ.get("RANK", "0") == "0":
+            _tell(line)
+        _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
+        return FAILED
+    except Refusal as refusal:
+        _refuse(" ".join(str(refusal).split()))
+        return REFUSED
+    except Exception as error:
+        # printed here, so that `leave` can follow: taking down the interpreter delays a job's restart by a second
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+
+
+def _shorten_report(line: str) -> None:
+    """Put the line into torchrun's closing report, in place of the traceback that `record` has written for it."""
+    with contextlib.suppress(KeyError, OSError, ValueError):  # no torchrun, or one that keeps no files
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        report = json.loads(path.read_text())
+        report["message"]["extraInfo"]["py_callstack"] = line
+        path.write_text(json.dumps(report))
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be gone; the exit code is right all the same
+        print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+
+
+def _refuse(line: str) -> None:
+    """Print the line, if local rank 0 of this node does not, and end torchrun."""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
+    if others_speak and orphaned_within(OTHERS_SPEAK + NODES_REFUSE * (nodes > 1), os.getppid()):
+        return
+    _tell(line)
+    if agent := torchrun_agent():
+        if nodes > 1 and not can_lose_a_node(agent):
+            from .rendezvous import refuse_together  # imports torch, which takes two seconds
+
+            refuse_together(line)
+        end_agent(agent)
+
+
+def leave(code: int) -> NoReturn:
+    """End a process that has used collectives, after all `atexit` functions.
+
+    Without taking down the interpreter: gloo's threads may still be releasing a collective, which once in some hundred
+    runs aborted the process (exit code -6), and torchrun would restart a run that has finished.
+    """
+    atexit._run_exitfuncs()
+    leave_nothing()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a closed pipe
+            stream.flush()
+    os._exit(code)

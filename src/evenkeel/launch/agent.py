@@ -1,0 +1,122 @@
+"""torchrun with an exit code that says how the job ended on this node.
+
+    python -m evenkeel.launch.agent <options of torchrun> train.py ...
+
+torchrun itself exits with 1 whatever happened. A scheduler or container engine must know whether to start the job
+again: 0 finished, 75 (:data:`~evenkeel.resilience.interruption.STOPPED`) stopped and can be continued, 2 refused,
+137 a rank was killed too often, anything else is a bug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import REFUSED
+from ..common.network import Waiting
+from ..common.processes import REFUSAL, STOP_SIGNALS, survives_the_terminal
+from ..resilience.interruption import STOPPED
+
+KILLED = 128 + signal.SIGKILL  # exit code after a kill by the kernel (out of memory) or together with the node
+
+
+def main(arguments: list[str]) -> int:
+    """Run torchrun in this process, so that signals need not be forwarded to it."""
+    names = ",".join(number.name for number in heed_signals())
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", names)  # for --signals-to-handle; not in torch 2.8
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
+    if typed.nnodes != "1":
+        what = f"waiting for other nodes, --nnodes {typed.nnodes}, at {typed.rdzv_endpoint or typed.master_addr}"
+        threading.Thread(target=_report_waiting, args=(what,), name="waiting", daemon=True).start()
+    try:
+        run.main(arguments)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr, flush=True)
+        return verdict([failure.exitcode for failure in error.failures.values()])
+    except SignalException as ended:  # the workers got the signal, and time to save
+        return REFUSED if ended.args == (REFUSAL.name,) else STOPPED
+    return 0
+
+
+def heed_signals() -> list[signal.Signals]:
+    """Make stop signals end this process with exit code 75; returns them.
+
+    torchrun installs its own handlers only once it has workers, and torch 2.8 none for USR1 and USR2. The exception
+    raised here makes torchrun stop its workers as its own handlers do.
+    """
+
+    def stop(_number: int, _frame: object) -> None:
+        raise SystemExit(STOPPED)
+
+    nohup = survives_the_terminal(os.getpid())
+    signals = [number for number in (*STOP_SIGNALS, signal.SIGQUIT) if not (nohup and number == signal.SIGHUP)]
+    for number in signals:
+        signal.signal(number, stop)
+    signal.signal(REFUSAL, _refuse)
+    return signals
+
+
+def _refuse(_number: int, _frame: object) -> None:
+    """A rank has printed its refusal. Only torchrun's own exception leaves the rendezvous open for other nodes."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    logging.disable(logging.WARNING)  # torchrun would list the signal and every worker
+    raise SignalException(REFUSAL.name, signal.SIGTERM)
+
+
+def _report_waiting(what: str) -> None:
+    """Say so while torchrun waits silently for other nodes: it has no workers then."""
+    children, waiting = Path(f"/proc/self/task/{os.getpid()}/children"), Waiting()
+    with contextlib.suppress(OSError):  # not every kernel lists them
+        while True:
+            if children.read_text():
+                waiting = Waiting()
+            waiting.tell(lambda: what)
+            time.sleep(0.5)
+
+
+def verdict(codes: Collection[int]) -> int:
+    """One exit code for a node from those of its ranks (negative for a signal), if nobody asked them to stop.
+
+    After a failure torchrun stops the other ranks, which then exit with 75, or with 1 because they lost a peer. So the
+    most telling code wins.
+    """
+    if REFUSED in codes:
+        return REFUSED
+    if -signal.SIGKILL in codes:
+        return KILLED
+    crashes = [code for code in codes if code not in (STOPPED, -signal.SIGTERM)]
+    code = min(crashes, default=STOPPED)  # a signal, if there was one
+    return 128 - code if code < 0 else code
+
+
+def first_error(folders: Iterable[Path]) -> str:
+    """The traceback of the rank that failed first, from the error files below torchrun's --log-dir of each node.
+
+    Ordered by file time: the time inside is in whole seconds, within which all peers fail as well.
+    """
+    files = [path for folder in folders for path in folder.rglob("error.json")]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
+        try:
+            message: Any = json.loads(path.read_text())["message"]
+            return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # half-written by a rank that was killed
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

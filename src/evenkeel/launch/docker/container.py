@@ -1,0 +1,89 @@
+"""Process 1 of a container: torchrun as a child, and an exit code that says how the job ended.
+
+    docker run IMAGE --nproc_per_node=2 train.py --epochs 5              torchrun's own options
+    docker run IMAGE launch -n 2 -g 4 -nr 0 --master HOST -- --epochs 5  the options of launch/multi_node.py
+    docker run IMAGE check launch -g 4 -- --epochs 5                     only check these options, start nothing
+
+Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137 killed; anything else is a bug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import time
+
+from ...common.processes import STOP_SIGNALS
+from ...resilience import heartbeat
+
+# Signals that this process waits for. They are blocked from the start, so that none is lost.
+HEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT, signal.SIGCHLD})
+
+PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>: orphans become children of this process, as they do of process 1
+
+SAVING_SECONDS = 30.0  # how long ranks may go on that have lost torchrun; train.py's --grace is 25
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job in a child process and return the container's exit code.
+
+    The kernel treats process 1 unlike others: signals without a handler are ignored, orphans become its children, and
+    its end kills everything. torchrun is not made for that (nor is tini, which would not wait for orphaned ranks).
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    if arguments in ([], ["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    child = os.fork()
+    if child == 0:
+        os.setsid()  # a terminal's Ctrl-C then comes once, through the parent
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        from ...distributed.exits import exit_code, leave
+        from .container_job import job
+
+        leave(exit_code(lambda: job(arguments)))
+    code = tend(child)
+    shutil.rmtree(heartbeat.scratch(), ignore_errors=True)  # it may be in the machine's own /dev/shm
+    return code
+
+
+def tend(child: int) -> int:
+    """Forward signals and reap orphans until the child ends; return the job's exit code."""
+    from ...resilience.interruption import STOPPED
+
+    asked = None
+    while (code := reap(child)) is None:
+        number = signal.Signals(signal.sigwait(HEARD))
+        if number != signal.SIGCHLD:
+            asked = number
+            os.kill(child, number if number in STOP_SIGNALS else signal.SIGTERM)
+    if code >= 0:
+        return code
+    deadline = time.monotonic() + SAVING_SECONDS
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:  # the kernel has told the ranks of torchrun's death: they save
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.1)
+    if asked and -code in STOP_SIGNALS:  # before torchrun had handlers
+        print(f"evenkeel: stopped by {asked.name} before the job began", file=sys.stderr, flush=True)
+        return STOPPED
+    return 128 - code
+
+
+def reap(child: int) -> int | None:
+    """Reap all processes that have ended; the child's exit code if it is one of them, negative for a signal."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                return os.waitstatus_to_exitcode(ended[1])
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

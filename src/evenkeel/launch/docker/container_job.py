@@ -1,0 +1,193 @@
+"""The job in a container: refused where it would hang or die for an obscure reason, else run by torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import shutil
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import Refusal
+from ...common.network import Waiting
+from ...config import Config
+from ...resilience import heartbeat
+from .. import agent
+from ..launchers import MultiNode, check_train_options, parse_arguments, prepare, wait_for_master
+from ..topology import JOIN_SECONDS, OWN_STORE, SHUTDOWN_SECONDS, refuse_useless_gpus
+
+TRAIN = Path("train.py")  # in the image it is in the working directory
+
+# Bytes of /dev/shm below which loader processes are likely to run out of it. Docker's default is 64 MB.
+SMALL_SHM = 256 << 20
+
+_held: list[socket.socket] = []
+"""Stay open as long as this process lives."""
+
+
+def job(arguments: list[str]) -> int:
+    """Check the job and run it; returns its exit code. For the arguments see `container`."""
+    only_check = arguments[0] == "check"
+    arguments = arguments[1:] if only_check else arguments
+    set_environment()
+    name = socket.gethostname()
+    if not resolves(name):
+        raise Refusal(
+            f"this container's host name {name} does not resolve, as with --network none, and torchrun would hang; "
+            f"give it a network, or --add-host {name}:127.0.0.1 if all ranks are in here"
+        )
+    if arguments[:1] == ["launch"]:
+        return _launch(arguments[1:], only_check)
+    return _torchrun(arguments, only_check)
+
+
+def _launch(arguments: list[str], only_check: bool) -> int:
+    """With the options of launch/multi_node.py."""
+    typed, train_args = parse_arguments(MultiNode, arguments)
+    host = typed.topology.master_host
+    if host and only_check and not resolves(host):  # node 0 may come later
+        check_host(None if typed.script else check_train_options(train_args))
+        return 0
+    if host and not typed.dry_run:
+        wait_for_name(host, JOIN_SECONDS)
+    start = prepare(MultiNode, arguments, TRAIN)
+    check_host(start.config)
+    if typed.dry_run:
+        print(start.command)
+    if only_check or typed.dry_run:
+        return 0
+    if start.topology.max_nodes > 1:
+        hold_places(f"{start.topology.master_port} {start.topology.run_id}", start.link.address)
+    wait_for_master(start.topology)
+    os.environ.update(start.command.env)
+    return agent.main(list(start.command.argv[3:]))  # in this process, which has imported torch
+
+
+def _torchrun(arguments: list[str], only_check: bool) -> int:
+    """With torchrun's own options."""
+    from torch.distributed.run import parse_args
+
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            parsed: Any = parse_args(arguments)  # type: ignore[no-untyped-call]
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise  # --help, which it has printed
+        complaint = captured.getvalue().strip().splitlines()[-1].partition("error: ")[2]
+        raise Refusal(f"{complaint} (torchrun's options, then train.py and its own; --help lists both forms)") from None
+    script, config = Path(parsed.training_script), None
+    if not (parsed.module or parsed.no_python):
+        if not script.is_file():
+            raise Refusal(f"{script}: no such file in this container; mount it, or give train.py")
+        if script.resolve() == TRAIN.resolve():
+            config = check_train_options(parsed.training_script_args)
+    check_host(config)
+    if only_check:
+        return 0
+    if parsed.nnodes not in ("1", "1:1") and parsed.rdzv_backend == "c10d":
+        hold_places(f"{parsed.rdzv_endpoint} {parsed.rdzv_id}", parsed.local_addr or socket.getfqdn())
+    return agent.main(arguments)
+
+
+def set_environment() -> None:
+    """Set what torchrun and its workers need, where the user has not; a user id without a name has no home."""
+    beats = heartbeat.folder()
+    beats.mkdir(parents=True, exist_ok=True)
+    for old in beats.glob("rank-*"):
+        old.unlink(missing_ok=True)
+    os.environ[heartbeat.VARIABLE] = str(beats)
+    writable = heartbeat.scratch() / "home"
+    if not os.access(os.environ.get("HOME", "/"), os.W_OK):
+        os.environ["HOME"] = str(writable)
+    if "TMPDIR" not in os.environ and not os.access("/tmp", os.W_OK):  # noqa: S108
+        os.environ["TMPDIR"] = str(writable)
+    writable.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("USER", str(os.getuid()))
+    os.environ.setdefault(OWN_STORE, "1")  # both as the launchers do
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    if re.fullmatch("[0-9a-f]{12}", socket.gethostname()):
+        # the container's id, which outlives its restarts: they are one launch, so --fresh starts over only once
+        os.environ.setdefault("EVENKEEL_LAUNCH", f"container {socket.gethostname()}")
+
+
+def resolves(name: str) -> bool:
+    """Whether a host name has an address."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+def wait_for_name(master: str, patience: float) -> None:
+    """Wait until node 0 has an address: engines give one to a container's name only while it runs."""
+    deadline, waiting = time.monotonic() + patience, Waiting()
+    while not resolves(master):
+        if time.monotonic() > deadline:
+            raise Refusal(f"--master {master}: has had no address for {patience:.0f} s; is node 0 started?")
+        waiting.tell(lambda: f"waiting for the name of node 0, {master}")
+        time.sleep(0.5)
+
+
+def check_host(config: Config | None) -> None:
+    """Refuse or warn of this container's devices and mounts; `config` holds train.py's options, None if unknown."""
+    refuse_useless_gpus()
+    if config:
+        assert config.run_dir is not None  # resolved
+        refuse_unwritable(config.run_dir)
+        warn_of_small_shm(config.num_workers, shutil.disk_usage("/dev/shm").total)  # noqa: S108
+
+
+def refuse_unwritable(run_dir: Path) -> None:
+    """Refuse a run directory in which this user cannot write, and name its owner."""
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if os.access(place, os.W_OK | os.X_OK):
+        return
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        raise Refusal(f"--run-dir {run_dir}: {place.absolute()} is read-only; mount a writable folder there")
+    owner = place.stat()
+    raise Refusal(
+        f"--run-dir {run_dir}: user {os.getuid()} may not write in {place.absolute()}, which belongs to {owner.st_uid} "
+        f"({stat.filemode(owner.st_mode)}); start the container with --user {owner.st_uid}:{owner.st_gid}, or give the "
+        "mounted folder to this user"
+    )
+
+
+def warn_of_small_shm(num_workers: int, size: int) -> None:
+    """Warn that loader processes will run out of /dev/shm; `size` in bytes."""
+    if num_workers and size < SMALL_SHM:
+        print(
+            f"evenkeel: --num-workers {num_workers}: loaders pass their batches through /dev/shm, which has only "
+            f"{size >> 20} MB, and die of a bus error when it is full; start the container with --ipc=host or "
+            "--shm-size 8g",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def hold_places(rendezvous: str, address: str) -> None:
+    """Refuse if another container of this job has the same address or host name; else claim both until the end.
+
+    torch identifies nodes by address and process number, our watch for hangs by host name and process number. Two
+    containers on the host's network have the same names, and often the same small process numbers; then each is taken
+    for the other. An abstract socket is visible to all containers that share a network, as an address is.
+    """
+    for known_as in sorted({address, socket.gethostname()}):
+        name = hashlib.sha256(f"{rendezvous} {known_as}".encode()).hexdigest()
+        place = socket.socket(socket.AF_UNIX)
+        try:
+            place.bind(f"\0evenkeel/{name}")
+        except OSError:
+            raise Refusal(
+                f"another container of this job is on this network as {known_as}; torchrun may take the two for one, "
+                "and hang; start one container with all the ranks, or put both on a network of their own: "
+                "docker network create NAME, then --network NAME"
+            ) from None
+        _held.append(place)

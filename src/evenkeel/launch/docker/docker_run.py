@@ -1,0 +1,202 @@
+"""The command line of ``docker/run.py``: from a topology to the exact ``docker run`` or ``podman run`` command.
+
+It sets what only the outside can: devices, mounts, limits, restarts. The rest is decided inside, by `container`: only
+there is it known which network and GPUs there are.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+from uuid import uuid4
+
+import tyro
+
+from ...common.errors import REFUSED, Refusal
+from ...config import number_in
+from ..launchers import MultiNode, parse_arguments
+from ..topology import SHUTDOWN_SECONDS, Command
+
+# How often the engine may restart a container. It cannot tell exit codes apart: only 0 is final, so that a job
+# refused at the last moment (2) is restarted as often, within seconds. After 75, 137 and 1 it goes on.
+RETURNS = 5
+
+PASSED_ON = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT", "NCCL_", "OMP_NUM_")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What of this machine and user decides the command."""
+
+    uid: int
+    gid: int
+    root: bool  # the engine is called by root
+    gpus: bool
+    infiniband: bool
+    lockable: bool  # a process here may be allowed to lock all its memory
+    shm: int  # bytes of /dev/shm
+
+    @staticmethod
+    def here(runs: Path, devices: Path = Path("/dev")) -> Host:
+        """This machine and this user; for root without sudo, the owner of the folder for runs."""
+        uid, gid = os.getuid(), os.getgid()
+        if uid == 0:
+            ids = (("SUDO_UID", uid), ("SUDO_GID", gid))
+            uid, gid = (number_in(name, 0, 2**32 - 2) if name in os.environ else known for name, known in ids)
+        if uid == 0 and runs.is_dir():
+            uid, gid = runs.stat().st_uid, runs.stat().st_gid
+        # a daemon's own limits cannot be seen, but are not below those of its host
+        unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return Host(
+            uid=uid,
+            gid=gid,
+            root=os.geteuid() == 0,
+            gpus=(devices / "nvidiactl").exists(),
+            infiniband=(devices / "infiniband").is_dir(),
+            lockable=unlimited or bool(int(status["CapEff"], 16) >> 24 & 1),  # CAP_SYS_RESOURCE
+            shm=shutil.disk_usage("/dev/shm").total,  # noqa: S108
+        )
+
+
+@dataclass(frozen=True)
+class ContainerNode(MultiNode):
+    """Start one node's share of a training job in a container. Options after -- are passed to train.py.
+
+      docker/run.py -g 4 -- --epochs 5                                     one node
+      docker/run.py -n 2 -g 4 -nr 0 --master node0 -- --epochs 5           on the first of two nodes
+      docker/run.py -n 2 -g 4 -nr 1 --master node0 -- --epochs 5           on the second
+      docker/run.py -g 4 --detach --name tide -- --epochs 5                in the background, restarted after a reboot
+
+    The command waits for the container, forwards signals, and ends with its exit code: 0 finished, 75 stopped and can
+    be continued, 2 refused. You own the files in the run directory, even if the engine runs as root.
+    """
+
+    script: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """Run this file instead of train.py; it is mounted beside it."""
+    image: Annotated[str, tyro.conf.arg(metavar="NAME")] = "evenkeel"
+    """Name of the image (`docker build -t NAME`)."""
+    engine: Literal["docker", "podman"] = "docker"
+    """Container engine to call."""
+    runs: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Folder for runs, mounted as runs/; created if it does not exist."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    """Folder with data, mounted read-only as data/."""
+    add: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = ()
+    """More files or folders, such as a task's file, mounted read-only beside train.py."""
+    network: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
+    """host, or a network of the engine. Default: host for several nodes, else the engine's default."""
+    name: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
+    """Name of the container."""
+    shm_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = ""
+    """Size of /dev/shm in the container, such as 8g; `host` shares the machine's (--ipc=host). Default: same size."""
+    detach: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Run in the background and print the container's id. The engine restarts it, but not after `docker stop`."""
+
+
+def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ: Mapping[str, str]) -> Command:
+    """The engine's command line, or a Refusal; `environ` is this process's environment."""
+    topology = typed.topology
+    podman = typed.engine == "podman"
+    options = [
+        f"--user={host.uid}:{host.gid}",
+        "--read-only",
+        "--tmpfs=/tmp:rw,exec,mode=1777",  # exec: for what compilers make
+        "--cap-drop=ALL",
+        "--security-opt=no-new-privileges",
+        "--ipc=host" if typed.shm_size == "host" else f"--shm-size={typed.shm_size or f'{host.shm >> 20}m'}",
+        f"--stop-timeout={SHUTDOWN_SECONDS + 15}",  # from `docker stop` to SIGKILL
+        *(["--detach", f"--restart=on-failure:{RETURNS}"] if typed.detach else ["--rm"]),
+    ]
+    if podman and not host.root:
+        options.append("--userns=keep-id")  # else its user 0 is this user, and all others are nobody
+    if typed.name:
+        options.append(f"--name={typed.name}")
+    if network := typed.network or ("host" if topology.max_nodes > 1 else ""):
+        options.append(f"--network={network}")
+        if network != "host" and topology.master_host and topology.node_rank == 0:
+            options.append(f"--network-alias={topology.master_host}")  # by which the other containers find it
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "all")
+    if host.gpus and visible and podman:
+        options += [f"--device=nvidia.com/gpu={gpu}" for gpu in visible.split(",")]
+    elif host.gpus and visible:
+        options.append("--gpus=all" if visible == "all" else f'--gpus="device={visible}"')
+    if host.infiniband:
+        options += ["--device=/dev/infiniband", *(["--ulimit=memlock=-1:-1"] if host.lockable else [])]
+    options.append(_mount(typed.runs, "runs", writable=True))
+    if typed.data:
+        if not typed.data.is_dir():
+            raise Refusal(f"--data {typed.data}: no such folder")
+        options.append(_mount(typed.data, "data"))
+    for path in (*typed.add, *([typed.script] if typed.script else [])):
+        if not path.exists():
+            raise Refusal(f"{path}: no such file or folder")
+        options.append(_mount(path, path.name))
+    # by name: the engine takes the value from its environment, and no list of processes shows it
+    options += [f"--env={name}" for name in sorted(environ) if name.startswith(PASSED_ON)]
+    options.append(f"--env=EVENKEEL_LAUNCH={uuid4().hex}")  # one launch over all restarts: --fresh starts over once
+    words = {
+        "-n": typed.nodes if typed.nodes != "1" else None,
+        "-g": typed.gpus,
+        "-nr": typed.node_rank,
+        "--master": typed.master,
+        "--run-id": typed.run_id or None,
+        "--max-restarts": typed.max_restarts,
+        "--script": typed.script and typed.script.name,
+    }
+    launch = ["launch", *(str(word) for pair in words.items() if pair[1] is not None for word in pair)]
+    return Command((typed.engine, "run", *options, typed.image, *launch, "--", *train_args), {})
+
+
+def _mount(path: Path, name: str, writable: bool = False) -> str:
+    source = str(path.resolve())
+    if "," in source or '"' in source:
+        raise Refusal(f"{source}: engines cannot mount a path with a comma or a quotation mark")
+    return f"--mount=type=bind,source={source},target=/app/{name}" + ("" if writable else ",readonly")
+
+
+def preflight(run: Command, image: str) -> tuple[str, ...]:
+    """The command of a container that only checks the job, before one is made that restarts."""
+    cut = run.argv.index(image) + 1
+    options = [word for word in run.argv[:cut] if not word.startswith(("--detach", "--restart=", "--name="))]
+    return (*options[:2], "--rm", *options[2:], "check", *run.argv[cut:])
+
+
+def make_runs(runs: Path, host: Host) -> None:
+    """Make the folder for runs and give it to the user; the engine would make it as root."""
+    made = [path for path in (runs, *runs.parents) if not path.exists()]
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for path in made:
+            os.chown(path, host.uid, host.gid)
+    except OSError as error:
+        raise Refusal(f"--runs {runs}: cannot be made: {error.strerror}; name another folder") from None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check what can be checked here, then become the engine's client; return only if there is nothing to run."""
+    try:
+        typed, train_args = parse_arguments(ContainerNode, argv)
+        host = Host.here(typed.runs)
+        run = command(typed, train_args, host, os.environ)
+        if typed.dry_run:
+            print(run)
+            return 0
+        if shutil.which(typed.engine) is None:
+            raise Refusal(f"--engine {typed.engine}: is not installed; see docs/docker.md")
+        make_runs(typed.runs, host)
+    except Refusal as refusal:
+        print(f"evenkeel: {refusal}", file=sys.stderr)
+        return REFUSED
+    if typed.detach:
+        checked = subprocess.run(preflight(run, typed.image), stdout=sys.stderr, check=False)
+        if checked.returncode:
+            return checked.returncode
+    return run.execute()

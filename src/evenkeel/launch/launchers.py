@@ -1,0 +1,213 @@
+"""The command lines of ``launch/single_node.py`` and ``launch/multi_node.py``: check all, then become torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import tyro
+
+from ..common.arguments import one_line_errors, refuse_empty
+from ..common.errors import REFUSED, Refusal
+from ..common.network import Link, find_link, meet
+from ..config import COMMAND_BOUNDS, check_numbers
+from .topology import (
+    DEFAULT_PORT,
+    JOIN_SECONDS,
+    Command,
+    Topology,
+    count_processes,
+    parse_master,
+    parse_nodes,
+    torchrun,
+)
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SingleNode:
+    """Start a training job on this machine. Options after -- are passed to train.py.
+
+      launch/single_node.py -- --epochs 5             one process per GPU
+      launch/single_node.py -g 4 -- --epochs 5        four processes
+      launch/single_node.py -g 4 --dry-run            print the command and its environment
+
+    The launcher becomes torchrun, so signals go straight to it. Exit code: 0 finished, 75 stopped and can be
+    continued, 2 refused, 137 killed; anything else is a bug.
+    """
+
+    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
+    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    """How often a node may restart its processes after one of them, or another node, has died."""
+    script: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """Run this file instead of train.py."""
+    dry_run: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Print the exact command and its environment, and start nothing."""
+
+    @property
+    def topology(self) -> Topology:
+        """The topology as typed; one process per node where -g leaves that open."""
+        return Topology(self.gpus or 1, max_restarts=self.max_restarts)
+
+
+@dataclass(frozen=True)
+class MultiNode(SingleNode):
+    """Start one node's share of a training job. Run it on every node, each with its own -nr.
+
+      launch/multi_node.py -n 2 -g 4 -nr 0 --master node0 -- --epochs 5     on the first node
+      launch/multi_node.py -n 2 -g 4 -nr 1 --master node0 -- --epochs 5     on the second
+      launch/multi_node.py -n 2:4 -nr 3 --master 10.0.0.1:29501 -- ...      elastic: runs on 2, 3 or 4 nodes
+
+    The nodes may start in any order. All nodes but node 0 may leave an elastic job and come back. Options after --
+    are passed to train.py.
+    """
+
+    nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
+    """Number of nodes. MIN:MAX for an elastic job, which may lose and gain nodes while it runs."""
+    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"], metavar="N", help_behavior_hint="")] = None
+    """Rank of this node, from 0. Node 0 hosts the rendezvous."""
+    master: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")] = None
+    """Address by which the other nodes reach node 0; the same on every node. Default port: 29500."""
+    run_id: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
+    """Name of the rendezvous; the same on every node. Default: evenkeel-PORT."""
+
+    @property
+    def topology(self) -> Topology:
+        """The topology as typed; one process per node where -g leaves that open."""
+        min_nodes, max_nodes = parse_nodes(self.nodes)
+        host, port = parse_master(self.master) if self.master is not None else ("", DEFAULT_PORT)
+        rank, run_id = self.node_rank or 0, self.run_id
+        topology = Topology(self.gpus or 1, min_nodes, max_nodes, rank, host, port, run_id, self.max_restarts)
+        if max_nodes > 1 and self.node_rank is None:
+            raise Refusal(f"-nr is missing: with -n {self.nodes} give each node its own, from 0")
+        return topology
+
+
+def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
+    """Split at the first ``--`` into the launcher's options and train.py's; refuse bad ones in one line."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    refuse_empty(argv[:cut], options)
+    text = inspect.getdoc(options)  # without this, tyro joins the lines of the examples
+    parsed = one_line_errors(
+        lambda: tyro.cli(options, args=argv[:cut], description=text, config=(tyro.conf.FlagCreatePairsOff,)),
+        hint="see --help; options for train.py come after --",
+    )
+    check_numbers(parsed, COMMAND_BOUNDS)
+    return parsed, list(argv[cut + 1 :])
+
+
+def check_train_options(train_args: Sequence[str]) -> Config:
+    """Parse train.py's options here, so that a bad one is refused once and not by every process."""
+    from ..tasks.command_line import parse  # imports torch, which takes seconds: after the cheap refusals
+
+    return parse(train_args)[0]
+
+
+def processes_of_node(config: Config | None, asked: int | None, given: int | None = None, nodes: int = 1) -> int:
+    """How many processes to start on this node.
+
+    Args:
+        config: train.py's options; None for another script.
+        asked: -g.
+        given: GPUs that a cluster has given to the job; None: all on this node.
+        nodes: of the job, at most.
+    """
+    import torch
+
+    from ..config import devices_per_rank
+    from ..distributed.data_parallel import refuse_company
+
+    if config and config.strategy == "dp":
+        asked = asked or 1
+        refuse_company(asked * nodes, torch.cuda.device_count())
+    return count_processes(given if asked is None else asked, devices_per_rank(config) if config else 1)
+
+
+def link_of(topology: Topology) -> Link:
+    """How the other nodes reach this one."""
+    host, port = topology.master_host, topology.master_port
+    return find_link(host, port, is_master=topology.node_rank == 0) if host else Link("127.0.0.1")
+
+
+def wait_for_master(topology: Topology) -> None:
+    """Return when node 0 answers. On node 0: check that its port is free."""
+    if topology.master_host:
+        meet(topology.master_host, topology.master_port, is_master=topology.node_rank == 0, patience=JOIN_SECONDS)
+
+
+@dataclass(frozen=True)
+class Start:
+    """This node's share of a job, checked and ready to start."""
+
+    typed: SingleNode
+    topology: Topology
+    link: Link
+    command: Command
+    config: Config | None  # train.py's options; None with --script
+
+
+def prepare(options: type[SingleNode], argv: Sequence[str], train: Path) -> Start:
+    """Turn a launcher's command line into what it starts; `train` is the path of train.py."""
+    typed, train_args = parse_arguments(options, argv)
+    topology, script = typed.topology, typed.script or train
+    if not script.is_file():
+        raise Refusal(f"--script {script}: no such file")
+    config = None if typed.script else check_train_options(train_args)
+    topology = replace(topology, gpus=processes_of_node(config, typed.gpus, nodes=topology.max_nodes))
+    try:
+        link = link_of(topology)
+    except Refusal as refusal:
+        if not typed.dry_run:
+            raise
+        print(f"evenkeel: {refusal}; the command lacks what depends on that address", file=sys.stderr)
+        link = Link("")
+    return Start(typed, topology, link, torchrun(topology, link, script, train_args), config)
+
+
+def topology_in(arguments: Sequence[str]) -> list[str]:
+    """Turn ``train.py -n 2 -g 4 -nr 0 ...`` into a launcher's command line; empty if it names no topology.
+
+    That was the command line of jobs by ``torch.multiprocessing.spawn``, and people still type it. Such jobs found node
+    0 by MASTER_ADDR and MASTER_PORT, which therefore count here where there is no --master.
+
+    Raises:
+        Refusal: torchrun has started this process, and so the others.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in (("-n", "--nodes"), ("-g", "--gpus"), ("-nr", "--node-rank"), ("--master",)):
+        parser.add_argument(*names)
+    try:
+        typed, job = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise Refusal(str(error)) from None
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(typed).items() if value is not None]
+    if words and "RANK" in os.environ:
+        raise Refusal(f"{words[0]}: torchrun has started the ranks; leave it out, or type python instead of torchrun")
+    if words and typed.master is None and (host := os.environ.get("MASTER_ADDR")) and typed.nodes not in (None, "1"):
+        words.append(f"--master={host}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}")
+    return [*words, "--", *job] if words else []
+
+
+def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
+    """Check everything, then become torchrun; return only if there is nothing to run."""
+    try:
+        start = prepare(options, argv, train)
+        if start.typed.dry_run:
+            print(start.command)
+            return 0
+        wait_for_master(start.topology)
+    except Refusal as refusal:
+        print(f"evenkeel: {refusal}", file=sys.stderr)
+        return REFUSED
+    return start.command.execute()

@@ -1,0 +1,106 @@
+"""What a cluster has, so that an impossible job is refused before it is submitted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from ...common.errors import Refusal
+from .jobs import SlurmError, slurm, without
+
+DAY = 24 * 60  # minutes
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition, over all its nodes."""
+
+    name: str
+    default: bool
+    up: bool
+    nodes: int
+    gpus: int  # of its best node
+    minutes: int | None  # longest time of a job; None: no limit
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a job asks for, with the cluster's defaults filled in."""
+
+    partition: Partition
+    min_nodes: int
+    max_nodes: int
+    gpus: int | None  # per node; None: no GPUs
+    minutes: int
+
+
+def request(
+    partitions: list[Partition], name: str | None, nodes: tuple[int, int], gpus: int | None, minutes: int | None
+) -> Request:
+    """Fill in the cluster's defaults, and refuse what it does not have. Arguments as typed; None: not typed."""
+    names = ", ".join(partition.name for partition in partitions)
+    found = [it for it in partitions if (it.default if name is None else it.name == name)]
+    if not found and name is None:
+        raise Refusal(f"--partition is missing: the cluster has no default one; it has {names}")
+    if not found:
+        raise Refusal(f"--partition {name}: does not exist; the cluster has {names}")
+    chosen = found[0]
+    if not chosen.up:
+        raise Refusal(f"--partition {chosen.name}: is not up; the cluster has {names}")
+    if nodes[1] > chosen.nodes:
+        raise Refusal(f"-n {nodes[1]}: partition {chosen.name} has {chosen.nodes} nodes; ask for fewer")
+    if gpus is not None and 0 < chosen.gpus < gpus:
+        raise Refusal(f"-g {gpus}: a node of partition {chosen.name} has {chosen.gpus} GPUs; ask for fewer")
+    if minutes and chosen.minutes and minutes > chosen.minutes:
+        raise Refusal(
+            f"--time {show_time(minutes)}: partition {chosen.name} allows {show_time(chosen.minutes)}; ask for less: a "
+            "job that reaches its limit is requeued and continues"
+        )
+    gpus = gpus if gpus is not None else chosen.gpus or None
+    return Request(chosen, *nodes, gpus, minutes or chosen.minutes or DAY)
+
+
+def partitions() -> list[Partition]:
+    """All partitions that this user can see; a Refusal if there is no Slurm here."""
+    try:
+        command = ["sinfo", "--all", "--noheader", "--format=%P|%a|%l|%D|%G"]
+        lines = slurm(*command, env=without("SINFO_")).splitlines()
+    except SlurmError as error:
+        raise Refusal(f"no Slurm on this machine: {error}; launch/ starts a job on machines without it") from None
+    found: dict[str, Partition] = {}
+    for line in (line for line in lines if "|" in line):  # one for each kind of node; not "CLUSTER: name"
+        name, up, limit, nodes, gres = line.split("|")
+        gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", gres))
+        it = Partition(name.rstrip("*"), name.endswith("*"), up == "up", int(nodes), gpus, minutes_of(limit))
+        if known := found.get(it.name):
+            it = replace(known, nodes=known.nodes + it.nodes, gpus=max(known.gpus, gpus))
+        found[it.name] = it
+    return list(found.values())
+
+
+def parse_time(text: str) -> int:
+    """Minutes of --time; a Refusal if it is none."""
+    minutes = minutes_of(text)
+    if not 1 <= (minutes or 0) <= 366 * DAY:
+        raise Refusal(f"--time {text}: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d, a year at most")
+    return minutes or 0
+
+
+def minutes_of(text: str) -> int | None:
+    """Minutes of a time as sbatch reads it (M, M:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS), or 90m, 12h, 2d; else None."""
+    if unit := re.fullmatch(r"([0-9]{1,6})([mhd])", text):
+        return int(unit[1]) * {"m": 1, "h": 60, "d": DAY}[unit[2]]
+    found = re.fullmatch(r"(?:([0-9]{1,6})-)?([0-9]{1,6}(?::[0-9]{1,6}){0,2})", text)
+    if not found:
+        return None
+    parts = [int(part) for part in found[2].split(":")]
+    if found[1] is None and len(parts) < 3:
+        parts = [0, *parts]  # without days it begins with minutes
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return int(found[1] or 0) * DAY + hours * 60 + minutes + (seconds + 59) // 60
+
+
+def show_time(minutes: int) -> str:
+    """Minutes as Slurm writes them."""
+    days, rest = divmod(minutes, DAY)
+    return (f"{days}-" if days else "") + f"{rest // 60:02d}:{rest % 60:02d}:00"

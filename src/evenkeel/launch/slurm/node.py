@@ -1,0 +1,220 @@
+"""One node's share of a Slurm job: a task that runs torchrun's agent, which starts a rank for each GPU.
+
+So a crashed rank is restarted within the job, and the job ends with one exit code, by which slurm/job.sh decides
+whether it is requeued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ...common.errors import REFUSED, Ended, Refusal
+from ...common.files import write_json
+from ...config import LARGEST_WORLD, Config, saved_options
+from ...distributed.exits import exit_code
+from ...resilience.interruption import STOPPED
+from ...run import run_directory
+from ...run.checkpoint import Checkpoints
+from ...run.records import read_facts
+from .. import agent
+from ..launchers import check_train_options, link_of, parse_arguments, processes_of_node, wait_for_master
+from ..topology import Command, Topology, endpoint, parse_master, parse_nodes, torchrun
+from .jobs import JobRecord, SlurmError, load, slurm
+
+MAX_REQUEUES = 5  # requeues in a row that may finish no step
+
+# Added to the exit code of a node that was refused or failed before it had ranks. srun ends with the highest code of
+# its tasks, and other nodes may be stopped because this one does not come.
+BEFORE_THE_START = 200
+
+
+@dataclass(frozen=True)
+class Node:
+    """What each node of a job does. submit.py pickles it for submitit; node.py makes it from its command line."""
+
+    script: Path
+    train_args: tuple[str, ...]
+    gpus: int | None = None
+    max_restarts: int = 3
+    max_requeues: int = MAX_REQUEUES
+    folder: Path | None = None  # for the job's own files; None: in the run's folder
+
+    def __call__(self) -> int:
+        """Run this node's share; ends the process with the job's exit code unless that is 0."""
+        agent.heed_signals()  # submitit's own handlers would requeue at once and save nothing
+        share = _Share(self)
+        code = exit_code(share.prepare)
+        started = code == 0
+        if started:
+            code = share.run()
+        if code and (code == REFUSED or not started) and "EVENKEEL_LAUNCH" in os.environ:
+            if share.may_come_back:
+                code = STOPPED
+            else:
+                _forbid_requeues()
+                code += BEFORE_THE_START
+        if code:
+            sys.exit(code)
+        return 0
+
+
+class _Share:
+    record: JobRecord
+    command: Command
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.may_come_back = False
+        """Whether another start may go better, because this one is a counted requeue: what was right before may be
+        wrong for a while, such as a lost GPU or the lock of a dead node."""
+
+    def prepare(self) -> None:
+        """All that may be refused, or fail, before this node has ranks."""
+        node, env = self.node, os.environ
+        if "SLURM_STEP_NODELIST" not in env:
+            raise Refusal("slurm/node.py is a task of a Slurm job: srun --ntasks-per-node=1 slurm/node.py -- OPTIONS")
+        nodes, tasks = int(env["SLURM_STEP_NUM_NODES"]), int(env["SLURM_STEP_NUM_TASKS"])
+        if nodes != tasks:
+            raise Refusal(f"{tasks} tasks on {nodes} nodes: start one for each node, with srun --ntasks-per-node=1")
+        job_id, rank = _job_id(), int(env["SLURM_NODEID"])
+        config = check_train_options(node.train_args)
+        assert config.run_dir is not None  # resolved
+        self.record = record = _record(node, job_id, nodes, config.run_dir.absolute())
+        if rank == 0:
+            record.save()
+            _count_start(record, self.start, config, node.max_requeues)
+        self.may_come_back = self.start > 0
+        check_job(node.train_args)
+        given = int(env.get("SLURM_GPUS_ON_NODE") or "0") or None  # Slurm says 0 where no GPUs were asked for
+        gpus = processes_of_node(config, node.gpus, given, nodes)
+        host, port = ("", 1) if nodes == 1 else parse_master(env.get("EVENKEEL_MASTER") or _meeting())
+        run_id = f"slurm-{job_id}-{self.start}"
+        topology = Topology(gpus, nodes, nodes, rank, host, port, run_id, node.max_restarts)
+        errors = record.errors(self.start) / f"node-{rank}"
+        errors.mkdir(parents=True, exist_ok=True)
+        env[LARGEST_WORLD] = str(gpus * parse_nodes(record.nodes)[1])
+        cores = int(env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_ON_NODE") or "0")
+        link = link_of(topology)
+        self.command = torchrun(topology, link, node.script, node.train_args, cores=cores, log_dir=errors)
+        wait_for_master(topology)
+
+    def run(self) -> int:
+        """Run torchrun's agent in this process. status.json then says what failed first: its writer, rank 0, may have
+        seen only that it lost a peer."""
+        os.environ.update(self.command.env)
+        code = agent.main(list(self.command.argv[3:]))
+        if code in (0, STOPPED, REFUSED, agent.KILLED):
+            return code
+        path = Path(self.record.run_dir) / "status.json"
+        lines = agent.first_error([self.record.errors(self.start)]).strip().splitlines()
+        if lines and path.exists():
+            _mark_failed(path, lines[-1])
+        return code
+
+
+def _record(node: Node, job_id: str, nodes: int, run_dir: Path) -> JobRecord:
+    """The job's record: that of submit.py, or a new one for a job that sbatch or salloc started."""
+    with contextlib.suppress(OSError, ValueError):  # half-written, on a disk that was full
+        known = load(run_dir)
+        if known and known.job_id == job_id:
+            return known
+    log = None
+    with contextlib.suppress(SlurmError):
+        log = re.search(r"^ *StdOut=(.+)$", slurm("scontrol", "show", "job", job_id), re.MULTILINE)
+    folder = node.folder or run_dir / "slurm" / f"job-{job_id}"
+    facts = (str(nodes), node.gpus, "", node.train_args, time.time())
+    return JobRecord(job_id, str(run_dir), str(folder), log[1] if log else "", *facts)
+
+
+def check_job(train_args: Sequence[str]) -> Config:
+    """Refuse bad options of train.py, and a run directory that may not hold this run."""
+    from ...tasks.command_line import parse  # imports torch
+
+    config, task = parse(train_args)
+    assert config.run_dir is not None  # resolved
+    options = saved_options(config, task.options())
+    run_directory.check(config.run_dir, options, config.fresh, task.harmless, earlier=task.earlier)
+    return config
+
+
+def _count_start(record: JobRecord, start: int, config: Config, most: int) -> None:
+    """Count the starts at the present step; give up, also in status.json, after too many that finished no step."""
+    run_dir = Path(record.run_dir)
+    path = Path(record.folder) / f"starts-{record.job_id}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (status, _), (before, _) = read_facts(run_dir / "status.json"), read_facts(path)
+    saved = Checkpoints(run_dir / "checkpoints", config.keep, ("", "max")).newest_step()
+    done = 0 if config.fresh and not before else max(saved, status.get("step", 0))
+    starts = before.get("starts", 0) + 1 if before.get("step") == done else 1
+    write_json(path, {"step": done, "starts": starts})
+    if starts > most + 1 and start:
+        reason = f"requeued {most} times without finishing a step after step {done} (--max-requeues {most})"
+        _mark_failed(run_dir / "status.json", reason)
+        raise Ended(f"{reason}; logs are in {record.log} and {run_dir / 'logs'}; submit it again to continue")
+
+
+def _mark_failed(path: Path, reason: str) -> None:
+    write_json(path, {"world_sizes": []} | read_facts(path)[0] | {"state": "failed", "reason": reason})
+
+
+def _job_id() -> str:
+    """Slurm's id of this job. A task of an array also has a plain number, but the last task has the whole array's."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def _forbid_requeues() -> None:
+    """Tell the controller that this job is not to come back.
+
+    An exit code cannot: other nodes wait for this one, and when srun has killed them it ends with 137.
+    """
+    try:
+        slurm("scontrol", "update", f"JobId={_job_id()}", "Requeue=0")
+    except SlurmError as error:
+        print(f"evenkeel: requeues cannot be switched off: {error}", file=sys.stderr, flush=True)
+
+
+def _meeting() -> str:
+    """HOST:PORT where the nodes of a step meet, the same on all of them, if slurm/job.sh has not said it."""
+    try:
+        first = slurm("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()[0]
+        known = slurm("scontrol", "show", "node", "--oneliner", first)
+    except SlurmError as error:
+        raise Refusal(f"where node 0 is cannot be found out: {error}") from None
+    address = re.search(r" NodeAddr=(\S+)", known)
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", "0"))
+    return endpoint(address[1] if address else first, 20000 + (job * 37 + step * 7) % 12000)
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """Start this node's share of a training job: one task of srun per node. Options after -- are passed to train.py.
+
+      srun --ntasks-per-node=1 slurm/node.py -- --epochs 5        in salloc or a script of your own
+
+    slurm/submit.py and slurm/train.sbatch do this for you, and requeue the job after time limits and preemptions.
+    """
+
+    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
+    """GPUs per node; one process each, or as --place says. Default: all given. Without: processes, by default 2."""
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    """How often a node may restart its processes after one of them has died."""
+    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = MAX_REQUEUES
+    """How often in a row the job may be requeued without finishing a step."""
+
+
+def main(argv: Sequence[str], script: Path) -> int:
+    """The command line of slurm/node.py; `script` is train.py."""
+    typed, train_args = parse_arguments(NodeCommand, argv)
+    return Node(script, tuple(train_args), typed.gpus, typed.max_restarts, typed.max_requeues)()

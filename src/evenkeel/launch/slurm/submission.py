@@ -1,0 +1,252 @@
+"""The command line of ``slurm/submit.py``: check everything, copy the code, submit through submitit."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import submitit
+import tyro
+
+from ...common.errors import Refusal
+from ...common.files import close_to_others, make_unused, unused
+from ..launchers import check_train_options, parse_arguments
+from ..topology import parse_nodes
+from .cluster import Request, parse_time, partitions, request, show_time
+from .code import copy_code
+from .jobs import JobRecord
+from .node import MAX_REQUEUES, Node, check_job
+
+if TYPE_CHECKING:
+    from ...config import Config
+
+WARNING_SECONDS = 90  # before the time limit; Slurm may be a minute early, and a snapshot takes up to --grace, 25 s
+MOST_SEEDS = 10_000  # in one array; Slurm's own limit (MaxArraySize) is mostly 1,000
+
+Words = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Submit a training job to Slurm. Options after -- are passed to train.py.
+
+      slurm/submit.py -n 2 -g 4 -- --epochs 90                    2 nodes, 4 processes on each
+      slurm/submit.py -n 2:4 -g 8 --time 4h --follow -- ...       2 to 4 nodes, as many as are free
+      slurm/submit.py -g 1 --array-seeds 0:4 -- ...               four runs with seeds 0 to 3
+      slurm/submit.py -n 2 -g 4 --dry-run -- ...                  print the script
+
+    A job that reaches its time limit or is preempted saves its last finished step, is requeued, and continues by
+    itself until it is finished. It runs a copy of the code as it is now.
+    """
+
+    nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
+    """Number of nodes. MIN:MAX takes what is free at each start."""
+    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
+    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
+    partition: Words = None
+    """Partition to use. Default: the cluster's default one."""
+    account: Words = None
+    """Account to charge."""
+    qos: Words = None
+    """Quality of service."""
+    time: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="")] = None
+    """Time limit of one start: minutes, H:MM:SS, D-HH:MM:SS, or 90m, 12h, 2d. Default: the partition's limit."""
+    cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """CPU cores per process. Default: --num-workers + 1."""
+    mem: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    """Memory per node, such as 64G. Default: the partition's."""
+    constraint: Words = None
+    """Features that the nodes must have."""
+    exclude: Words = None
+    """Nodes not to use."""
+    nodelist: Words = None
+    """Nodes to use."""
+    container: Annotated[str | None, tyro.conf.arg(metavar="IMAGE", help_behavior_hint="")] = None
+    """Run in this image; the cluster must have pyxis."""
+    setup: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="LINE")] = ()
+    """Shell line to run on the first node before the start, such as "module load cuda"; may be repeated."""
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    """How often a node may restart its processes after one of them has died, within one start of the job."""
+    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = MAX_REQUEUES
+    """How often in a row the job may be requeued without finishing a step."""
+    array_seeds: Annotated[str | None, tyro.conf.arg(metavar="FIRST:END", help_behavior_hint="")] = None
+    """One run per seed from FIRST to END-1, as a job array, in RUN_DIR/seed-N."""
+    name: Words = None
+    """Name of the job. Default: that of the run directory."""
+    folder: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """Folder for logs, the copy of the code and tracebacks, visible to all nodes. Default: RUN_DIR/slurm."""
+    follow: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Show the job's state and log until it ends. Ctrl-C leaves it running."""
+    dry_run: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Print the script for sbatch, and submit nothing."""
+
+
+def main(argv: Sequence[str], repository: Path) -> int:
+    """Check everything, submit the job, and say how to watch it."""
+    typed, train_args = parse_arguments(Submit, argv)
+    _check(typed)
+    nodes = parse_nodes(typed.nodes)
+    partition = typed.partition or os.environ.get("SBATCH_PARTITION")
+    limit = (os.environ.get("SBATCH_TIMELIMIT") or None) if typed.time is None else typed.time
+    minutes = None if limit is None else parse_time(limit)
+    asked = request(partitions(), partition, nodes, typed.gpus, minutes)
+    run_dir = _run_dir(check_train_options(train_args))
+    members = _members(typed, train_args, run_dir)
+    from ...distributed.data_parallel import refuse_company  # imports torch, as parsing train.py's options does
+
+    configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
+    if configs[0].strategy == "dp":
+        refuse_company((asked.gpus or 1) * asked.max_nodes, gpus=0)
+    parent = (typed.folder or run_dir / "slurm").absolute()
+    stamp = parent / time.strftime("%Y%m%d-%H%M%S")
+    folder = unused(stamp) if typed.dry_run else make_unused(stamp)
+    _forget_other_jobs(typed)
+    executor = _executor(typed, asked, folder, repository, configs[0])
+    if typed.dry_run:
+        print(executor._make_submission_file_text(executor._submitit_command_str, ""))
+        return 0
+    revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, parent))
+    submitted = time.time()  # what a run says later is this job's
+    script, limits = folder / "code" / "train.py", (typed.max_restarts, typed.max_requeues)
+    jobs = _submit(executor, [Node(script, tuple(member), asked.gpus, *limits, folder) for member in members])
+    processes = "the GPUs given" if asked.gpus is None else f"{asked.gpus} processes"
+    print(
+        f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {asked.partition.name}, "
+        f"{show_time(asked.minutes)} for each start; code {revision or 'without git'}"
+    )
+    for job, member, config in zip(jobs, members, configs, strict=True):
+        run_dir = _run_dir(config).absolute()
+        facts = (typed.nodes, asked.gpus, revision, tuple(member), submitted)
+        record = JobRecord(job.job_id, str(run_dir), str(folder), str(job.paths.stdout), *facts)
+        record.save()
+        shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+        print(f"job {record.job_id} is submitted")
+        print(f"  run      {shown}")
+        print(f"  log      {shlex.quote(record.log.replace('_0_log', '_*_log'))}, one file per node")
+        print(f"  watch    python -m evenkeel follow {shlex.quote(str(shown))}")
+        print(f"  cancel   scancel {record.job_id}", flush=True)
+    if typed.follow:
+        from .follow import follow
+
+        return follow(record)
+    return 0
+
+
+def _check(typed: Submit) -> None:
+    """Refuse what needs neither torch nor Slurm to be refused."""
+    if typed.follow and typed.array_seeds:
+        raise Refusal("--follow: shows one job; leave it out with --array-seeds, and follow a run by its folder")
+    if typed.container and typed.array_seeds:
+        raise Refusal("--container: not with --array-seeds, for which submitit runs the Python of this machine")
+    if typed.mem is not None and not re.fullmatch(r"[0-9]{1,9}[KMGT]?", typed.mem, re.IGNORECASE):
+        raise Refusal(f"--mem {typed.mem}: give a number with K, M, G or T, such as 64G")
+    for name in ("partition", "account", "qos", "constraint", "exclude", "nodelist", "name", "container"):
+        value = getattr(typed, name)
+        if value is not None and (not value.strip() or "\n" in value):
+            raise Refusal(f"--{name} {value!r}: must be one line and not empty")
+
+
+def _members(typed: Submit, train_args: list[str], run_dir: Path) -> list[list[str]]:
+    """train.py's options of each run: one, or one for each seed."""
+    if typed.array_seeds is None:
+        return [train_args]
+    bounds = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", typed.array_seeds)
+    if not bounds or not 0 < int(bounds[2]) - int(bounds[1]) <= MOST_SEEDS:
+        raise Refusal(
+            f"--array-seeds {typed.array_seeds}: give FIRST:END with FIRST < END, {MOST_SEEDS} at most; 0:4 are seeds "
+            "0, 1, 2 and 3"
+        )
+    if any(word == "--seed" or word.startswith("--seed=") for word in train_args):
+        raise Refusal("--seed: not with --array-seeds, which gives each run its own")
+    seeds = range(int(bounds[1]), int(bounds[2]))
+    return [[*train_args, "--seed", str(seed), "--run-dir", str(run_dir / f"seed-{seed}")] for seed in seeds]
+
+
+def _run_dir(config: Config) -> Path:
+    assert config.run_dir is not None  # resolved
+    return config.run_dir
+
+
+def _forget_other_jobs(typed: Submit) -> None:
+    """Remove what sbatch would take from the environment: variables of a job in which this runs, and those that
+    override options which the script sets."""
+    ours = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+    script = "PARTITION TIMELIMIT JOB_NAME OPEN_MODE OUTPUT ERROR REQUEUE NO_REQUEUE SIGNAL ARRAY_INX GPUS_PER_NODE "
+    said = {*(script + "EXPORT WCKEY").split(), *(["MEM_PER_NODE"] if typed.mem else [])}
+    said |= {name.upper() for name in ("account", "qos", "constraint", "exclude", "nodelist") if getattr(typed, name)}
+    for name in list(os.environ):
+        other = name.startswith(("SLURM_", "SUBMITIT_")) and name not in ours
+        if other or (name.startswith("SBATCH_") and name.removeprefix("SBATCH_") in said):
+            del os.environ[name]
+
+
+def _executor(typed: Submit, asked: Request, folder: Path, repository: Path, config: Config) -> submitit.SlurmExecutor:
+    """submitit's executor, with all that the script says."""
+    processes = asked.gpus or 2
+    code = folder / "code"
+    preamble = [  # the script's lines before srun
+        f"export EVENKEEL_CODE={shlex.quote(str(code))}",
+        f"export EVENKEEL_ORIGIN={shlex.quote(str(repository))}",
+        'export PYTHONPATH="$EVENKEEL_CODE/src${PYTHONPATH:+:$PYTHONPATH}"',
+        f"source {shlex.quote(str(code / 'slurm' / 'job.sh'))}",
+        f"evenkeel_probe {shlex.quote(str(folder))}",
+    ]
+    container = []
+    if typed.container:
+        seen = dict.fromkeys(map(str, (Path.cwd(), repository, folder, _run_dir(config).absolute())))
+        container = [
+            f"--container-image={typed.container}",
+            f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
+            f"--container-workdir={Path.cwd()}",
+        ]
+    elastic = asked.max_nodes > asked.min_nodes
+    with redirect_stderr(io.StringIO()):
+        executor = submitit.SlurmExecutor(folder, python="python" if typed.container else None)
+        executor.update_parameters(
+            job_name=typed.name or _run_dir(config).name,
+            partition=asked.partition.name,
+            account=typed.account,
+            qos=typed.qos,
+            time=asked.minutes,
+            nodes=asked.min_nodes,
+            gpus_per_node=processes if asked.partition.gpus else None,
+            cpus_per_task=processes * (typed.cpus_per_gpu or config.num_workers + 1),
+            mem=typed.mem,
+            constraint=typed.constraint,
+            exclude=typed.exclude,
+            nodelist=typed.nodelist,
+            signal_delay_s=WARNING_SECONDS,
+            stderr_to_stdout=True,
+            additional_parameters={"requeue": True}
+            | ({"nodes": f"{asked.min_nodes}-{asked.max_nodes}"} if elastic else {}),
+            srun_args=container,
+            setup=[*preamble, *typed.setup],
+        )
+    return executor
+
+
+def _submit(executor: submitit.SlurmExecutor, nodes: list[Node]) -> list[submitit.Job[int]]:
+    """Submit one job, or an array of several. What sbatch refuses is a Refusal in its words, and nothing is left."""
+    told = io.StringIO()  # by submitit, beside the error that it raises
+    try:
+        with redirect_stderr(told), redirect_stdout(told):
+            jobs: list[submitit.Job[int]] = executor.map_array(Node.__call__, nodes)
+    except submitit.core.utils.FailedJobError as error:
+        shutil.rmtree(executor.folder, ignore_errors=True)
+        with suppress(OSError):  # there are other submissions
+            executor.folder.parent.rmdir()
+        words = re.findall(r"^sbatch: error: (.*)$", f"{told.getvalue()}\n{error}", re.MULTILINE)
+        reason = ": ".join(dict.fromkeys(words)) or str(error)
+        raise Refusal(f"Slurm does not take the job: {reason}") from None
+    for path in executor.folder.glob("*submi*"):  # these hold the options of train.py and the lines of --setup
+        close_to_others(path)
+    return jobs

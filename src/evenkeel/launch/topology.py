@@ -1,0 +1,222 @@
+"""From a topology to the exact ``torchrun`` command. All launchers end here.
+
+Three things that decide whether a job survives its machines can only be set from outside, by options and environment
+of torchrun's agent:
+
+* Agents must not share one store over all restarts. Workers would read addresses of a dead attempt, and a node that
+  joins would wait for an address that nobody publishes again.
+* The agent must leave its workers time for a snapshot before it kills them.
+* A lost node must be noticed in seconds; at torch's defaults it takes three quarters of a minute.
+
+torchrun orders the nodes itself, by their addresses sorted as strings. The node rank given here says only who hosts
+the rendezvous: node 0, so every other node must be able to reach it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ..common.errors import Refusal
+from ..common.network import Link
+from ..common.processes import count_cores
+from ..config import LARGEST_WORLD
+
+DEFAULT_PORT = 29500
+
+CPU_PROCESSES = 2  # on a machine without GPUs: the fewest ranks that really communicate
+
+JOIN_SECONDS = 600  # how long the nodes wait for each other, at the start and after a loss
+
+# From a signal to SIGKILL. A snapshot must be done in 25 s, because at a restart torch kills after 30 s and
+# nothing changes that; the rest is for loaders, trackers and the interpreter to end.
+SHUTDOWN_SECONDS = 45
+
+# A node is lost when it has sent no heartbeat for 5 x 1 s (torch: 3 x 5 s). To take a slow node for lost is
+# harmless, its ranks go on; but a heartbeat carries its sender's clock time, so the clocks of the nodes must
+# agree to less than that. The last call (torch: 30 s) is how long an elastic job that has its minimum number of
+# nodes waits for more. The survivors of a loss look once a second, so 2 s gather them all.
+RENDEZVOUS = f"join_timeout={JOIN_SECONDS},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How many nodes and ranks a job has, and which node this is. Refuses impossible ones."""
+
+    gpus: int
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_rank: int = 0
+    master_host: str = ""  # empty for one node: nobody has to find it
+    master_port: int = DEFAULT_PORT
+    run_id: str = ""
+    max_restarts: int = 3
+
+    @property
+    def nodes(self) -> str:
+        """``N`` or ``MIN:MAX``, as -n and --nnodes take it."""
+        return f"{self.min_nodes}" + (f":{self.max_nodes}" if self.max_nodes != self.min_nodes else "")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node_rank < self.max_nodes:
+            raise Refusal(f"-nr {self.node_rank}: with -n {self.nodes} a node rank is in 0..{self.max_nodes - 1}")
+        if self.max_nodes > 1 and not self.master_host:
+            raise Refusal(f"--master is missing: -n {self.nodes} needs the address of node 0, HOST or HOST:PORT")
+        if not 1 <= self.master_port <= 65535:
+            raise Refusal(f"--master: port {self.master_port} is not in 1..65535")
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Read ``N`` or ``MIN:MAX``."""
+    counts = re.fullmatch("([0-9]{1,5})(?::([0-9]{1,5}))?", text)
+    least, most = (int(counts[1]), int(counts[2] or counts[1])) if counts else (0, 0)
+    if not 1 <= least <= most:
+        raise Refusal(f"-n {text}: give a number of nodes, or MIN:MAX with 1 <= MIN <= MAX")
+    return least, most
+
+
+def parse_master(text: str) -> tuple[str, int]:
+    """Read ``HOST`` or ``HOST:PORT``, with an IPv6 address in brackets."""
+    master = re.fullmatch(r"(\[[\w:.%]+\]|[\w-]{1,63}(?:\.[\w-]{1,63})*\.?)(?::([0-9]{1,9}))?", text)
+    if not master:
+        raise Refusal(f"--master {text}: give HOST or HOST:PORT, with an IPv6 address in brackets")
+    return master[1].strip("[]"), int(master[2] or DEFAULT_PORT)
+
+
+def endpoint(host: str, port: int) -> str:
+    """``HOST:PORT``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, and the variables it adds to the environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """One line to paste into a shell."""
+        return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)])
+
+    def execute(self) -> NoReturn:
+        """Become the command: it gets signals directly, and its exit status is ours."""
+        sys.stdout.flush()
+        os.execvpe(self.argv[0], self.argv, {**os.environ, **self.env})  # noqa: S606
+
+
+def torchrun(
+    topology: Topology,
+    link: Link,
+    script: Path,
+    train_args: Sequence[str],
+    *,
+    cores: int = 0,
+    environ: Mapping[str, str] = os.environ,
+    log_dir: Path | None = None,
+) -> Command:
+    """The command that starts this node's share of the job.
+
+    Args:
+        topology: which ranks, and where they meet.
+        link: how the other nodes reach this one.
+        script: what each rank runs.
+        train_args: its options.
+        cores: CPU cores of this node for this job; 0: all that this process may use.
+        environ: what the user has set; it is kept, except for the store variable, without which no restart works.
+        log_dir: where ranks leave their tracebacks; None: torchrun's temporary folder.
+    """
+    # Port 0: the agent that hosts the store lets the kernel choose, so two jobs on one machine cannot collide.
+    # Several nodes must know the port beforehand.
+    host, port = (topology.master_host, topology.master_port) if topology.master_host else ("127.0.0.1", 0)
+    env = {
+        OWN_STORE: "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
+        "OMP_NUM_THREADS": str(max(1, (cores or count_cores()) // topology.gpus)),
+    }
+    if topology.max_nodes > topology.min_nodes:
+        env[LARGEST_WORLD] = str(topology.max_nodes * topology.gpus)
+    if link.interface:
+        # Gloo binds to whatever the host name resolves to, often 127.0.1.1. NCCL looks at the interfaces.
+        env["GLOO_SOCKET_IFNAME"] = link.interface
+    options = {
+        "--nnodes": topology.nodes,
+        "--nproc-per-node": str(topology.gpus),
+        "--max-restarts": str(topology.max_restarts),
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": endpoint(host, port),
+        # the same on all nodes, which may write the host in different ways
+        "--rdzv-id": topology.run_id or (f"evenkeel-{port}" if port else "evenkeel"),
+        # torch would guess is_host from the host name, and fail where that resolves to something else
+        "--rdzv-conf": f"is_host={int(topology.node_rank == 0)},{RENDEZVOUS}",
+    }
+    if link.address:
+        # becomes MASTER_ADDR if this node has rank 0; the default is its host name, which others may not know
+        options["--local-addr"] = link.address
+    if log_dir:
+        options["--log-dir"] = str(log_dir)
+    # "--", or argparse takes a train option for an abbreviation of torchrun's own; "$$", because torchrun
+    # expands templates like ${local_rank} in the arguments.
+    job = ["--", *(argument.replace("$", "$$") for argument in (str(script), *train_args))]
+    return Command(
+        argv=(sys.executable, "-m", "evenkeel.launch.agent", *(word for it in options.items() for word in it), *job),
+        env={k: v for k, v in env.items() if k not in environ or k == OWN_STORE},
+    )
+
+
+def count_processes(asked: int | None, each: int = 1) -> int:
+    """How many processes to start here.
+
+    Args:
+        asked: -g: GPUs to use, or processes if there are no GPUs here. None: all GPUs.
+        each: GPUs per process.
+
+    Raises:
+        Refusal: too few GPUs, or not a multiple of `each`.
+    """
+    import torch  # takes seconds: not before the cheap refusals
+
+    from ..distributed.devices import explain_devices
+
+    refuse_useless_gpus()
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not present:
+        if asked is None:
+            print(f"evenkeel: no GPU here: {CPU_PROCESSES} processes on the CPU; -g sets how many", file=sys.stderr)
+        return asked or CPU_PROCESSES
+    wanted = present if asked is None else asked
+    if max(wanted, each) > present:
+        typed = "" if asked is None else f"-g {asked}: "
+        raise Refusal(typed + explain_devices(max(1, wanted // each), present, each))
+    if asked is not None and asked % each:
+        raise Refusal(f"-g {asked}: each process uses {each} GPUs (--place or --model-parallel); give a multiple of it")
+    return wanted // each
+
+
+def refuse_useless_gpus(device: Path = Path("/dev/nvidiactl")) -> None:
+    """Refuse to train silently on the CPU of a machine whose GPUs torch cannot use.
+
+    Args:
+        device: exists if this machine or container has GPUs.
+    """
+    if not device.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return
+    import torch
+
+    from ..distributed.devices import refuse_missing
+
+    if not torch.cuda.is_available():
+        refuse_missing(0, device)
+        raise Refusal(
+            f"there are GPUs here, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use them: "
+            "the driver is too old or broken, or torch is built without CUDA; fix that (docs/docker.md), or set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )

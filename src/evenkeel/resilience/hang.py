@@ -1,0 +1,267 @@
+"""Hangs that end: who is stuck where, a snapshot, and a restart.
+
+A frozen rank (a stopped process, a file system that does not answer, a deadlock, a cut cable) stops all others in the
+next collective until its time-out, and then nobody knows why. So each rank tells the others once a second, through
+torchrun's store, what it is doing. A rank that has made no progress for too long raises an alarm. Every rank that can
+then saves the committed state, as after a signal, and writes down its Python stacks. The lowest one says in a line who
+is where, and torchrun restarts the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ..common.naming import name_ranks
+from ..common.phases import COMPILATION, LONGEST, REDUCTION, activity
+from ..common.processes import stat
+from ..distributed.devices import device_name
+from ..distributed.world import World
+from . import heartbeat
+
+log = logging.getLogger(__name__)
+
+ALARM, SAVED, COMPILING = "alarm", "saved", "compiling"
+"""Keys in the store: there is a hang; the step of rank 0's last complete checkpoint; the rank that compiles."""
+
+PATIENCE = 5.0
+"""Seconds to wait for an answer of the store, which may be on the machine that is gone."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last told about itself."""
+
+    count: int
+    """Beats so far. If this stands still, the rank is frozen."""
+    step: int
+    phase: str
+    host: str
+    pid: int
+    device: str = ""
+    """Both names of its GPU; "" for a CPU."""
+
+
+class Watch:
+    """A context in which this rank beats, and watches for a hang of any rank. All ranks enter it together.
+
+    Args:
+        timeout: seconds without any change on this rank that count as a hang. 0: beat, but do not watch.
+        world: this process among the others.
+        store: of this attempt only; None if this process is alone.
+        logs: folder for stacks.
+        alarmed: is called once, by a thread, when any rank has noticed a hang.
+        saved: is called on each node with the step of each checkpoint that rank 0 has completed.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        world: World,
+        store: Store | None,
+        logs: Path,
+        alarmed: Callable[[], None],
+        saved: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        self.timeout, self.world, self.logs = timeout, world, logs
+        self.interval = max(1.0, world.world_size / 500)  # the store serves some thousand requests a second
+        self._alarmed, self._saved = alarmed, saved
+        self._store = PrefixStore("watch", store) if store else None
+        self._alarm, self._stopped = threading.Event(), threading.Event()
+        self._announced, self._seen, self._compiling = 0, 0, b""
+        self._first_beats, self._frozen = list[Beat](), list[Beat]()
+        self._outlook: tuple[str, int, list[Beat]] | None = None  # who is where; the lowest live rank; frozen ones
+        self._looking = threading.Thread(target=self._look, name="look", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._first_beats = self.world.gather(self._beat_now(0))
+        heartbeat.start(self.world.rank, self._stopped, self.timeout)
+        if self._store:
+            threading.Thread(target=self._beat, args=(self._store.clone(),), name="beat", daemon=True).start()
+        if self.timeout:
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Stop watching, and delete an empty file of stacks."""
+        self._stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(OSError):
+            if "_stacks" in self.__dict__ and Path(self._stacks.name).stat().st_size == 0:
+                Path(self._stacks.name).unlink()
+
+    def announce_saved(self, step: int) -> None:
+        """On rank 0: tell all nodes of a complete checkpoint, with the next beat."""
+        self._announced = step
+
+    def look_around(self) -> None:
+        """After an alarm: start writing the stacks of this rank and finding out who is where; returns at once."""
+        self._looking.start()
+
+    def explain(self) -> str:
+        """Who is where, once :meth:`look_around` has found out; the lowest live rank prints it."""
+        self._looking.join(PATIENCE + 3 * self.interval)
+        me = self.world.rank
+        here = describe({me: self._beat_now(0)}, [])
+        # our launchers let rank 0 hold the store, so it is the one to suspect where that does not answer
+        lost = f"rank 0 does not answer any more, or the network is down; {here}"
+        where, lowest, self._frozen = self._outlook or (lost, me, self._first_beats[:1] if me else [])
+        text = f"no progress for {self.timeout:g} s: {where}; stacks are in {self.logs}"
+        if me == lowest:
+            print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+        return text
+
+    def write_collectives(self) -> None:
+        """Write the last collectives. Must come last, because torch may hang in it as it does in them."""
+        with contextlib.suppress(Exception):
+            path = self.logs / f"rank-{self.world.rank}.collectives.json"
+            path.write_bytes(b'{"gloo": %s, "nccl": %s, "nccl2": %s}\n' % _collectives())
+
+    def kill_frozen(self) -> None:
+        """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
+        for beat in self._frozen:
+            found = stat(beat.pid) if beat.host == socket.gethostname() else None
+            if found and found.parent == os.getppid():  # still that process, and a sibling of ours
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beat.pid, signal.SIGKILL)
+
+    def _beat(self, store: Store) -> None:
+        count = 0
+        while not self._stopped.wait(self.interval if count else 0):
+            count += 1
+            try:
+                store.set_timeout(timedelta(seconds=PATIENCE))
+                self._exchange(store, count)
+            except RuntimeError as error:  # such as DistStoreError and DistNetworkError
+                log.info("no word to or from other ranks: %s", str(error).split("\n")[0])
+                with contextlib.suppress(RuntimeError):
+                    store = store.clone()  # one slow answer must not silence a healthy rank for ever
+
+    def _beat_now(self, count: int) -> Beat:
+        device = device_name(self.world.device) if self.world.device.type == "cuda" else ""
+        return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), device)
+
+    def _exchange(self, store: Store, count: int) -> None:
+        """Tell of this rank, and hear of checkpoints, compilations and alarms."""
+        store.set(f"rank/{self.world.rank}", json.dumps(asdict(self._beat_now(count))))
+        if self._announced:
+            store.set(SAVED, str(self._announced))
+            self._announced = 0
+        if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > self._seen:
+            self._seen = step
+            self._saved(step)
+        if _compiles():
+            store.set(COMPILING, f"{self.world.rank} {count}")
+        elif activity.phase != COMPILATION and store.check([COMPILING]) and store.get(COMPILING) != self._compiling:
+            self._compiling = store.get(COMPILING)
+            activity.changes += 1  # to wait for a rank that compiles is progress, too
+        if self._alarm.is_set():
+            store.set(ALARM, "")
+        elif store.check([ALARM]):
+            self._alarm.set()
+
+    def _watch(self) -> None:
+        changes, idle = -1, 0.0
+        tick = min(self.interval, self.timeout / 4)
+        while not self._alarm.wait(tick):
+            if self._stopped.is_set():
+                return
+            if activity.changes != changes or _compiles():
+                changes, idle = activity.changes, 0.0
+                with contextlib.suppress(OSError):
+                    # should even this thread be kept from running, the stacks are written without Python's help
+                    faulthandler.dump_traceback_later(self.timeout * 1.5, file=self._stacks)
+            else:
+                idle += tick  # by ticks, because a suspended process is not a hanging one
+            if idle >= self.timeout:
+                self._alarm.set()
+        self._alarmed()
+
+    def _look(self) -> None:
+        with contextlib.suppress(Exception):  # a full disk, say
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback(self._stacks, all_threads=True)
+        with contextlib.suppress(RuntimeError):  # the store does not answer
+            self._outlook = self._compare_beats()
+
+    def _compare_beats(self) -> tuple[str, int, list[Beat]]:
+        """Read all ranks' last beats twice to see which stand still; clocks of machines are not compared."""
+        if not self._store:
+            return describe({0: self._beat_now(0)}, []), 0, []
+        store = self._store.clone()
+        store.set_timeout(timedelta(seconds=PATIENCE))
+        store.set(ALARM, "")
+        names = [f"rank/{rank}" for rank in range(self.world.world_size)]
+        first = store.multi_get(names)
+        time.sleep(2.5 * self.interval)
+        second = store.multi_get(names)
+        beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second)}
+        frozen = [rank for rank in beats if first[rank] == second[rank]]
+        return describe(beats, frozen), min(beats.keys() - frozen, default=0), [beats[rank] for rank in frozen]
+
+    @cached_property
+    def _stacks(self) -> IO[bytes]:
+        return (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
+
+
+def _compiles() -> bool:
+    """Whether this rank compiles, and has not done so for longer than that may take."""
+    return activity.phase == COMPILATION and activity.seconds_in_phase() < LONGEST
+
+
+def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
+    """Who is where, the likely culprits first: "rank 3 in data loading of step 812; ranks 0-2 wait in ..."."""
+    groups: dict[tuple[bool, str, int], list[int]] = {}
+    for rank, beat in beats.items():
+        groups.setdefault((rank in frozen, beat.phase, beat.step), []).append(rank)
+
+    def innocence(group: tuple[bool, str, int]) -> tuple[bool, bool, int]:
+        silent, phase, _ = group
+        return not silent, phase == REDUCTION, len(groups[group])
+
+    parts = []
+    for group in sorted(groups, key=innocence):
+        silent, phase, step = group
+        does = "does not answer any more, last seen" if silent else "waits" if phase == REDUCTION else "is"
+        if len(groups[group]) > 1:
+            does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
+        which = name_ranks(groups[group])
+        if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in groups[group] if beats[r].device]):
+            which += f" ({', '.join(devices)})"  # perhaps it is the GPU that is to blame
+        parts.append(f"{which} {does} in {phase} of step {step + 1}")
+    return "; ".join(parts)
+
+
+def _collectives() -> tuple[bytes, bytes, bytes]:
+    """The last collectives of this rank, from torch's flight recorder of each backend: gloo, nccl, nccl2."""
+    recorder: Any = torch._C._distributed_c10d
+
+    def dump(name: str, **which: str) -> bytes:
+        try:
+            return bytes(getattr(recorder, name)(**which))
+        except (AttributeError, TypeError):  # a build without NCCL, a release before 2.15
+            return b"{}"
+
+    # "nccl" is a process group with a recorder of its own, or since torch 2.15 one that the general recorder hears
+    general = "_dump_fr_trace_json"
+    return dump(general), dump("_dump_nccl_trace_json"), dump(general, backend="nccl2")

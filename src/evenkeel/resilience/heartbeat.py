@@ -1,0 +1,139 @@
+"""Whether the ranks of a container are alive: each writes a file once a second, and the health check reads them.
+
+    python -m evenkeel.resilience.heartbeat        exit code 0: healthy, 1: not; one line says why
+
+The container engine runs it every few seconds, so nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..common.phases import activity
+from ..common.processes import stat
+
+VARIABLE = "EVENKEEL_HEARTBEATS"
+"""The environment variable with the folder. Ranks write no files where it is not set."""
+
+FROZEN_AFTER = 15.0
+"""Seconds without a pulse after which a rank counts as frozen. A container engine asks several times on top."""
+
+LATE_AFTER = 900.0
+"""Seconds for which a job may have no rank that trains: nodes wait ten minutes for each other, and then load."""
+
+STATES = {"T": "it has been stopped (SIGSTOP)", "D": "it waits for a disk or a file system", "t": "in a debugger"}
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a rank last wrote about itself. Times are the machine's monotonic clock, in seconds."""
+
+    rank: int
+    pid: int
+    started: int
+    """When its process was started, in clock ticks; the pid alone may be another process's by now."""
+    time: float
+    progress: float
+    """When its phase last changed."""
+    patience: float
+    """Its --hang-timeout; 0: none."""
+    place: str
+    """Its phase and step."""
+
+
+def folder() -> Path:
+    """Where the ranks of this container write."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else scratch() / "heartbeats"
+
+
+def scratch() -> Path:
+    """This container's own folder, which main process and health check both find. May not exist.
+
+    In /tmp, or in /dev/shm where the root file system is read-only. The latter may be the whole machine's (--ipc=host),
+    hence the number of the mount namespace, which all processes of a container share.
+    """
+    parent = next((path for path in ("/tmp", "/dev/shm") if os.access(path, os.W_OK)), "/tmp")  # noqa: S108
+    return Path(parent) / f"evenkeel-{os.getuid()}-{Path('/proc/self/ns/mnt').stat().st_ino}"
+
+
+def start(rank: int, stopped: threading.Event, patience: float) -> None:
+    """Write this rank's pulse until `stopped`; only if :data:`VARIABLE` is set. `patience`: --hang-timeout."""
+    if named := os.environ.get(VARIABLE):
+        path = Path(named) / f"rank-{rank}.json"
+        threading.Thread(target=_beat, args=(path, rank, stopped, patience), name="heartbeat", daemon=True).start()
+
+
+def _beat(path: Path, rank: int, stopped: threading.Event, patience: float) -> None:
+    me, changes, progress = stat(os.getpid()), -1, 0.0
+    started, new = me.started if me else 0, path.with_suffix(".tmp")
+    while True:
+        now, place = time.monotonic(), f"{activity.phase} of step {activity.step + 1}"
+        if activity.changes != changes:
+            changes, progress = activity.changes, now
+        with contextlib.suppress(OSError):  # the disk is full, or the folder is gone with its container
+            new.write_text(json.dumps(asdict(Pulse(rank, os.getpid(), started, now, progress, patience, place))))
+            new.replace(path)
+        if stopped.wait(1.0):
+            break
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def check(beats: Path) -> tuple[bool, str]:
+    """Whether the ranks that write to a folder are healthy, and a line about them."""
+    try:
+        quiet = time.time() - beats.stat().st_mtime  # every pulse renews it
+        living = [pulse for path in sorted(beats.glob("rank-*.json")) if (pulse := _read(path))]
+    except OSError as error:
+        remedy = "is `python -m evenkeel.launch.docker.container` running?"
+        return False, f"no heartbeats in {beats}: {error.strerror}; {remedy}"
+    if ill := [line for pulse in living if (line := _complaint(pulse))]:
+        return False, "; ".join(ill)
+    if living:
+        return True, f"{len(living)} rank{'s' * (len(living) > 1)}, rank {living[0].rank} in {living[0].place}"
+    if quiet > LATE_AFTER:
+        return False, f"no rank has been training for {quiet:.0f} s"
+    return True, f"starting: no rank is training, for {max(quiet, 0):.0f} s now"
+
+
+def _complaint(pulse: Pulse) -> str:
+    silent, idle = (time.monotonic() - moment for moment in (pulse.time, pulse.progress))
+    if silent > FROZEN_AFTER:
+        process = stat(pulse.pid)
+        why = STATES.get(process.state if process else "", "it does not run")
+        return (
+            f"rank {pulse.rank} is frozen: nothing heard for {silent:.0f} s, last seen in {pulse.place}; "
+            f"process {pulse.pid}: {why}"
+        )
+    if 0 < pulse.patience < idle:
+        return f"rank {pulse.rank} has made no progress for {idle:.0f} s, in {pulse.place}"
+    return ""
+
+
+def _read(path: Path) -> Pulse | None:
+    """The pulse in a file; None if its process has ended, which is for the agent to deal with."""
+    try:
+        pulse = Pulse(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None  # ended just now
+    found = stat(pulse.pid)
+    return pulse if found and found.started == pulse.started and found.state != "Z" else None
+
+
+def main() -> int:
+    """Print how the ranks here are."""
+    healthy, text = check(folder())
+    print(f"evenkeel: {text}")
+    return 0 if healthy else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Signals: a thread that takes them, saves the last finished step, and ends the process.
+
+A Python signal handler runs in the main thread, which may sit in a collective that never ends because another rank is
+gone. But the interpreter's own handler, in C, runs at once in any thread and writes the signal's number to a pipe
+(`signal.set_wakeup_fd`), from which a thread of ours reads. (To block the signals and `sigwait` would not do: libraries
+start threads when they are imported, with nothing blocked, and a signal that reaches one of those ends the process.)
+
+Saving needs no other rank: in data parallelism each has a whole copy of the state. (The idea of saving at the last
+moment what survives: Gupta et al., "Just-In-Time Checkpointing", EuroSys 2024.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
+from ..common import display
+from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, survives_the_terminal
+
+STOPPED = 75
+"""Exit code of a run that stopped and can be continued (EX_TEMPFAIL in sysexits.h)."""
+
+KEYBOARD = 130
+"""Exit code after a second Ctrl-C, as in shells."""
+
+ONE_PRESS = 1.0
+"""Seconds within which interrupts count as one Ctrl-C: `timeout` and the like send theirs beside the terminal's."""
+
+log = logging.getLogger(__name__)
+
+
+class Interruption:
+    """Takes the stop signals of this process from now on. Only the main thread can make it.
+
+    Args:
+        grace: seconds from a signal to the end of this process, saved or not. torchrun kills after 30.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self.grace = grace
+        self.reason = ""
+        """Why this process is ending, if it is: a signal's name, or a hang."""
+        self._rescue: Callable[[str], None] = lambda _signal: None
+        self._first = threading.Lock()
+        self._heard, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        # under nohup; a torchrun that heeds SIGHUP, as by default, takes its workers with it
+        ignores_hangup = survives_the_terminal(os.getppid() if launched else os.getpid())
+        for number in STOP_SIGNALS:
+            if not (number == signal.SIGHUP and ignores_hangup):
+                signal.signal(number, lambda *_: None)
+                signal.siginterrupt(number, False)
+        if launched:
+            die_with_parent(signal.SIGTERM)  # workers would outlive a torchrun that dies
+        threading.Thread(target=self._watch, name="interruption", daemon=True).start()
+
+    def rescue_with(self, rescue: Callable[[str], None]) -> None:
+        """Call this with the signal's name when one comes, in a thread; then the process ends with :data:`STOPPED`."""
+        self._rescue = rescue
+
+    def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
+        """End this process as a signal would, unless it is ending already. Returns at once.
+
+        A thread calls `rescue`, which has `grace` seconds, and exits with the code.
+        """
+        with self._first:
+            if self.reason:
+                return
+            self.reason = reason
+        threading.Thread(target=self._end, args=(rescue, code), name="rescue", daemon=True).start()
+        threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
+
+    def settle(self) -> None:
+        """For the main thread after an error: if the process is ending already, wait for that and do not return.
+
+        Otherwise the process ends because of the error, and signals change nothing any more.
+        """
+        with self._first:
+            if not self.reason:
+                self.reason = "an error"
+                return
+        while True:
+            with contextlib.suppress(Exception):  # torch's, about loaders that are killed meanwhile
+                time.sleep(1)
+
+    def _watch(self) -> None:
+        first = 0.0
+        while True:
+            (number,) = os.read(self._heard, 1)
+            if number not in STOP_SIGNALS:
+                continue  # torch has a handler for SIGCHLD
+            if first and number == signal.SIGINT and time.monotonic() - first > ONE_PRESS:
+                _leave(KEYBOARD, "second Ctrl-C: exiting without saving", patience=1.0)
+            first, name = first or time.monotonic(), signal.Signals(number).name
+            self.end(name, partial(self._rescue, name), STOPPED)
+
+    def _end(self, rescue: Callable[[], None], code: int) -> None:
+        try:
+            rescue()
+        except BaseException:
+            log.exception("could not save after %s", self.reason)
+        finally:
+            _leave(code)
+
+    def _give_up(self, code: int) -> None:
+        time.sleep(self.grace)
+        what = f"not finished within --grace {self.grace:g} s after {self.reason}"
+        _leave(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", patience=1.0)
+
+
+def _leave(code: int, last_word: str = "", patience: float | None = None) -> NoReturn:
+    """Print a last word and end the process, without waiting for the main thread, which may be stuck.
+
+    A stopped reader or a disk can block that for ever, so `patience` limits it to so many seconds.
+    """
+
+    def tidy_up() -> None:
+        with contextlib.suppress(Exception):
+            display.stop()
+        with contextlib.suppress(Exception):  # the same Ctrl-C may have ended the reader
+            print(f"evenkeel: {last_word}\n" * bool(last_word), end="", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        leave_nothing()
+
+    tidying = threading.Thread(target=tidy_up, name="last", daemon=True)
+    tidying.start()
+    tidying.join(patience)
+    os._exit(code)

@@ -1,0 +1,31 @@
+"""One run across all its restarts; rank 0 owns its files.
+
+    run.py            Run: open, its steps, log, evaluate, save, finish, fail; every rank calls the same methods
+    attempt.py        how an attempt begins: all ranks agree on data, options and cut, then load the newest state
+    build.py          the model and the state before the first step
+    saver.py          checkpoints beside the steps, and the rescue of the last finished one
+    run_directory.py  the folder: claim and lock it, refuse another run's options, move a run aside, status.json
+    checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
+    weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
+    records.py        read status.json, metrics.jsonl and config.toml as they were written; the ledger of seconds
+    fingerprint.py    what bits depend on besides options: machine, libraries, code; --strict-bits compares it
+    digest.py         64 bits for each tensor that tell whether two runs are equal
+    tracking.py       metrics.jsonl, the lines on the screen, Weights & Biases, a log for each rank
+    compiled_code.py  keeps what torch.compile has made with the run
+    eval_only.py      --eval-only
+
+What a run directory holds:
+
+    config.toml       the options, usable as --config
+    status.json       running, finished, stopped or failed; step, starts, host and pid of rank 0
+    metrics.jsonl     a line for each event; a "start" record for each attempt
+    checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
+    logs/             attempt-N/rank-R.log, and stacks after a hang
+    compiled/         with --compile
+    wandb/            with Weights & Biases
+    summary.json      when it has finished, and model.pt, a bare state dict
+    .lock             held by the rank 0 at work
+
+Not here: what a step computes and the state that is saved (training/), signals and hangs (resilience/), what the
+commands print about a run (cli/).
+"""

@@ -1,0 +1,425 @@
+"""How an attempt of a run begins: all ranks agree on data, options and cut, or all refuse; then the newest state."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+from uuid import uuid4
+
+import torch
+
+from ..common.errors import Ended, Refusal
+from ..common.memory import is_out_of_memory
+from ..common.phases import START_UP, activity
+from ..config import Config, flag, saved_options
+from ..config import differences as differences_of_options
+from ..data.data_digest import OFTEN, ONCE, TWICE, difference, look
+from ..data.dataset import SizedDataset
+from ..data.plan import Plan
+from ..distributed.data_parallel import about, replicas
+from ..distributed.devices import describe as describe_device
+from ..distributed.devices import explain_uneven
+from ..distributed.sync_batchnorm import refuse_too_few_ranks
+from ..distributed.world import World
+from ..training import compilation
+from ..training.checks import left_out
+from ..training.cut import Cutter, passes
+from ..training.precision import substitute
+from ..training.state import State
+from ..training.task import Task
+from . import tracking
+from .checkpoint import Checkpoints, Manifest
+from .compiled_code import CompiledCode
+from .fingerprint import Differences, describe, differences, differences_among_ranks, fingerprint
+from .records import read_facts, read_records, recorded_options
+from .run_directory import MAX_FRUITLESS, adopt, check, claim, launch_token, refuse_other_data
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Known = list[tuple[str, dict[str, Any]]]
+"""Launch token, and what a rank's node knows of the run (its status.json), of all ranks."""
+
+MICRO_BATCH = "micro_batch"
+"""The part of a fingerprint that says how steps are cut. It may change when a run is continued, with a warning."""
+
+
+class Attempt:
+    """One start of a run. Every rank makes one; rank 0 claims the run directory.
+
+    Args:
+        config: the options.
+        task: what is trained.
+        plan: how steps are cut, as far as the options say.
+        world: who takes part; the process group need not exist yet.
+        train_set: whose samples are compared among ranks and with the run so far. None: they are not.
+        test_set: likewise.
+        cutter: from what the run has recorded, on whichever node, to the options with the cut. None: as `config` says.
+
+    Raises:
+        Refusal: the run directory cannot be this run's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        plan: Plan,
+        world: World,
+        train_set: SizedDataset | None = None,
+        test_set: SizedDataset | None = None,
+        cutter: Cutter | None = None,
+    ) -> None:
+        assert config.run_dir is not None  # resolved
+        self.started = time.monotonic()
+        self.data = train_set, test_set
+        self.path, self.config, self.plan, self.world = config.run_dir, config, plan, world
+        self.options = saved_options(config, task.options())
+        self.samples = {"training": plan.samples} | ({} if test_set is None else {"test": len(test_set)})
+        mine = (self.path, self.options, config.fresh, task.harmless, self.samples, task.earlier)
+        self.directory = claim(*mine) if world.rank == 0 else None
+        if world.local_rank == 0 and world.rank != 0:
+            check(*mine)
+        kept = fingerprint(task, world.device)
+        if (gpus := len(replicas(config.strategy, world.device))) > 1:
+            kept["strategy"] = f"dp on {gpus} GPUs"
+        if config.compile:
+            kept |= compilation.facts(world.device)
+        self.compiled = CompiledCode(self.path, kept) if config.compile else None
+        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
+        self.tracker: tracking.Tracker | None = None
+        self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
+        self._look: Callable[[int], Any] = lambda _times: ({}, [])
+        if train_set is not None and test_set is not None:
+            self._look = partial(look, config, train_set, test_set)
+        steady = {} if config.fresh else read_facts(self.path / "status.json")[0].get("digests", {})
+        # whether samples differ at each read is found out once
+        self.digests, self._unsteady = self._look(ONCE if steady.keys() >= self.samples.keys() else TWICE)
+        self._other_data = ""
+
+    def begin(self, find_micro_batch: Callable[[], tuple[int, str]] | None = None) -> bool:
+        """Record on every rank that an attempt starts; True if the run is finished already.
+
+        From here on `config` and `plan` say how steps are cut.
+
+        Args:
+            find_micro_batch: is called on all ranks if a new run has --micro-batch auto.
+
+        Raises:
+            Ended: the last attempts have all died before they finished a step, or a node cannot write.
+            Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
+        """
+        first_here = self.world.local_rank == 0
+        status = {**self._recorded(), **read_facts(self.path / "status.json")[0]} if first_here else {}
+        known: Known = self.world.gather((launch_token(), status))
+        tokens = [token for token, _ in known]
+        newest = max((status for _, status in known), key=_attempts)
+        anew = self.config.fresh and not set(filter(None, tokens)) & set(newest.get("launch", []))
+        note = self.compiled.unpack(begins=anew) if self.compiled and first_here else ""  # others wait below
+        self._refuse_other_data({} if anew else newest)
+        finished = self._finished(newest)
+        said = self._settle_cut(known, find_micro_batch)
+        if self.config.strict_bits and (self.config.fresh or not finished):
+            self._refuse_other_bits()
+        opened: tuple[bool, dict[str, Any]] | Ended | None = None
+        if self.directory:
+            opened = self._written(lambda: self._open(tokens, newest))
+        known_now: Any = self.world.broadcast(opened)
+        if isinstance(known_now, Ended):
+            raise known_now
+        finished, status = known_now
+        if finished:
+            early = " early" * status.get("stopped_early", False)
+            self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
+            return True
+        self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
+        ready = self._written(lambda: self._open_here(status))
+        mine = describe_device(self.world.device)
+        log.info("this rank has %s", mine)
+        if note:
+            log.warning("%s", note)
+        everywhere = self.world.gather((mine, ready))
+        for _, ended in everywhere:
+            if ended:
+                raise ended
+        if status["fruitless"] > MAX_FRUITLESS:
+            self._end_crash_loop()
+        if self.directory:
+            self._start_tracking(explain_uneven([device for device, _ in everywhere]), said)
+        return False
+
+    def _open(self, tokens: list[str], newest: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """On rank 0: begin the attempt, unless the run is finished. Returns whether it is, and its status.
+
+        Args:
+            tokens: of all ranks.
+            newest: the status that knows most of the run.
+        """
+        directory = self.directory
+        assert directory
+        if self.config.fresh:
+            if aside := directory.start_over(tokens):
+                self.print(f"--fresh: the run that was in {self.path} is now in {aside}")
+        elif not directory.attempts:  # rank 0 is new here, but another node may know the run
+            directory.status = newest
+        status = directory.status
+        if self._finished(status):
+            return True, status
+        facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
+        facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
+        if tracking.wandb_mode(self.config.wandb)[0] != "disabled":
+            # recorded before it is used, so that a start that is killed leaves no W&B run of its own
+            facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
+        directory.begin(self.options, tokens, samples=self.samples, digests=self.digests, **facts)
+        return False, directory.status
+
+    def _open_here(self, status: dict[str, Any]) -> None:
+        """On every rank: its log, and on a node without rank 0 what is to be known of the run."""
+        aside: Path | None = None
+        if self.world.local_rank == 0 and not self.directory:
+            aside = adopt(self.path, self.options, status, self.config.fresh)
+        tracking.start_logs(self.logs, self.world)
+        if aside:
+            log.info("--fresh: the run that was in %s is now in %s", self.path, aside)
+
+    def _written(self, write: Callable[[], T]) -> T | Ended:
+        """What came of writing into the run directory; an error of this node's disk as a line for all ranks."""
+        try:
+            return write()
+        except Ended as ended:
+            return ended
+        except OSError as error:
+            return Ended(
+                f"--run-dir {self.path}: cannot be written on {socket.gethostname()}: {error.strerror or error}; make "
+                "room or mend that, and run the same command again"
+            )
+
+    def _recorded(self) -> dict[str, Any]:
+        """What this node knows of the options that were left open when the run began."""
+        recorded = recorded_options(self.path)
+        if "threads" not in recorded and (newest := self.checkpoints.newest_manifest()):  # of an older version
+            recorded |= {"threads": int(newest.fingerprint["threads"])} if "threads" in newest.fingerprint else {}
+        return recorded
+
+    def _settle_cut(self, known: Known, find_micro_batch: Callable[[], tuple[int, str]] | None) -> str:
+        """Decide how steps are cut, and how many threads compute: as this run has recorded; if it is new, by options.
+
+        The same on all ranks, whichever node has the run's folder. Returns what there is to say of it.
+        """
+        continued = [status for _, status in known if status.get("micro_batch")]
+        if self.config.fresh:  # then only a restart of this launch finds its own run
+            tokens = {token for token, _ in known if token}
+            continued = [status for status in continued if tokens & set(status.get("launch", []))]
+        recorded = max(continued, key=_attempts, default={})
+        is_open = not (self.config.micro_batch or self.config.micro_batches)
+        config, said = self._cutter(recorded), ""
+        if config.micro_batch == "auto":
+            found = recorded.get("micro_batch", 0)
+            if not found:
+                assert find_micro_batch
+                activity.enter(START_UP, "--micro-batch auto")
+                found, said = find_micro_batch()
+            config = replace(config, micro_batch=int(found))
+        if not config.threads and recorded.get("threads"):
+            torch.set_num_threads(recorded["threads"])
+        self.config, self.plan = config, self.plan.cut_as(config)
+        self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
+        if config.sync_batchnorm:
+            refuse_too_few_ranks(self.plan, self.world.world_size)
+        settled = {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
+        self.checkpoints = replace(self.checkpoints, fingerprint=self.checkpoints.fingerprint | settled)
+        return said or passes(self.plan, self.world) if is_open and not recorded and config.reduce == "tree" else said
+
+    def _refuse_other_data(self, before: dict[str, Any]) -> None:
+        """Each node has looked at its own copy of the run so far, at its own command line and at its own data."""
+        everywhere = self.world.gather((self.samples, self.options, self.digests, self.config.other_data))
+        samples, options, _, _ = everywhere[0]
+        for rank, (there, typed, _, _) in enumerate(everywhere):
+            for name, first, here in differences_of_options(options, typed, self._harmless):
+                raise Refusal(
+                    f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type it, and the same on all nodes"
+                )
+            refuse_other_data(self.path, before.get("samples", {}), there)
+            for part, number in there.items():
+                if number != samples[part]:
+                    raise Refusal(
+                        f"the {part} data has {samples[part]} samples on rank 0 and {number} on rank {rank}; "
+                        "give all nodes the same data"
+                    )
+        known = before.get("digests", {})
+        if difference(known, [there for _, _, there, _ in everywhere]):
+            # samples that are drawn anew at each read are sometimes the same twice
+            self.digests, self._unsteady = self._look(OFTEN)
+            self._other_data = difference(known, self.world.gather(self.digests))
+            if self._other_data and not any(accepted for *_, accepted in everywhere):
+                raise Refusal(f"--run-dir {self.path}: {self._other_data}")
+        self.digests = {**known, **self.digests}
+
+    def _refuse_other_bits(self) -> None:
+        manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
+        known = [manifest for manifest in manifests if manifest and not self.config.fresh]
+        self._compare_bits(max(known, key=lambda manifest: manifest.step, default=None))
+
+    def _compare_bits(self, found: Manifest | None) -> Differences:
+        """In what this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.
+
+        Later checkpoints record what rank 0 has.
+
+        Args:
+            found: of the checkpoint that is continued.
+
+        Raises:
+            Refusal: with --strict-bits.
+        """
+        present = self.world.gather(self.checkpoints.fingerprint)
+        step, void_from = (found.step, found.bits_void_from) if found else (0, None)
+        other_bits: Differences = {}
+        if found:
+            # a checkpoint that is older than this part was made in the same pieces: no others were let in
+            cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and found.fingerprint}
+            other_bits = differences(cut | found.fingerprint, present[0])
+        other_bits |= differences_among_ranks(present)
+        if other_bits and self.config.strict_bits:
+            raise Refusal(
+                f"--strict-bits: from step {step} on the bits might differ: {describe(other_bits)}; continue with "
+                "what it was before, or without --strict-bits"
+            )
+        if other_bits and void_from is None:
+            void_from = step
+        self.checkpoints = replace(self.checkpoints, fingerprint=present[0], bits_void_from=void_from)
+        return other_bits
+
+    def _finished(self, status: dict[str, Any]) -> bool:
+        over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
+        return status.get("state") == "finished" and bool(over)
+
+    def _end_crash_loop(self) -> NoReturn:
+        reason = f"{MAX_FRUITLESS} attempts in a row have died before they finished a step"
+        if self.directory:
+            last = self.directory.status.get("last_failure")
+            reason += f"; the last: {last}" if last else ", without a word: killed from outside, perhaps for memory"
+            with contextlib.suppress(OSError):
+                self.directory.update("failed", reason=reason)
+        raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
+
+    def _start_tracking(self, uneven: str, said: str) -> None:
+        """On rank 0: the tracker, and what is worth a warning before the first step.
+
+        Args:
+            uneven: that GPUs differ, if they do.
+            said: what there is to say of the cut.
+        """
+        assert self.directory
+        config, plan, world = self.config, self.plan, self.world
+        if world.world_size > plan.max_world_size:
+            log.warning(
+                "%d of %d ranks have nothing to do: the batch of %d is cut into %d micro-batches of %d; "
+                "a smaller --micro-batch feeds more ranks",
+                world.world_size - plan.max_world_size, world.world_size,
+                config.batch_size, plan.max_world_size, config.micro_batch,
+            )  # fmt: skip
+        self.tracker = tracking.Tracker(config, plan, self.path, self.directory.attempts, world.world_size)
+        self.tracker.start_wandb(self.directory.status.get("wandb_id"), self.options)
+        if damage := self.directory.trouble:
+            log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
+        note = substitute(config.precision, world.device)
+        for line in filter(None, (note, uneven, about(config.strategy, world.device), self._about_data())):
+            log.warning("%s", line)
+        if said:
+            self.tracker.say(said)
+            self.tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=said)
+
+    def _about_data(self) -> str:
+        if self._other_data:
+            return f"--other-data: {self._other_data.partition(';')[0]}"
+        if not self._unsteady:
+            return ""
+        return (
+            f"the {' and '.join(self._unsteady)} data is another each time that it is read: it draws from a generator "
+            "of its own, so a run cannot be repeated, nor its data be compared with that of other ranks and starts; "
+            "draw from torch's, NumPy's or Python's global generator, which are seeded for each sample"
+        )
+
+    def resume(self, state: State) -> None:
+        """Load the newest whole state of any node, if there is one. Its holder reads, the others receive.
+
+        No shared file system is needed: after the loss of a node the newest state may be on any of those left.
+
+        Raises:
+            Refusal: on all ranks, with --strict-bits, as :meth:`begin`, if the newest checkpoint was damaged.
+        """
+        other_bits: Differences = {}
+        while True:
+            steps = self.world.gather(self.checkpoints.newest_name() if self.world.local_rank == 0 else 0)
+            newest = max(steps)
+            if newest == 0:
+                other_bits = self._compare_bits(None)
+                break
+            activity.enter(START_UP, "resuming")
+            holder = steps.index(newest)
+            saved = self.checkpoints.load_newest() if self.world.rank == holder else None
+            # a damaged one has been set aside by now, and another node may hold the next best
+            whole = saved and saved["step"] == newest
+            found = self.world.broadcast(self.checkpoints.newest_manifest() if whole else None, holder)
+            if found:
+                other_bits = self._compare_bits(found)
+                self._restore(state, self.world.broadcast_tensors(saved, holder))
+                break
+        activity.enter(START_UP, "first step")
+        if self.tracker:
+            self._tell_of_resume(self.tracker, state, other_bits)
+
+    def _restore(self, state: State, saved: dict[str, Any]) -> None:
+        try:
+            state.restore(saved)
+        except (RuntimeError, ValueError, LookupError) as error:
+            if is_out_of_memory(error):
+                raise
+            what = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
+            raise Ended(
+                f"{self.path}: its state of step {saved['step']} does not fit this model and its optimizers ({what}); "
+                "bring back the code that it was made by, name another --run-dir, or start over with --fresh"
+            ) from error
+
+    def _tell_of_resume(self, tracker: tracking.Tracker, state: State, other_bits: Differences) -> None:
+        if state.placed:
+            log.info("%s", state.placed)
+        if forgotten := left_out(state.model, state.optimizers):
+            log.warning("%s", forgotten)
+        if state.origin and state.step == 0:
+            # what has stayed random must not be overlooked
+            log.log(logging.WARNING if self.config.init_partial else logging.INFO, "%s", state.origin)
+        if state.step < (came := self.directory.status.get("step", 0) if self.directory else 0):
+            log.warning("the run had come to step %d, but its newest checkpoint is of step %d", came, state.step)
+        metrics = read_records(self.path / "metrics.jsonl", tail=1 << 20)
+        activity.redo_until = max((record["step"] for record in metrics), default=0)
+        tracker.start(state.step)
+        if MICRO_BATCH in other_bits:
+            log.warning(
+                "from step %d on micro-batches are of %s instead of %s: the global batches and their samples are "
+                "the same; dropout, mixing, BatchNorm's groups and the last bits are not",
+                state.step, *reversed(other_bits[MICRO_BATCH]),
+            )  # fmt: skip
+        if other_bits:
+            # with the ring the number of ranks decides as well, and nobody has been promised anything
+            loud = self.config.reduce == "tree" or "strategy" in other_bits
+            level = logging.WARNING if loud else logging.INFO
+            log.log(level, "from step %d on bit-for-bit equality is void: %s", state.step, describe(other_bits))
+            tracker.event("bits", state.step, differences=other_bits)
+
+    def print(self, text: str) -> None:
+        """A line on stdout, from rank 0."""
+        if self.directory:
+            with contextlib.suppress(OSError):  # a pipe that is gone
+                print(f"evenkeel: {text}", flush=True)
+
+
+def _attempts(status: dict[str, Any]) -> int:
+    return len(status.get("world_sizes", []))

@@ -1,0 +1,50 @@
+"""Build the model and the state of a run, the same on every rank, before anything is loaded or written."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..config import Config
+from ..data.plan import Plan
+from ..data.randomness import seed_task
+from ..distributed.placement import place
+from ..distributed.sync_batchnorm import synchronise
+from ..distributed.world import World
+from ..training.checks import check_model, checked_optimizers
+from ..training.compilation import compile_networks, in_place
+from ..training.cut import refuse_single_samples
+from ..training.early_stopping import Stopping
+from ..training.freezing import freeze
+from ..training.precision import Scaler
+from ..training.state import State
+from ..training.task import Task
+from .weights import load_weights
+
+
+def build_model(config: Config, task: Task) -> nn.Module:
+    """The model with its random weights, from the run's seed."""
+    seed_task(config.seed, "weights")
+    model = task.model()
+    check_model(model, learns=not config.eval_only)
+    return in_place(model)
+
+
+def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.Module) -> State:
+    """The state before the first step: weights from a file if asked for, the model on its devices, the optimizers.
+
+    Raises:
+        Refusal: the weights do not fit, or an option does not fit this model.
+    """
+    origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
+    freeze(model, config.freeze)
+    refuse_single_samples(config, task, model, plan, world)
+    if config.sync_batchnorm:
+        synchronise(model, plan, world, config.reduce, task.unused_parameters)
+    placed = place(model, config, world.devices)
+    if config.compile:
+        compile_networks(model, world.device, config.exact, whole=config.reduce == "tree")
+    scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
+    stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
+    seed_task(config.seed, "optimizers")
+    optimizers = checked_optimizers(task.optimizers(model, config), model)
+    return State(model, optimizers, config.on_nonfinite == "skip", origin, scaler, config.ema, stopping, placed)

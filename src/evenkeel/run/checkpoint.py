@@ -1,0 +1,381 @@
+"""The committed state on disk.
+
+    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else
+                              manifest.json   see :class:`Manifest`
+
+A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-* is
+complete. Older ones are deleted only after that, and lose their names first. What a kill in the middle leaves has a
+hidden name and is cleared away at the next start. A *snapshot* is a checkpoint that was not planned: what a survivor
+saved when the job was stopped or had failed.
+
+torch is imported where it is used: to list checkpoints takes a tenth of a second, to import torch two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+from uuid import uuid4
+
+from ..common.background import FOREVER
+from ..common.files import lock, sync_folder, write_json
+from ..common.naming import TEST, full_name, named
+
+log = logging.getLogger(__name__)
+
+LOCK_PATIENCE = 10.0
+"""Seconds for which a planned checkpoint waits for another writer. A rescue has less: what is left of --grace."""
+
+STATE, MANIFEST = "state.pt", "manifest.json"
+
+Kind = Literal["checkpoint", "snapshot"]
+
+
+class Damaged(Exception):  # noqa: N818
+    """A checkpoint that is not what was written; the message names the file and what is wrong."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a file of a checkpoint was when it was written."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says about itself. Older ones lack some fields, which are then empty or None."""
+
+    step: int
+    time: float
+    """When it was written, in seconds since 1970."""
+    kind: Kind
+    host: str
+    metrics: dict[str, float]
+    """The evaluation at this step, empty if there was none."""
+    best_by: tuple[str, str] | None
+    """The run's (metric, "max" or "min")."""
+    fingerprint: dict[str, str]
+    """What its bits depend on (fingerprint.py), by part."""
+    bits_void_from: int | None
+    """The step after which its bits may not be those of an undisturbed run; None: they are."""
+    files: dict[str, WrittenFile]
+    """By name; state.pt is among them."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The folder of a run's checkpoints. Rank 0 writes it; another rank only what it has survived."""
+
+    folder: Path
+    keep: int
+    """Newest ones to keep, besides the best."""
+    best: tuple[str, str] | None
+    """(metric, "max" or "min") that says which one is best. None: none is."""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    """For the manifests, like the next."""
+    bits_void_from: int | None = None
+
+    @property
+    def best_by(self) -> tuple[str, str] | None:
+        """As `best`, with the full name of the metric."""
+        return (full_name(TEST, self.best[0]), self.best[1]) if self.best else None
+
+    def all(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        # os.access says no, instead of raising, where permissions do not let it look
+        return [path for path in step_folders(self.folder) if os.access(path / MANIFEST, os.F_OK)]
+
+    def newest_step(self) -> int:
+        """Step of the newest complete checkpoint, 0 if there is none."""
+        return max(map(step_of, self.all()), default=0)
+
+    def newest_name(self) -> int:
+        """The last step that a folder is named after, complete or not; 0 if there is none."""
+        return max(map(step_of, step_folders(self.folder)), default=0)
+
+    def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
+        """Write what `State.capture` gave, with the evaluation at this step, and delete what is not to be kept.
+
+        Raises:
+            OSError: the disk is full or gone; what was there before is untouched.
+        """
+        with self._alone(time.monotonic() + LOCK_PATIENCE):
+            return self._write(state, metrics, "checkpoint")
+
+    def rescue(self, state: Mapping[str, Any], until: float = FOREVER) -> Path | None:
+        """Write a snapshot, and return its path, unless this step or a later one is there already.
+
+        Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
+        """
+        with self._alone(until):
+            return self._write(state, {}, "snapshot") if self.newest_step() < state["step"] else None
+
+    def clear_snapshots(self, before: int) -> None:
+        """Delete the snapshots of this host at steps below ``before``: leftovers, once rank 0 has a later checkpoint.
+
+        For a node without rank 0. On a shared file system the folder is rank 0's too, so planned checkpoints and the
+        snapshots of other hosts stay.
+        """
+        for path in self.all():
+            with contextlib.suppress(Damaged):
+                found = read_manifest(path)
+                if found.step < before and (found.kind, found.host) == ("snapshot", socket.gethostname()):
+                    self._delete(path)
+
+    @contextlib.contextmanager
+    def _alone(self, until: float) -> Iterator[None]:
+        """Keep other writers out, but no longer than until a moment: one that is frozen must not stop the others.
+
+        Two at once cost room and nothing else: each writes under its own name and gives up if the other was faster.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            lock(folder, until)
+            yield
+        finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)  # or a loader process that was forked meanwhile would keep it
+            os.close(folder)
+
+    def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
+        step = state["step"]
+        final = self.folder / f"step-{step:08d}"
+        temporary = self.folder / f".{final.name}.{uuid4().hex}.tmp"
+        replaced = self.folder / f".{final.name}.old"
+        temporary.mkdir(parents=True)
+        try:
+            with (temporary / STATE).open("wb") as file:
+                files = {STATE: dump(dict(state), file)}
+                os.fsync(file.fileno())
+            host, values, void = socket.gethostname(), named(TEST, metrics), self.bits_void_from
+            manifest = Manifest(step, time.time(), kind, host, values, self.best_by, self.fingerprint, void, files)
+            write_json(temporary / MANIFEST, asdict(manifest))
+            again = kind == "checkpoint" or not (final / MANIFEST).exists()
+            if again and final.exists():  # the same step, written by an earlier attempt
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.replace(replaced)
+            try:
+                temporary.replace(final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # another writer was faster; after the same step all ranks have the same state
+            sync_folder(self.folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+        best = self.best_path()
+        for path in self.all()[: -self.keep]:
+            if path != best:
+                self._delete(path)
+        return final
+
+    def _delete(self, path: Path) -> None:
+        """Delete a checkpoint, its name first; one that cannot be deleted stays."""
+        unnamed = self.folder / f".{path.name}.tmp"
+        with contextlib.suppress(OSError):
+            path.replace(unnamed)
+            shutil.rmtree(unnamed)
+
+    def newest_manifest(self) -> Manifest | None:
+        """The newest readable manifest; its files are not looked at."""
+        for path in reversed(self.all()):
+            with contextlib.suppress(Damaged):
+                return read_manifest(path)
+        return None
+
+    def load_newest(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is whole; damaged ones are reported and set aside, not deleted."""
+        for replaced in self.folder.glob(".step-*.old"):  # left by a kill in the middle of `save`, as *.tmp are
+            final = self.folder / replaced.name[1 : -len(".old")]
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.replace(final)
+        for temporary in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(temporary, ignore_errors=True)
+        for path in reversed(step_folders(self.folder)):
+            try:
+                return load(path)
+            except Damaged as damage:
+                aside = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
+                path.replace(aside)
+                log.error("%s; set aside as %s, trying the one before", damage, aside.name)
+        return None
+
+    def best_path(self) -> Path | None:
+        """The checkpoint with the best metric, the newest of several; None if no evaluation came with any."""
+        scores = self._scores()
+        best = max(scores, key=scores.__getitem__, default=None)
+        return best if best and scores[best] > -math.inf else None
+
+    def improves(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than that of every checkpoint there is."""
+        return self._score(metrics) > max(self._scores().values(), default=-math.inf)
+
+    def _scores(self) -> dict[Path, float]:
+        """Newest first."""
+        scores = {}
+        for path in reversed(self.all()):
+            with contextlib.suppress(Damaged):
+                scores[path] = self._score(read_manifest(path).metrics)
+        return scores
+
+    def _score(self, metrics: Mapping[str, float]) -> float:
+        """The metric that counts, so that greater is better; -inf if it is missing or NaN."""
+        value = named(TEST, metrics).get(self.best_by[0], math.nan) if self.best_by else math.nan
+        return -math.inf if math.isnan(value) else value if self.best and self.best[1] == "max" else -value
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Everything in a folder that has a checkpoint's name, complete or not, by step."""
+    return sorted((path for path in folder.glob("step-*") if is_step_folder(path)), key=step_of)
+
+
+def is_step_folder(path: Path) -> bool:
+    """Whether a path has a checkpoint's name."""
+    return re.fullmatch(r"step-\d+", path.name) is not None
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(path.name.removeprefix("step-"))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Verify and unpack a checkpoint on the CPU: what `State.capture` gave."""
+    verify(path)
+    return unpack(path)
+
+
+def unpack(path: Path, in_place: bool = False) -> dict[str, Any]:
+    """Read a checkpoint without checking its bytes; ``in_place`` leaves tensors in the file until they are looked at.
+
+    Raises:
+        Damaged: it does not load without running code, or is not the state of this step.
+    """
+    import torch
+
+    file = path / STATE
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=in_place)
+    except Exception as error:  # what comes of a file that is no archive, or no pickle, is of any type
+        from ..common.memory import is_out_of_memory
+
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise Damaged(f"{file}: does not load: {type(error).__name__}: {reason}") from None
+    parts = {"step": int, "model": dict, "optimizers": list}
+    if not isinstance(state, dict) or not all(isinstance(state.get(part), parts[part]) for part in parts):
+        raise Damaged(f"{file}: is not the state of a run: has no {', '.join(parts)}")
+    if state["step"] != step_of(path):
+        raise Damaged(f"{file}: is the state of step {state['step']}")
+    for part in state.keys() & {"model", "ema"}:  # of earlier versions, if the task had called torch.compile
+        state[part] = {".".join(n for n in name.split(".") if n != "_orig_mod"): v for name, v in state[part].items()}
+    return state
+
+
+def verify(path: Path, advance: Callable[[int], object] = lambda _: None) -> Manifest:
+    """Read every file of a checkpoint and compare its size and sha256 with the manifest.
+
+    Raises:
+        Damaged: a file is missing, not readable or different. ``advance`` gets the bytes of each block that is read.
+    """
+    manifest = read_manifest(path)
+    for name, written in manifest.files.items():
+        file, digest = path / name, hashlib.sha256()
+        try:
+            if (size := file.stat().st_size) != written.bytes:
+                raise Damaged(f"{file}: has {size} bytes, should have {written.bytes} bytes")
+            with file.open("rb") as opened:
+                while block := opened.read(1 << 20):
+                    digest.update(block)
+                    advance(len(block))
+        except OSError as error:
+            raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
+        if (found := digest.hexdigest()) != written.sha256:
+            raise Damaged(f"{file}: sha256 is {found}, the manifest says {written.sha256}")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a checkpoint says about itself, not checked against its files.
+
+    Raises:
+        Damaged: there is no manifest, it is not readable, or it is not this folder's.
+    """
+    file = path / MANIFEST
+    try:
+        content = json.loads(file.read_text())
+        kind, best_by = content.get("kind", "checkpoint"), content.get("best_by")
+        if kind not in get_args(Kind) or content["step"] != step_of(path):
+            raise ValueError(f"{kind} of step {content['step']}")
+        void_from = content.get("bits_void_from")
+        files = {str(name): WrittenFile(int(f["bytes"]), str(f["sha256"])) for name, f in content["files"].items()}
+        return Manifest(
+            step=step_of(path),
+            time=float(content["time"]),
+            kind=kind,
+            host=str(content.get("host", "")),
+            metrics={name: float(value) for name, value in named(TEST, content["metrics"]).items()},
+            best_by=(full_name(TEST, best_by[0]), str(best_by[1])) if best_by else None,
+            fingerprint={str(name): str(value) for name, value in content.get("fingerprint", {}).items()},
+            bits_void_from=None if void_from is None else int(void_from),
+            files={STATE: files[STATE]} | files,
+        )
+    except OSError as error:
+        raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise Damaged(f"{file}: is not this checkpoint's manifest ({type(error).__name__}: {error})") from None
+
+
+def dump(value: Any, file: IO[bytes]) -> WrittenFile:
+    """`torch.save` that says what it has written, and reports a full disk as an OSError."""
+    import torch
+
+    writer = _HashingWriter(file)
+    try:
+        torch.save(value, writer)  # type: ignore[arg-type]  # it needs no more than write and flush
+    except RuntimeError:
+        if writer.error:  # torch reports it as a wrong position in the file
+            raise writer.error from None
+        raise
+    file.flush()
+    return WrittenFile(writer.bytes, writer.digest.hexdigest())
+
+
+class _HashingWriter:
+    """A file that knows its size and sha256 when it is written, without being read again."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.bytes = 0
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+        self.flush = file.flush
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.bytes += len(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise

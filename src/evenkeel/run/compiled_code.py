@@ -1,0 +1,160 @@
+"""What torch.compile has made for a run, kept in the run directory, so that the next start calls no compiler.
+
+inductor works in a folder of this node, because a compiler on a shared file system is slow; its files are packed into
+the run directory, and a start on any node of the same kind unpacks them. torch's own
+`torch.compiler.save_cache_artifacts` leaves out the libraries that g++ has made.
+
+These files are code that will be run: they are taken only if they belong to this user and are open to nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import stat
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from ..common.errors import Refusal
+from ..common.files import lock, write_atomically
+
+log = logging.getLogger(__name__)
+
+KIND = ("architecture", "cpu_capability", "device_model", "torch", "torch_build", "python", "compiler")
+"""Parts of a fingerprint that machine code depends on. inductor tells all else apart by itself."""
+
+TEMPORARY = re.compile(r"^locks/|(^|/)tmp\.pid_|\.tmp$")
+"""Names of files that are of no use afterwards: inductor's locks, and what it or Triton is writing."""
+
+ASKED = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+"""What the user has set; torch sets it for itself as soon as dynamo is imported."""
+
+
+class CompiledCode:
+    """The compiled code of one run on this node. Sets where inductor of this process keeps its files.
+
+    Args:
+        run_dir: the run directory; in it, compiled/KIND.zip is for each kind of node.
+        facts: a fingerprint, with those of `compilation.facts`.
+
+    Raises:
+        Refusal: there is no folder that is this user's alone.
+    """
+
+    def __init__(self, run_dir: Path, facts: Mapping[str, str]) -> None:
+        info = Path("/proc/cpuinfo")  # what this CPU can do, for which g++ compiles
+        found = re.search(r"(?m)^(flags|Features)\s*:(.*)$", info.read_text() if info.exists() else "")
+        told = [*(facts.get(part, "") for part in KIND), " ".join(sorted(found[2].split())) if found else ""]
+        kind = f"{platform.machine()}-{_digest(json.dumps(told).encode())}"
+        self.archive = run_dir / "compiled" / f"{kind}.zip"
+        self.folder = _private_folder() / f"{_digest(bytes(run_dir.resolve()))}-{kind}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
+        self._packed: set[str] = set()
+
+    def unpack(self, begins: bool) -> str:
+        """Replace this node's folder by what the run has kept. For one process of a node, before any compiles.
+
+        What a killed attempt has left there goes: a library that was being linked then is incomplete.
+
+        Args:
+            begins: the run is new; what is in its folder is another one's.
+
+        Returns:
+            Why something that was kept is not used, in a line; empty if all is well.
+        """
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(mode=0o700, parents=True)
+        if begins or not self.archive.exists():
+            return ""
+        try:
+            with os.fdopen(os.open(self.archive, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                if not _is_ours(os.fstat(file.fileno())):
+                    raise PermissionError("it belongs to another user, or is open to others")
+                with zipfile.ZipFile(file) as archive:
+                    if damaged := archive.testzip():
+                        raise zipfile.BadZipFile(f"Bad CRC-32 for file {damaged!r}")
+                    archive.extractall(self.folder)
+                    self._packed = set(archive.namelist())
+        except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as why:
+            return f"{self.archive}: {why}: it is not used, and the model is compiled again"
+        return ""
+
+    def pack(self) -> None:
+        """Keep what has been compiled so far in the run directory. For one process of a node.
+
+        What others are writing just now is left for the next time. An error of the disk costs a compilation, and so is
+        only reported.
+        """
+        found = {str(path.relative_to(self.folder)): path for path in self.folder.rglob("*") if path.is_file()}
+        files = {name: path for name, path in sorted(found.items()) if not TEMPORARY.search(name)}
+        if files.keys() <= self._packed:
+            return
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            for name, path in files.items():
+                with contextlib.suppress(FileNotFoundError), self._whole(path) as whole:
+                    if whole:
+                        archive.write(path, name)
+            written = set(archive.namelist())
+
+        def write(file: IO[bytes]) -> None:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(packed.getvalue())
+
+        try:
+            self.archive.parent.mkdir(mode=0o700, exist_ok=True)
+            write_atomically(self.archive, write)
+            self._packed = written
+        except OSError as error:
+            log.warning("%s: %s: the next start compiles again", self.archive, error)
+
+    def clear(self) -> None:
+        """The run is finished: leave nothing on this node."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _whole(self, path: Path) -> Iterator[bool]:
+        """Whether a file is finished, and will be while the context lasts. The linker writes libraries under their own
+        names, while inductor holds a lock; all other files appear in one piece."""
+        if path.suffix != ".so":
+            yield True
+            return
+        held = self.folder / "locks" / f"{path.name.partition('.')[0]}.lock"
+        held.parent.mkdir(exist_ok=True)
+        with held.open("ab") as file:
+            yield lock(file, until=0)
+
+
+def _private_folder() -> Path:
+    """A folder for temporary files, of this user's and nobody else's: another user might put code into it."""
+    folder = Path(ASKED or tempfile.gettempdir()) / f"evenkeel-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise Refusal(f"--compile: {folder}: {error.strerror}; set TMPDIR to a folder that you may write to") from None
+    if not stat.S_ISDIR(found.st_mode) or not _is_ours(found):
+        raise Refusal(
+            f"--compile: {folder}: others may write there, and code in it would be run; remove it, or set TMPDIR to a "
+            "folder of your own"
+        )
+    return folder
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

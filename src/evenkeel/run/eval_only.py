@@ -1,0 +1,104 @@
+"""`train.py --eval-only`: the metrics of a run's newest checkpoint, or of weights in a file, on all ranks.
+
+Reads only, and takes no lock, so the run may be at work meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..common.errors import Refusal
+from ..common.naming import TEST, named, shown
+from ..common.phases import START_UP, activity
+from ..config import Config
+from ..data.dataset import SizedDataset
+from ..distributed.placement import place
+from ..distributed.world import World
+from ..training.cut import fact_of_the_job, settle
+from ..training.determinism import operations_named
+from ..training.evaluation import Evaluation
+from ..training.precision import substitute
+from ..training.task import Task
+from .checkpoint import Checkpoints
+from .records import read_config, recorded_options
+from .weights import read_weights
+
+
+def evaluate_only(
+    config: Config, task: Task, world: World, test_set: SizedDataset, network: Callable[[], nn.Module]
+) -> int:
+    """Evaluate, and print the metrics: a line for people, and one of JSON, an object with the key `evaluation`.
+
+    ``network`` gives the model as it begins, random where --init-partial leaves it so.
+
+    Raises:
+        Refusal: there are no weights, or they do not fit the model.
+    """
+    run_dir = config.run_dir
+    assert run_dir is not None  # resolved
+    # with the micro-batches of the run its metrics are the same to the last digit
+    config = replace(config, micro_batch=0) if config.micro_batch == "auto" else config
+    recorded = recorded_options(run_dir)
+    config = settle(config, 1, lambda: False, recorded) if recorded else fact_of_the_job(config)
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, task.best)
+    nothing = Refusal(f"--eval-only: {run_dir} has no checkpoint; train first, or name weights with --init-from")
+    if world.local_world_size == world.world_size and not (config.init_from or checkpoints.newest_name()):
+        raise nothing  # before there is a process group
+    activity.enter(START_UP, "model")
+    model = network()
+    with world.connected(), operations_named():
+        # one rank reads: the run may be on one node only, and if it is at work, two might find different steps
+        known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, _began_from(run_dir)))
+        steps = [step for step, _ in known]
+        own_origin = steps[0] and known[0][1] == str(config.init_from)  # --eval-only added to the run's own command
+        path = None if own_origin else config.init_from
+        if not (path or max(steps)):
+            raise nothing
+        holder = 0 if path else steps.index(max(steps))
+        found: tuple[str, str] | Refusal | None = None
+        if world.rank == holder:
+            try:
+                found = read_weights(model, path, config.init_partial) if path else _read_newest(model, checkpoints)
+            except Refusal as refusal:
+                found = refusal
+        heard: Any = world.broadcast(found, holder)
+        if isinstance(heard, Refusal):
+            raise heard
+        model.load_state_dict(world.broadcast_tensors(model.state_dict(), holder))
+        placed = place(model, config, world.devices)
+        metrics = named(TEST, Evaluation(task, model, test_set, config, world)())
+    if world.rank == 0:
+        weights, how = heard
+        print(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
+        for note in filter(None, (placed, substitute(config.precision, world.device))):
+            print(f"evenkeel: {note}")
+        print(f"evenkeel: evaluated {len(test_set)} samples: {shown(metrics)}")
+        step = re.search(r"\bstep-(\d+)", weights)
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        result = {"weights": weights, "step": int(step[1]) if step else None, "samples": len(test_set)}
+        print(json.dumps({"evaluation": result | {"metrics": values}}), flush=True)
+    return 0
+
+
+def _began_from(run_dir: Path) -> str:
+    saved = run_dir / "config.toml"
+    return str(read_config(saved).get("init_from", "")) if saved.exists() else ""
+
+
+def _read_newest(model: nn.Module, checkpoints: Checkpoints) -> tuple[str, str]:
+    while True:
+        newest = checkpoints.newest_name()
+        try:
+            return read_weights(model, checkpoints.folder.parent)
+        except Refusal as refusal:
+            if checkpoints.newest_name() == newest:
+                raise Refusal(str(refusal).replace("--init-from", "--run-dir", 1)) from None
+            # the run has written newer ones, and deleted those that were being read

@@ -1,0 +1,173 @@
+"""What the bits of a run depend on besides its options: the machine, the libraries, the code.
+
+A resume compares this with what the checkpoint was made with, and the ranks compare theirs with each other. It does
+not hold the number of ranks, nor anything else that may change while a run goes on, nor the data, which would have to
+be read. torch is imported where it is used, so that two runs can be compared without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.naming import name_ranks
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..training.task import Task
+
+Fingerprint = Mapping[str, str]
+Differences = dict[str, tuple[str, str]]
+"""Part -> (old, new)."""
+
+UNSET = "(none)"
+
+ENVIRONMENT = (
+    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE"),
+)
+"""Variables by which libraries choose other kernels or another order of adding, and which no call of torch tells."""
+
+COMPUTING = ("data", "distributed", "training", "tasks")
+"""Rooms of Evenkeel whose code counts. The others compute no numbers that reach the weights."""
+
+
+def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
+    """All that the bits of a run depend on here, besides the options in its config.toml: plain strings by part.
+
+    docs/reproducibility.md says why each part counts. What does not apply here is left out.
+
+    Args:
+        task: whose code counts.
+        device: where the model is.
+    """
+    import numpy as np
+    import torch
+
+    build = [line for line in torch.__config__.show().splitlines() if "CPU capability usage" not in line]
+    parts = {
+        "python": ".".join(platform.python_version_tuple()[:2]),  # its `random` may shuffle differently
+        "torch": str(torch.__version__),  # which is no plain string
+        "torch_build": _digest("\n".join(build).encode()),
+        "numpy": np.__version__,
+        "architecture": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "onednn": str(torch.backends.mkldnn.enabled),
+        "mkl": str(torch.backends.mkl.is_available()),  # type: ignore[no-untyped-call]
+        "threads": str(torch.get_num_threads()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "matmul": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()),
+        "device": device.type,
+        "device_model": _gpu_model(device) if device.type == "cuda" else _cpu_model(),
+    }
+    for name, module in (("torchvision", "torchvision"), ("pillow", "PIL")):
+        if module in sys.modules:
+            parts[name] = sys.modules[module].__version__
+    if device.type == "cuda":
+        parts |= _gpu_libraries()
+    parts |= {f"env:{name}": os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    # the text counts, comments included: no digest can tell whether an edit computes something else
+    return parts | {f"code:{name}": _digest(path.read_bytes()) for name, path in sorted(_sources(task))}
+
+
+def differences(old: Fingerprint, new: Fingerprint) -> Differences:
+    """The parts that differ, in the new one's order; a checkpoint that is too old to have any is one difference."""
+    if not old:
+        return {"fingerprint": (UNSET, "kept")}
+    names = [*new, *(name for name in old if name not in new)]
+    return {n: (old.get(n, UNSET), new.get(n, UNSET)) for n in names if old.get(n) != new.get(n)}
+
+
+def differences_among_ranks(fingerprints: Sequence[Fingerprint]) -> Differences:
+    """In what other ranks differ from rank 0, given all of them in order; each part names its ranks."""
+    groups: dict[tuple[str, tuple[str, str]], list[int]] = {}
+    for rank, theirs in enumerate(fingerprints):
+        for part in differences(fingerprints[0], theirs).items():
+            groups.setdefault(part, []).append(rank)
+    return {f"{name} of {name_ranks(ranks)}": values for (name, values), ranks in groups.items()}
+
+
+def describe(found: Differences, most: int = 8) -> str:
+    """Differences in a line: "threads 1 -> 2, numpy 2.1 -> 2.2"; of many only the first ones.
+
+    Another version of Evenkeel has other files, which would be a long list: they are only counted.
+    """
+    ours = [name for name in found if name.startswith("code:evenkeel/")]
+    code = []
+    if any(UNSET in found[name] for name in ours):
+        code = [f"Evenkeel is another version ({len(ours)} files of its code differ)"]
+        found = {name: values for name, values in found.items() if name not in ours}
+    shown = code + [f"{name} {old} -> {new}" for name, (old, new) in found.items()]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def _cpu_model() -> str:
+    """Vendor, family, model and name, as Linux tells them; a virtual machine's name alone says little."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().partition("\n\n")[0].splitlines() if info.exists() else []
+    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    names = ("vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part")
+    return " ".join(known[name] for name in names if name in known) or platform.processor()
+
+
+def _gpu_model(device: torch.device) -> str:
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.multi_processor_count} multiprocessors, capability {found.major}.{found.minor}"
+
+
+def _gpu_libraries() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    cudnn: Any = torch.backends.cudnn  # without types
+    nccl: Any = torch.cuda.nccl
+
+    def tf32(backend: Any) -> str:
+        # releases that know `fp32_precision` raise where a program has used it and then asks for `allow_tf32`
+        return str(backend.fp32_precision if hasattr(backend, "fp32_precision") else backend.allow_tf32)
+
+    return {
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "cudnn": str(cudnn.version()),
+        "nccl": str(nccl.version()) if dist.is_nccl_available() else UNSET,
+        "tf32_matmul": tf32(torch.backends.cuda.matmul),
+        "tf32_cudnn": tf32(getattr(cudnn, "conv", cudnn)),
+        "cudnn_benchmark": str(cudnn.benchmark),
+        "cudnn_deterministic": str(cudnn.deterministic),
+    }
+
+
+def _sources(task: Task) -> Iterator[tuple[str, Path]]:
+    """(name, file) of the code that computes: Evenkeel's, the main program, and the task's file with the modules of its
+    folder or package that are loaded."""
+    package = Path(__file__).parents[1]
+    for room in COMPUTING:
+        yield from ((f"evenkeel/{path.relative_to(package)}", path) for path in package.glob(f"{room}/**/*.py"))
+    if main := getattr(sys.modules["__main__"], "__file__", None):
+        yield Path(main).name, Path(main)
+    own = sys.modules[type(task).__module__]
+    top = sys.modules[own.__name__.partition(".")[0]]  # of a file: that file itself
+    folder = Path(top.__file__ or own.__file__ or "").parent
+    if folder.is_relative_to(package):
+        return
+    others = [package, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
+    outside = [path for path in others if not folder.is_relative_to(path)]
+    for module in list(sys.modules.values()):
+        file = Path(name) if (name := str(getattr(module, "__file__", ""))).startswith(f"{folder}{os.sep}") else None
+        if file and file.is_file() and not any(map(file.is_relative_to, outside)):
+            yield str(file.relative_to(folder)), file
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

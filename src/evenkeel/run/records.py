@@ -1,0 +1,190 @@
+"""Reads what a run has written about itself: status.json, summary.json, metrics.jsonl, config.toml.
+
+A failed disk or an editor may have left anything in these files. What is not as it was written is left out here, so
+that nobody who reads has to check types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import Refusal
+from ..common.files import read_json
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+log = logging.getLogger(__name__)
+
+FACTS: dict[str, Any] = {
+    **dict.fromkeys(("state", "host", "reason", "last_failure", "requeues", "wandb_id", "weights_sha256"), ""),
+    **dict.fromkeys(("pid", "step", "total_steps", "samples_seen", "threads", "micro_batch", "micro_batches"), 0),
+    **dict.fromkeys(("fruitless", "starts"), 0),
+    **dict.fromkeys(("time", "seconds", "goodput"), 0.0),
+    "stopped_early": False,
+    "launch": [""],
+    "world_sizes": [0],
+    "samples": {"": 0},
+    "digests": {"": {"equal": "", "near": [0.0]}},
+    "ledger": {"": 0.0},
+}
+"""An example of each fact in status.json, summary.json and Slurm's count of starts."""
+
+RECORD: dict[str, Any] = {"kind": "", "step": 0, "time": 0.0}
+"""What each line of metrics.jsonl has."""
+
+MORE: dict[str, Any] = {"spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}}
+"""What some of them have, besides values that are only shown."""
+
+RECORDED = {"task", "batch_size", "grace", "keep", "on_nonfinite"}
+"""Options that every version writes into config.toml, and that nobody types all."""
+
+ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redone", "dead")
+"""Steps; waiting for data; stalls for checkpoints; evaluations; from a process's start to its first step; steps done
+again; no process, or none that lived to tell."""
+
+
+def alike(value: Any, example: Any) -> bool:
+    """Whether a value from JSON has the type of an example, and all that is in it too.
+
+    The example's first item stands for all of a list or object. A pair is one of two; an object with several names has
+    just these.
+    """
+    if isinstance(example, float):
+        return type(value) in (int, float)
+    if type(value) is not type(example):
+        return False
+    if isinstance(example, dict) and len(example) > 1:
+        return value.keys() == example.keys() and all(alike(value[name], example[name]) for name in example)
+    if isinstance(example, dict):
+        return all(alike(item, *example.values()) for item in value.values())
+    if isinstance(example, list):
+        return len(example) in (1, len(value)) and all(alike(item, example[0]) for item in value)
+    return True
+
+
+def read_facts(path: Path) -> tuple[dict[str, Any], str]:
+    """The facts in one of a run's JSON files, and what is wrong with it; both empty where there is no such file.
+
+    Raises:
+        OSError: it may not be read.
+    """
+    try:
+        found = {name: value for name, value in read_json(path).items() if value is not None}
+    except ValueError as error:
+        return {}, f"{path.name} cannot be read: {error}"
+    bad = [name for name, value in found.items() if name in FACTS and not alike(value, FACTS[name])]
+    trouble = f"{path.name} has been changed: {bad[0]} is {found[bad[0]]!r:.60}" if bad else ""
+    return {name: value for name, value in found.items() if name not in bad}, trouble
+
+
+def read_record(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is none, cut by a power failure for example."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not all(alike(found.get(name), RECORD[name]) for name in RECORD):
+        return None
+    return found if all(alike(found[name], MORE[name]) for name in MORE.keys() & found.keys()) else None
+
+
+def read_records(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
+    """The whole lines of a metrics.jsonl, none if there is no file; with ``tail`` of so many bytes at its end."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        if tail and path.stat().st_size > tail:
+            file.seek(-tail, os.SEEK_END)
+            file.readline()  # the end of one
+        for line in file:
+            if record := read_record(line):
+                yield record
+            else:
+                _warn(path)
+
+
+@cache  # once for each file
+def _warn(path: Path) -> None:
+    log.warning("%s: some of its lines are not as they were written, and are left out", path)
+
+
+def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by account, from the start of the first attempt to the last record.
+
+    Each record says what its attempt has spent so far (`Activity.spent`), so that even one that was killed has
+    accounted for its time up to its last record. The time from there to the next start is dead.
+
+    Args:
+        records: lines of metrics.jsonl, in order.
+    """
+    seconds = dict.fromkeys(ACCOUNTS, 0.0)
+    spent, end = dict[str, float](), 0.0
+    for record in (record for record in records if "spent" in record):
+        if record["kind"] == "start" and end:
+            seconds = {name: value + spent.get(name, 0.0) for name, value in seconds.items()}
+            seconds["dead"] += max(0.0, record["time"] - sum(record["spent"].values()) - end)
+        spent, end = record["spent"], record["time"]
+    return {name: round(value + spent.get(name, 0.0), 3) for name, value in seconds.items()}
+
+
+def goodput(seconds: dict[str, float]) -> float:
+    """The productive part of all seconds, 0 .. 1."""
+    return round(seconds["productive"] / max(sum(seconds.values()), 1e-9), 4)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The options in a TOML file.
+
+    Raises:
+        Refusal: no such file, or not TOML.
+    """
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise Refusal(f"{path}: is a pipe or a device, which may never come to its end; name a file")
+        options: dict[str, Any] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of which one is TOMLDecodeError
+        raise Refusal(f"{path}: not TOML: {error}") from None
+    return options
+
+
+def recorded_options(path: Path | None) -> dict[str, Any]:
+    """Options that were left open when the run began, as it has recorded them: "micro_batch", "micro_batches" and CPU
+    "threads". Empty where there is no run; an older version may lack some."""
+    if path is None:
+        return {}
+    try:
+        status, _ = read_facts(path / "status.json")
+        cut = status if status.get("micro_batch") else read_config(path / "config.toml")
+    except (OSError, Refusal):
+        return {}
+    saved = {"threads": status.get("threads"), **{name: cut.get(name) for name in ("micro_batch", "micro_batches")}}
+    return {name: value for name, value in saved.items() if type(value) is int and value}
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's, of this version or an older one.
+
+    Its status.json says so, or, where that is damaged or lost, a config.toml with all our options beside it or beside
+    checkpoints: a config.toml alone may be a copy.
+    """
+    status = path / "status.json"
+    with contextlib.suppress(OSError):
+        if "world_sizes" in read_facts(status)[0]:
+            return True
+    with contextlib.suppress(OSError, Refusal):
+        if status.exists() or any(path.glob("checkpoints/step-*/manifest.json")):
+            return read_config(path / "config.toml").keys() >= RECORDED
+    return False

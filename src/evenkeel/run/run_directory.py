@@ -1,0 +1,327 @@
+"""The folder of one run, across all its restarts: who may use it, which run it is, and its state.
+
+Rank 0 holds a lock on it as long as it lives, so that two jobs cannot train in the same folder. It alone writes there,
+apart from the other ranks' logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import tomli_w
+
+from ..common.errors import Ended, Refusal
+from ..common.files import lock, make_unused, write_atomically, write_json
+from ..common.processes import stat
+from ..config import differences, flag
+from .checkpoint import step_folders
+from .records import is_run, read_config, read_facts, read_record
+
+log = logging.getLogger(__name__)
+
+RunState = Literal["running", "finished", "stopped", "failed"]
+
+LOCK_PATIENCE = 10.0
+"""Seconds to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
+
+ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
+"""Names of folders with runs that were moved aside."""
+
+OURS = ("metrics.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled", "wandb", "config.toml")
+"""What a run writes into its folder, besides status.json."""
+
+BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
+"""Folders that Slurm, another rank or a failed start may have made before there is a run, and what is in them."""
+
+MAX_FRUITLESS = 3
+"""Attempts in a row that may die before their first step. More would be burning restarts."""
+
+
+def launch_token() -> str:
+    """An id of the torchrun agent that started this process; empty without torchrun, where there are no restarts.
+
+    Host, pid and start time of the parent; or EVENKEEL_LAUNCH, by which a scheduler says that a job is the same again.
+    """
+    if known_as := os.environ.get("EVENKEEL_LAUNCH"):
+        return known_as
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    known = stat(os.getppid())  # without /proc the pid must do
+    return f"{socket.gethostname()}:{os.getppid()}:{known.started if known else '?'}"
+
+
+@dataclass
+class RunDirectory:
+    """Rank 0's handle on a run's folder. Make it with :func:`claim`."""
+
+    path: Path
+    status: dict[str, Any]
+    """What status.json holds."""
+    _lock: IO[bytes]
+    trouble: str = ""
+    """What is wrong with the status.json that was found."""
+    _options: dict[str, Any] = field(default_factory=dict)
+    _over: bool = False
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def attempts(self) -> int:
+        """Starts of this run so far."""
+        return len(self.status.get("world_sizes", []))
+
+    @property
+    def fruitless(self) -> int:
+        """Starts in a row, the present one included, that have not yet finished a step."""
+        return int(self.status.get("fruitless", 0))
+
+    def start_over(self, tokens: list[str]) -> Path | None:
+        """Move the run in the folder aside and return its new path; do nothing if a restart of this launch made it.
+
+        Args:
+            tokens: the `launch_token` of every rank. torchrun's own restart count stays 0 when a node joins.
+
+        Raises:
+            Ended: it cannot be moved.
+        """
+        if not is_run(self.path) or self._restarted(tokens):
+            return None
+        self.status, self.trouble = {}, ""
+        return _move_aside(self.path)
+
+    def begin(self, options: dict[str, Any], tokens: list[str], **facts: Any) -> None:
+        """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
+        restarted = self._restarted(tokens)
+        launch = set(filter(None, tokens)) | set(self.status["launch"] if restarted else ())
+        last_failure, fruitless = self.status.get("last_failure"), self.fruitless
+        if fruitless <= MAX_FRUITLESS:
+            last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
+        elif not restarted:
+            fruitless = 0  # somebody has read why it stopped, and typed the command again
+        requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
+        if requeues != self.status.get("requeues", "0"):
+            fruitless = 0  # Slurm's deaths are not the job's; --max-requeues limits those
+        facts |= {"launch": sorted(launch), "world_sizes": [*self.status.get("world_sizes", []), len(tokens)]}
+        facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
+        self._over = False
+        self.update("running", **facts)  # first, because a run is known by its status.json
+        _write_config(self.path, options)
+        self._options = options
+
+    def update(self, state: RunState, **facts: Any) -> None:
+        """Rewrite status.json with a new state and some facts; the others stay. Any thread may call it.
+
+        After an end nothing changes: the training may still be going on while another thread ends the process.
+        """
+        with self._one_at_a_time:
+            if self._over:
+                return
+            self._over = state != "running"
+            if reason := facts.get("reason"):  # may name a file that is not in UTF-8
+                facts["reason"] = reason.encode(errors="backslashreplace").decode()
+            here = {"host": socket.gethostname(), "pid": os.getpid()}
+            self.status |= {"state": state, **here, "time": time.time()} | facts
+            self._make_again()
+            write_json(self.path / "status.json", self.status)
+
+    def note(self, **facts: Any) -> None:
+        """As :meth:`update`, of a run that goes on even if the disk has no room for it."""
+        try:
+            self.update("running", **facts)
+        except OSError as error:
+            log.error("status.json: %s", error)
+
+    def _restarted(self, tokens: list[str]) -> bool:
+        return bool(set(filter(None, tokens)) & set(self.status.get("launch", [])))
+
+    def _make_again(self) -> None:
+        """Make the folder again if it was deleted during the run: without config.toml nobody could use what follows."""
+        if not self._options or (self.path / "config.toml").exists():
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / ".lock").exists():
+            self._lock = _lock(self.path)
+        _write_config(self.path, self._options)
+        log.error("%s was deleted while the run is at work; what is written from now on is there again", self.path)
+
+
+def check(
+    path: Path,
+    options: dict[str, Any],
+    fresh: bool,
+    harmless: frozenset[str] = frozenset(),
+    samples: Mapping[str, int] = {},
+    earlier: Mapping[str, Any] = {},
+) -> None:
+    """Check that a run may use a folder, and create it if need be. Changes nothing in a run there.
+
+    Args:
+        path: the folder.
+        options: as `config.saved_options` gives them.
+        fresh: a run there will be moved aside.
+        harmless: options of the task that may change.
+        samples: how many there are, of the "training" data and of the "test" data.
+        earlier: what options of the task were in runs that are older than the option (`Task.earlier`).
+
+    Raises:
+        Refusal: it is a file, cannot be written, is not a run's, is another run's, or the run had other data.
+    """
+    try:
+        if path.exists() and not path.is_dir():
+            raise Refusal(f"--run-dir {path}: is a file; name a folder")
+        if path.is_dir() and not is_run(path) and (foreign := _foreign(path)):
+            holds = foreign[0] + f" and {len(foreign) - 1} more" * (len(foreign) > 1)
+            raise Refusal(f"--run-dir {path}: is not empty and not a run's: holds {holds}; name another folder")
+        if not fresh:
+            _refuse_another_run(path, options, harmless, samples, earlier)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".lock").open("ab").close()  # says now whether files can be written here
+    except OSError as error:
+        raise Refusal(
+            f"--run-dir {path}: cannot be written: {error.strerror or error}; mend that or name another folder"
+        ) from None
+
+
+def claim(
+    path: Path,
+    options: dict[str, Any],
+    fresh: bool,
+    harmless: frozenset[str] = frozenset(),
+    samples: Mapping[str, int] = {},
+    earlier: Mapping[str, Any] = {},
+) -> RunDirectory:
+    """As :func:`check`, and lock the folder for rank 0 of this job, or refuse if it is in use."""
+    check(path, options, fresh, harmless, samples, earlier)
+    held = _lock(path)
+    if not fresh:  # again: the last holder of the lock may have started over
+        _refuse_another_run(path, options, harmless, samples, earlier)
+    status, trouble = read_facts(path / "status.json")
+    if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
+        with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
+            found = filter(None, map(read_record, file))
+            status["world_sizes"] = [it.get("world_size", 1) for it in found if it["kind"] == "start"]
+    return RunDirectory(path, status, held, trouble)
+
+
+def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
+    """On a node without rank 0: keep a copy of the run's options and rank 0's status, so that it can continue here
+    alone. With ``fresh`` an older launch's run is moved aside; returns where.
+
+    On a shared file system the folder is rank 0's own, and nothing is done.
+    """
+    mine, _ = read_facts(path / "status.json")
+    if mine == {name: fact for name, fact in status.items() if fact is not None}:
+        return None
+    restarted = set(mine.get("launch", [])) & set(status["launch"])
+    aside = _move_aside(path) if fresh and not restarted and is_run(path) else None
+    _write_config(path, options)
+    write_json(path / "status.json", status)
+    return aside
+
+
+def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str, int]) -> None:
+    """Refuse another number of samples than the run has had, by part of the data; not all need be known."""
+    for part, now in samples.items():
+        if (before := known.get(part, now)) != now:
+            raise Refusal(
+                f"--run-dir {path}: the {part} data had {before} samples and has {now} now, which changes their order, "
+                "so that some would come twice; bring back the data of the run, name another folder, or start over "
+                "with --fresh"
+            )
+
+
+def _write_config(path: Path, options: dict[str, Any]) -> None:
+    write_atomically(path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()), private=True)
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Hold a lock on the folder until this process ends, however it ends."""
+    file = (path / ".lock").open("ab")
+    if not lock(file, time.monotonic() + LOCK_PATIENCE):
+        holder, _ = read_facts(path / "status.json")
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+        raise Refusal(f"--run-dir {path}: is in use by {who}; stop that job or name another folder")
+    return file
+
+
+def _move_aside(path: Path) -> Path:
+    """Move what a run has written into a new folder beside it, or within it (a mount, another user's folder).
+
+    All of it or nothing. Other files stay, and so do the lock of the job that starts over and what Slurm needs.
+
+    Raises:
+        Ended: it cannot be moved; nothing has changed.
+    """
+    path = path.resolve()  # a link may lead to another file system
+    name = f"old-{time.strftime('%Y%m%d-%H%M%S')}"
+    # the status last: without it, after a crash, what is left would not be known for a run
+    entries = [path / ours for ours in (*OURS, "status.json") if os.path.lexists(path / ours)]
+    for place in (path.with_name(f"{path.name}.{name}"), path / name):
+        aside, moved = None, list[Path]()
+        try:
+            aside = make_unused(place)
+            for entry in entries:
+                entry.rename(aside / entry.name)
+                moved.append(entry)
+            return aside
+        except OSError as error:
+            trouble = error.strerror or str(error)
+        if aside:
+            for entry in reversed(moved):
+                (aside / entry.name).rename(entry)
+            aside.rmdir()
+    raise Ended(
+        f"--fresh: the run in {path} cannot be moved aside: {trouble}; move it away yourself, or name another --run-dir"
+    )
+
+
+def _foreign(path: Path) -> list[str]:
+    """Names in a folder without a run that are not what a job leaves there before it has one."""
+
+    def ours(entry: Path) -> bool:
+        if pattern := BEFORE_A_RUN.get(entry.name):
+            return entry.is_dir() and all(re.fullmatch(pattern, inside.name) for inside in entry.iterdir())
+        return bool(re.fullmatch(rf"{ASIDE}|\.lock|\.(config\.toml|status\.json)\.\d+\.tmp", entry.name))
+
+    return sorted(entry.name for entry in path.iterdir() if not ours(entry))
+
+
+def _refuse_another_run(
+    path: Path,
+    options: dict[str, Any],
+    harmless: frozenset[str],
+    samples: Mapping[str, int],
+    earlier: Mapping[str, Any],
+) -> None:
+    """Refuse options or data that are not those of the run there, and checkpoints that cannot be read."""
+    folder, config = path / "checkpoints", path / "config.toml"
+    # they would count as none, and the run would start over
+    if os.path.lexists(folder) and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
+        gone = folder.is_symlink() and not folder.exists()
+        why = f"it is a link to {folder.readlink()}, and nothing is there" if gone else "Permission denied"
+        raise Refusal(f"--run-dir {path}: its checkpoints cannot be read: {why}; mend that or name another folder")
+    if not config.exists() and step_folders(folder):
+        raise Refusal(
+            f"--run-dir {path}: holds a run without its config.toml, which says what run it is; put that back, "
+            "name another folder, or start over with --fresh"
+        )
+    before = read_config(config) if config.exists() else options
+    if changed := differences({**earlier, **before}, {**earlier, **options}, harmless):
+        shown = ", ".join(
+            f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
+            for name, old, new in changed
+        )
+        raise Refusal(
+            f"--run-dir {path}: holds another run: {shown}; continue it with the old values, name another folder, "
+            "or start over with --fresh"
+        )
+    refuse_other_data(path, read_facts(path / "status.json")[0].get("samples", {}), samples)

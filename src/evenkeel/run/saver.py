@@ -1,0 +1,118 @@
+"""Checkpoints while training goes on, and the rescue of the last finished step when it must end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..common.background import Background
+from ..common.phases import CHECKPOINT, activity
+from ..training.seqlock import Torn
+from ..training.staging import Staging
+from ..training.state import State
+from .checkpoint import Checkpoints
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Copies the state beside the next step and writes it in a thread. The next commit waits for the copy only.
+
+    Args:
+        checkpoints: the run's folder of them.
+        devices: where the state is.
+        grace: seconds that a process has after a signal.
+        written: is called with the step of each checkpoint, in the thread that has written it.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, devices: Sequence[torch.device], grace: float, written: Callable[[int], None]
+    ) -> None:
+        self.checkpoints, self._devices, self._grace, self._written = checkpoints, devices, grace, written
+        self._writer: Background[float] = Background("checkpoint")
+        self._staging = Staging(*devices)
+        self.step = 0
+        """Of the checkpoint that is being written."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether :meth:`result` has something to tell."""
+        return self._writer.busy
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`result` would answer at once."""
+        return self._writer.done
+
+    def result(self) -> float:
+        """Seconds that the last checkpoint took; waits for it.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        return self._writer.result()
+
+    def pin(self, state: State) -> None:
+        """Page-lock the memory for copies from a GPU, once; on rank 0 only, for all ranks would need too much."""
+        if not self._staging.pinned:
+            state.pin(self._staging)
+
+    def start(self, state: State, metrics: dict[str, float]) -> None:
+        """Begin a checkpoint of the state as it is now. The result of the last one must have been taken."""
+        begun = time.perf_counter()
+        with activity.during(CHECKPOINT):
+            self._staging.take()
+        try:
+            held = state.hold(staging=self._staging)
+        except BaseException:
+            self._staging.give_back()
+            raise
+        self.step = state.step
+        self._writer.start(lambda: self._save(held, metrics, begun))
+
+    def _save(self, held: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
+        try:
+            captured = held()
+            self.checkpoints.save(captured, metrics)
+            self._written(captured["step"])
+        finally:
+            self._staging.give_back()
+        return time.perf_counter() - begun
+
+    def save_last(self, state: State, metrics: dict[str, float]) -> None:
+        """Write the state after the last step, without a copy of what is on the host: no training goes on.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.checkpoints.save(state.capture(staging=Staging(*self._devices, still=True)), metrics)
+
+    def rescue(self, state: State, local_rank: int) -> str:
+        """Save the last finished step from this rank, unless another rank of the node has done so; says what came of
+        it. From any thread."""
+        if state.step == 0:
+            return "there was no step to save"
+        # moments, not durations: whatever is waited for, the second half of the grace is left for the writing
+        begun, grace = time.monotonic(), self._grace
+        kept = self._staging.take(begun + grace / 4)
+        try:
+            # new memory if the writer does not come back with the other
+            staging = self._staging if kept else Staging(*self._devices)
+            captured = state.capture(begun + grace / 2, staging, final=True)
+            # the lowest live rank should write; wait after the capture, because small steps go on meanwhile
+            time.sleep(min(0.05 * local_rank, grace / 8))
+            path = self.checkpoints.rescue(captured, begun + grace / 2)
+        except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed
+            log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
+            return f"not saved ({error})"
+        finally:
+            if kept:
+                self._staging.give_back()
+        seconds = time.monotonic() - begun
+        if path:
+            log.info("saved %s in %.2f s", path, seconds)
+        return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")

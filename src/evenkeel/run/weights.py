@@ -1,0 +1,300 @@
+"""Weights in files from anywhere: read into a model, and written for others (docs/weights.md).
+
+Wrappers add to the names: `module.` (DataParallel, DDP), `_orig_mod.` (torch.compile). A file that does not fit is
+refused with the names that differ, where `load_state_dict(strict=False)` would leave the model random without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.errors import Refusal
+from ..training.ema import averaged
+from .checkpoint import STATE, Damaged, dump, is_step_folder, load, step_folders
+
+WRAPPERS = ("module", "_orig_mod")
+
+USUAL = {"state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params"}
+"""Where training scripts keep the weights in a larger dictionary. Others are looked into after these."""
+
+SHOWN, SHOWN_RANDOM = 3, 20
+"""Names in a refusal, and in the report of --init-partial, before the rest is only counted."""
+
+CONVERT = (
+    "import sys, torch; f = lambda x: f(x.state_dict()) if hasattr(x, 'state_dict') else "
+    "{k: f(v) for k, v in x.items()} if isinstance(x, dict) else x if torch.is_tensor(x) else None; "
+    "torch.save(f(torch.load(sys.argv[1], map_location='cpu', weights_only=False)), sys.argv[2])"
+)
+"""Runs the code in a file, and keeps its tensors and the dictionaries they are in."""
+
+CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu').state_dict(), sys.argv[2])"
+
+
+def load_weights(model: nn.Module, path: Path, partial: bool = False) -> str:
+    """Load a file of torch.save or safetensors, or a checkpoint of ours, and return a line that reports it.
+
+    Args:
+        model: on the CPU.
+        path: a file, a run directory (its newest whole checkpoint), or one step-* folder.
+        partial: load what fits, if anything does, instead of refusing a file that does not fit completely.
+
+    Raises:
+        Refusal: the file holds no weights that can be read without running code, or they do not fit. The model may
+            have some of them by then.
+    """
+    return "--init-from {}: {}".format(*read_weights(model, path, partial))
+
+
+def read_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[str, str]:
+    """As :func:`load_weights`; returns where the weights are from, and how they fit, as two texts."""
+    where, weights, pairs = _find(*_read(path), model.state_dict())
+    own = model.state_dict(keep_vars=True)
+    misfits = {name: how for name, theirs in pairs.items() if (how := _misfit(weights[theirs], own[name]))}
+    names = {name: theirs for name, theirs in pairs.items() if name not in misfits}
+    for theirs in weights.keys() - pairs.values():
+        if _bare(theirs) not in own:  # perhaps a hook of the model understands it: the names of an old weight_norm, say
+            names.setdefault(_bare(theirs), theirs)
+    given = OrderedDict((name, weights[theirs]) for name, theirs in names.items())
+    # versions of the modules: BatchNorm would take a file without for an old one, and fill in num_batches_tracked
+    given._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    try:
+        absent, unexpected = model.load_state_dict(given, strict=False)  # both are reported below
+    except RuntimeError as error:
+        raise Refusal(f"--init-from {where}: cannot be loaded: {error}") from None
+
+    tied: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        tied.setdefault(id(tensor), []).append(name)
+    loaded: set[str] = set()
+    for same in tied.values():
+        first, *others = [given[name] for name in same if name in given] or [None]
+        if not all(torch.equal(first, other.to(first.dtype)) for other in others):
+            raise Refusal(
+                f"--init-from {where}: {_some(same)}, which are one tensor in the model, differ in the file; "
+                "untie them in the model, or leave all but one out of the file"
+            )
+        if not set(absent).issuperset(same):
+            loaded |= set(same) - misfits.keys()
+    missing = [name for name in own if name not in loaded and name not in misfits]
+    used = {pairs[name] for name in misfits} | {theirs for name, theirs in names.items() if name not in unexpected}
+    unused = [name for name in weights if name not in used]
+    if not (missing or unused or misfits):
+        return where, f"all {len(own)} tensors of the model are from it" + partial * "; --init-partial was not needed"
+    if partial and loaded:
+        told = [f"{len(loaded)} of the model's {len(own)} tensors are from it"]
+        if random := [f"{_printable(n)} ({misfits.get(n, 'not in the file')})" for n in own if n not in loaded]:
+            told.append(f"{len(random)} stayed as initialised: {_some(random, SHOWN_RANDOM)}")
+        if unused:
+            told.append(f"{len(unused)} in the file are not used: {_some(unused, SHOWN_RANDOM)}")
+        return where, "; ".join(told)
+    remedy = "mend the model's options or the file; --init-partial loads what fits and leaves the rest random"
+    if not loaded:
+        remedy = "nothing in it fits, so --init-partial would not help; name the file of such a model"
+    lists = {
+        "missing": _nearest(missing, unused or weights, "in the file"),
+        "unexpected": _nearest(unused, missing or own, "in the model"),
+        "of another shape": [f"{_printable(name)} is {how}" for name, how in misfits.items()],
+    }
+    differences = "; ".join(f"{len(found)} {what}: {_some(found)}" for what, found in lists.items() if found)
+    raise Refusal(f"--init-from {where}: does not fit the model: {differences}; {remedy}")
+
+
+def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:
+    """Write a state dict on the CPU in one of the forms of `checkpoint export`: bare, dp or safetensors.
+
+    Raises:
+        Refusal: safetensors cannot hold it.
+        OSError: from the file.
+    """
+    if form != "safetensors":
+        dump({f"module.{name}" if form == "dp" else name: value for name, value in weights.items()}, file)
+        return
+    import safetensors.torch
+
+    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+        raise Refusal(f"--as safetensors: holds tensors only, and {_some(others)} is none; use --as bare")
+    # the format knows no shared memory, so tied weights are written once for each name
+    alone = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
+    try:
+        content = safetensors.torch.save(alone, metadata={"format": "pt"})
+    except (KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise Refusal(f"--as safetensors: cannot hold these weights: {error}; use --as bare") from None
+    file.write(content)
+
+
+def _read(path: Path) -> tuple[Any, str]:
+    """What a file or checkpoint holds, and its name for a message."""
+    folder = path.resolve().parent if path.name == STATE else path.resolve()
+    if is_step_folder(folder) and folder.is_dir():
+        paths = [folder]
+    elif path.is_dir():
+        paths = step_folders(path / "checkpoints") or step_folders(path)
+    else:
+        return _read_file(path), str(path)
+    damages: list[str] = []
+    for found in reversed(paths):
+        try:
+            state = load(found)
+        except (Damaged, OSError) as damage:  # the latter: a run at work has deleted it
+            damages.append(str(damage))
+            continue
+        passed_over = f" ({len(damages)} newer damaged)" if damages else ""
+        average = ", its averaged weights" * ("ema" in state)  # those that the run evaluates and exports
+        return averaged(state), f"{path}{f' at {found.name}' * (found != folder)}{passed_over}{average}"
+    if damages:
+        raise Refusal(f"--init-from {path}: no whole checkpoint: {damages[0]}; name another one")
+    raise Refusal(f"--init-from {path}: a folder without checkpoints; name a file, a run directory or a step-* folder")
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+    except OSError as error:
+        raise Refusal(f"--init-from {path}: cannot be read: {error.strerror or error}") from None
+    if start.startswith(b"version https://git-lfs"):
+        raise Refusal(f"--init-from {path}: only a pointer to a file in Git LFS; get the file with `git lfs pull`")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a refusal is one line
+            if start[8:9] == b"{":  # safetensors: after the header's length in bytes
+                import safetensors.torch
+
+                return safetensors.torch.load_file(path)
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises what it stumbles over: KeyError, EOFError, ...
+        text = re.sub(r"(?s).*WeightsUnpickler error:\s*", "", str(error).strip()).split("\n")[0].split(". ")[0]
+        what = _printable(type(error).__name__ + f": {text}" * bool(text))
+        damaged = f"is no file of torch.save or safetensors, or damaged ({what}); get it again or name another"
+        raise Refusal(f"--init-from {path}: {_holds_code(path, str(error)) or damaged}") from None
+
+
+def _holds_code(path: Path, error: str) -> str:
+    """Why a file can be read only by running code, and how to convert it; empty if that is not what is wrong."""
+    names: list[str] = []
+    with contextlib.suppress(Exception):
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    names = names or re.findall(r"GLOBAL (.+?) was not an allowed global", error)
+    script = "TorchScript" in error
+    if not (names or script or ".tar format" in error):
+        return ""
+    code, needs = CONVERT_SCRIPT if script else CONVERT, ""
+    mine = [name.removeprefix("__main__.") for name in names if name.startswith("__main__.")]
+    if mine and all(name.isidentifier() for name in mine):  # they come from the file, and are going to be typed
+        code, needs = f"from SCRIPT import {', '.join(mine)}; {code}", ", SCRIPT being the program that saved it"
+    why = f"its code ({_some(names)})" if names else "a TorchScript program" if script else "an old pickle"
+    new = path.with_name(f"{path.stem}-weights.pt")
+    return (
+        f"holds more than tensors: to read it is to run {why}, so it is refused; if you trust who made it, convert it "
+        f"once, where that code is installed and best in a container without network{needs}: "
+        f'python -c "{code}" {shlex.quote(str(path))} {shlex.quote(str(new))}'
+    )
+
+
+def _find(tree: Any, read: str, own: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """The dictionary of a file that fits a model best, those at usual places first.
+
+    Returns:
+        Where it is, its weights, and the model's name -> its name for all that match.
+    """
+    ranked = []
+    for place, weights in _dictionaries(tree):
+        pairs = _match(weights, own)
+        rank = (bool(pairs) and USUAL.issuperset(place), len(pairs), 0 if pairs else len(weights))
+        ranked.append((rank, place, weights, pairs))
+    if not ranked:
+        keys = f" with {_some([str(key) for key in tree])}" if isinstance(tree, dict) and tree else ""
+        raise Refusal(f"--init-from {read}: holds no tensors by name, only a {type(tree).__name__}{keys}")
+    best = [entry for entry in ranked if entry[0] == max(rank for rank, *_ in ranked)]
+    _, place, weights, pairs = best[0]
+    if len(best) > 1 and pairs:
+        places = " and in ".join(".".join(place) or "itself" for _, place, *_ in best)
+        raise Refusal(f"--init-from {read}: weights that fit are in {places}; save those that are meant by themselves")
+    return read + f", its {_printable('.'.join(place))}" * bool(place), weights, pairs
+
+
+def _dictionaries(tree: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """All dictionaries of named tensors in nested ones, and where they are."""
+    if isinstance(tree, Mapping):
+        if any(isinstance(key, str) and isinstance(value, Tensor) for key, value in tree.items()):
+            yield place, {str(key): value for key, value in tree.items()}
+        for key, value in tree.items():
+            if isinstance(key, str):
+                yield from _dictionaries(value, (*place, key))
+
+
+def _match(weights: Iterable[str], own: Iterable[str]) -> dict[str, str]:
+    """The model's names -> the file's that mean the same without wrappers.
+
+    Where the model has several such names (a real submodule `module`), the file must have as many, and those must be
+    the same but for wrappers around the whole. A tensor is never loaded where another one might be meant.
+    """
+    pairs = {}
+    theirs = _by_bare_name(weights)
+    for bare, mine in _by_bare_name(own).items():
+        found = theirs.get(bare, {})
+        if len(mine) == len(found) == 1:
+            pairs[next(iter(mine.values()))] = next(iter(found.values()))
+        elif mine.keys() == found.keys():
+            pairs |= {mine[name]: found[name] for name in mine}
+    return pairs
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Name without any wrapper -> name without those around all of them -> name."""
+    short = {name: name for name in names}
+    while short and any(all(name.startswith(f"{part}.") for name in short) for part in WRAPPERS):
+        short = {name.partition(".")[2]: full for name, full in short.items()}
+    found: dict[str, dict[str, str]] = {}
+    for name, full in short.items():
+        found.setdefault(_bare(name), {})[name] = full
+    return found
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _misfit(value: Any, own: Any) -> str:
+    """How a value differs from the model's; empty if it can be copied there."""
+    if not isinstance(own, Tensor):
+        return ""  # the extra state of a module, which checks it itself
+    if isinstance(value, Tensor) and value.shape == own.shape and torch.can_cast(value.dtype, own.dtype):
+        return ""
+    return f"{_kind(value)}, the model's {_kind(own)}"
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _nearest(names: list[str], others: Iterable[str], where: str) -> list[str]:
+    """Names, the first ones each with the most similar of others."""
+    known, first = {_bare(other): other for other in others}, []
+    for name in names[:SHOWN]:
+        near = get_close_matches(_bare(name), known, n=1, cutoff=0.5)
+        first.append(_printable(name) + (f" (nearest {where}: {_printable(known[near[0]])})" if near else ""))
+    return [*first, *names[SHOWN:]]
+
+
+def _some(names: Sequence[str], shown: int = SHOWN) -> str:
+    """The first names and the number of the others."""
+    return ", ".join(map(_printable, names[:shown])) + f" and {len(names) - shown} more" * (len(names) > shown)
+
+
+def _printable(name: str) -> str:
+    """A name out of a file, without what would command a terminal."""
+    return name if name.isprintable() else ascii(name)

@@ -1,0 +1,269 @@
+"""The command line of train.py: options from dataclasses by tyro, a TOML file beneath them, errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import os
+import re
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+
+import tyro
+
+from ..common.arguments import one_line_errors, refuse_empty
+from ..common.errors import Refusal
+from ..common.naming import kind_of
+from ..config import GROUPS, OPTION_NAMES, Config, check_numbers, flag, validate
+from ..run.records import is_run, read_config
+from ..training.checks import check_best
+from ..training.task import Task, option_name
+from .registry import load_task
+
+TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})
+"""Options by which train.py hands over to a launcher (launchers.py)."""
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    """No options of its own."""
+
+
+T = TypeVar("T", bound=Task)
+
+
+@overload
+def parse(arguments: Sequence[str]) -> tuple[Config, Task]: ...
+@overload
+def parse(arguments: Sequence[str], task: type[T]) -> tuple[Config, T]: ...
+def parse(arguments: Sequence[str], task: type[Task] | None = None) -> tuple[Config, Task]:
+    """The options of a training script, those of the task included.
+
+    Args:
+        arguments: the command line.
+        task: what this script trains; default: what --task says.
+
+    Raises:
+        Refusal: an unknown option or task, an invalid value, a bad configuration file.
+        SystemExit: after --help.
+
+    >>> config, task = parse(["--epochs", "3"])
+    >>> config.epochs, type(task).__name__
+    (3, 'Classify')
+    """
+    refuse_empty(arguments, Config)
+    # --task and --config decide which other options there are
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--task")
+    first.add_argument("--config", type=Path)
+    try:
+        early, _ = first.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise Refusal(str(error)) from None
+    from_file = _read_file(early.config) if early.config else {}
+    if any(re.match("--micro[-_]batch", word) for word in arguments):  # replaces whichever of the two is in the file
+        from_file = {name: value for name, value in from_file.items() if name not in ("micro_batch", "micro_batches")}
+    if task and early.task:
+        raise Refusal(f"--task {early.task}: this script trains its own task, {task.__name__}; leave --task out")
+    if task:
+        from_file["task"] = f"{os.path.relpath(inspect.getfile(task))}:{task.__name__}"
+    task_class = task or load_task(str(early.task or from_file.get("task", Config.task)))
+    task_options = task_class if is_dataclass(task_class) else _NoOptions
+    _check_options(task_class, task_options)
+    refuse_empty(arguments, task_options)
+    job_default, task_default = _with_file(from_file, early.config, Config, task_options)
+
+    # a box of the help for each group of options, and one for the task's
+    boxes = [group(**{it.name: getattr(job_default, it.name) for it in fields(group)}) for group in GROUPS]
+    boxes.append(task_default)
+    refuse_synonyms(arguments, {flag(option_name(it.name)) for box in boxes for it in fields(box)})
+    hide_prefix: Any = tyro.conf.OmitArgPrefixes  # --width, not --task.width
+    names = [*(group.__name__.lower() for group in GROUPS), "task"]
+    kinds = [hide_prefix[Annotated[type(box), tyro.conf.arg(help="")]] for box in boxes]
+    form: Any = make_dataclass("Options", zip(names, kinds, strict=True))
+    about = inspect.getdoc(Config)
+    chosen: Any = one_line_errors(lambda: tyro.cli(form, default=form(*boxes), args=list(arguments), description=about))
+    *groups, task_chosen = vars(chosen).values()
+    config = Config(**{name: value for group in groups for name, value in vars(group).items()}).resolved()
+    validate(config)
+    check_numbers(task_chosen)
+    resolved: Any = task_chosen if is_dataclass(task_class) else task_class()
+    resolved = resolved.resolved(_recorded(config))
+    if not isinstance(resolved, Task):
+        raise Refusal(f"resolved() returned {kind_of(resolved)}: it must return a task, itself where nothing is open")
+    check_best(resolved.best, config.patience)
+    return config, resolved
+
+
+def _recorded(config: Config) -> dict[str, Any] | None:
+    """The options of the run that is continued; None for a new one."""
+    assert config.run_dir is not None  # resolved
+    saved = config.run_dir / "config.toml"
+    return read_config(saved) if not config.fresh and is_run(config.run_dir) and saved.is_file() else None
+
+
+def _check_options(task_class: type[Task], options: type) -> None:
+    """Refuse a task's options that tyro would ignore or cannot offer.
+
+    Raises:
+        Refusal: @dataclass passes over a field or a default; an option has a name of train.py's, or no default.
+    """
+    known: set[str] = {option.name for option in fields(options)}
+    for cls in (cls for cls in task_class.__mro__ if issubclass(cls, Task)):
+        annotated = inspect.get_annotations(cls)
+        own = {name for name in annotated if not re.search(r"\b(ClassVar|Final)\b", str(annotated[name]))}
+        if "__dataclass_fields__" in vars(cls):
+            ignored = known - own
+            known -= own  # what its parents say of them does not count
+        else:
+            ignored = known | {name for name in own if not name.startswith("_") and not hasattr(Task, name)}
+        if names := [name for name in vars(cls) if name in ignored]:
+            raise Refusal(
+                f"task {cls.__name__}: its {names[0]} has no effect as an option; decorate the class with @dataclass "
+                f"and annotate the name ({names[0]}: int = 3), or annotate it as ClassVar if it is no option"
+            )
+    for option in fields(options):
+        text = f"task {options.__name__}: its option {flag(option_name(option.name))}"
+        if option_name(option.name) in OPTION_NAMES | TOPOLOGY:
+            raise Refusal(f"{text} exists already in train.py; rename the field")
+        if option.default is MISSING and option.default_factory is MISSING:
+            raise Refusal(f"{text} has no default; give it one")
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return read_config(path)
+    except Refusal as refusal:
+        raise Refusal(f"--config {refusal}") from None
+
+
+def _with_file(values: dict[str, Any], path: Path | None, *classes: type) -> list[Any]:
+    """Instances of the option classes, with the values of a file in place of their defaults.
+
+    Raises:
+        Refusal: the file has a key that none of the classes has, or a value of another type.
+    """
+    found: list[dict[str, Any]] = []
+    for cls in classes:
+        hints = get_type_hints(cls)
+        found.append({})
+        for option in fields(cls):
+            if (name := option_name(option.name)) not in values:
+                continue
+            value, hint = values[name], hints[option.name]
+            if value == "" != option.default:
+                raise Refusal(f'--config {path}: {name} = "" is empty; give a value, or leave it out')
+            try:
+                found[-1][option.name] = _from_toml(value, hint)
+            except (TypeError, ValueError):
+                shown = str(hint) if get_origin(hint) else getattr(hint, "__name__", str(hint))
+                expected = re.sub(r"\b(typing|pathlib)\.", "", shown)
+                raise Refusal(f"--config {path}: {name} = {value!r} has the wrong type; expected {expected}") from None
+    if unknown := sorted(set(values) - {option_name(name) for options in found for name in options}):
+        raise Refusal(f"--config {path}: unknown key '{unknown[0]}'; keys are option names, e.g. batch_size")
+    try:
+        return [cls(**options) for cls, options in zip(classes, found, strict=True)]
+    except ValueError as error:  # from a task's own check of its options
+        raise Refusal(f"--config {path}: {error}") from None
+
+
+def _from_toml(value: Any, hint: Any) -> Any:
+    """A TOML value as an option of this type; TypeError or ValueError if it is none."""
+    origin, options = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        for option in options:
+            with contextlib.suppress(TypeError, ValueError):
+                return _from_toml(value, option)
+    if origin is Literal and any(value == option and type(value) is type(option) for option in options):
+        return value
+    if origin in (list, tuple) and isinstance(value, list):
+        any_length = origin is list or options[-1] is Ellipsis
+        hints = options[:1] * len(value) if any_length else options
+        return origin(_from_toml(item, each) for item, each in zip(value, hints, strict=True))
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is Any or type(value) is hint or (hint is float and type(value) is int):
+        return value
+    raise TypeError
+
+
+CONTINUES = "nothing to type: the same command continues where it stopped (--fresh starts over)"
+LAUNCHED = "an option of the launchers: launch/single_node.py -g N, launch/multi_node.py -n N -g N -nr N, or torchrun"
+TOLD = "nothing to type: torchrun tells each process"
+
+SYNONYMS = {
+    "--learning-rate --base-lr --lrate": "--lr",
+    "--wd --l2 --weight-decay-rate": "--weight-decay",
+    "--opt --optim": "--optimizer",
+    "--scheduler --lr-scheduler --lr-scheduler-type --sched": "--schedule",
+    "--warmup --num-warmup-steps --lr-warmup-steps": "--warmup-steps",
+    "--clip --grad-clip --clip-grad --clip-grad-norm --max-grad-norm --gradient-clip-val": "--clip-norm",
+    "--momentum": "no option: --optimizer sgd has Nesterov momentum 0.9; a task may bring its own optimizers",
+    "--model-ema --ema-decay --model-ema-decay": "--ema",
+    "-b --batch --bs --batchsize --train-batch-size --global-batch-size --per-device-train-batch-size "
+    "--batch-size-per-gpu": "--batch-size, of all processes together",
+    "--gradient-accumulation-steps --accumulate-grad-batches --grad-accum --accum-iter": "--micro-batches",
+    "--micro-batch-size --microbatch-size": "--micro-batch",
+    "--max-epochs --num-epochs --num-train-epochs --n-epochs --epoch": "--epochs",
+    "--max-iters --iterations --num-steps --max-iter --total-steps": "--max-steps",
+    "--start-epoch --resume --resume-from --resume-from-checkpoint --auto-resume --continue": CONTINUES,
+    "--ckpt --checkpoint --ckpt-path --checkpoint-path --load --weights --pretrained-weights --finetune": "--init-from "
+    "for weights to start from; a run of your own continues by the same command",
+    "--restart --overwrite --overwrite-output-dir --no-resume": "--fresh",
+    "--output-dir --out-dir --output --logdir --log-dir --save-dir --work-dir --exp-dir --checkpoint-dir": "--run-dir",
+    "--save-every --save-steps --save-freq --save-interval --checkpoint-interval --ckpt-every": "--checkpoint-every",
+    "--save-total-limit --keep-last --max-checkpoints": "--keep",
+    "--log-interval --logging-steps --print-freq -p --log-freq --log-steps --print-every": "--log-every",
+    "--eval-interval --eval-steps --eval-freq --val-interval --val-freq --val-check-interval": "--eval-every",
+    "-e --evaluate --eval --test-only --validate --test": "--eval-only",
+    "--early-stopping --early-stopping-patience": "--patience",
+    "--amp --mixed-precision --autocast --use-amp": "--precision bf16 or --precision fp16",
+    "--fp16 --half --float16 --opt-level --apex": "--precision fp16",
+    "--bf16 --bfloat16": "--precision bf16",
+    "--fp32 --float32": "--precision fp32",
+    "--tf32 --allow-tf32": "--precision tf32",
+    "--init-scale --static-loss-scale": "--loss-scale",
+    "--torch-compile --jit --torchcompile": "--compile",
+    "--memory-format --nhwc": "--channels-last",
+    "--sync-bn --syncbn": "--sync-batchnorm",
+    "--freeze-layers --frozen": "--freeze",
+    "-j --worker --workers --num-worker --dataloader-num-workers --n-workers --nw": "--num-workers",
+    "--random-seed --manual-seed --rng-seed": "--seed",
+    "--cudnn-deterministic --use-deterministic-algorithms": "--deterministic",
+    "--fast-dev-run --limit-train-batches --overfit-batches --debug --smoke": "--limit-batches",
+    "--use-wandb --report-to --logger": "--wandb",
+    "--no-wandb": "--wandb disabled",
+    "--data-parallel --dp": "--strategy dp",
+    "--ddp --distributed --multiprocessing-distributed": f"{TOLD}; --strategy ddp is the default",
+    "--local-rank --rank --world-size --use-env --dist-url --dist-backend --init-method --backend --master-addr "
+    "--master-port": TOLD,
+    "--gpu --gpu-ids --gpu-id --num-gpus --devices --nproc --nproc-per-node --nnodes --num-nodes": LAUNCHED,
+    "--device --cuda --no-cuda --accelerator": "no option: GPUs where there are any (CUDA_VISIBLE_DEVICES chooses)",
+    "--config-file --cfg": "--config",
+    "-a --arch --network --backbone --net --model-name": "--model (--task classify); your own: --task FILE.py:CLASS",
+    "--model": "a part of the task: its class makes the network; --model is an option of --task classify",
+    "--data --data-path --data-root --dataset-path --root --train-dir": "--data-dir, with --dataset (--task classify)",
+    "--data-dir --dataset": "a part of the task: its class opens the data; they are options of --task classify",
+    "--img-size --imgsz --input-size --crop-size": "--image-size (--task classify)",
+    "--smoothing": "--label-smoothing (--task classify)",
+    "--aa --auto-augment --augmentation": "--augment (--task classify)",
+    "--drop --dropout-rate": "--dropout (--task classify)",
+    "--fake-data --synthetic --dummy": "--dataset fake (--task classify)",
+}
+"""Names of options in other tools -> what to type here, or why nothing. By spelling, --amp would be --fake-samples."""
+
+BY_NAME = {name: here for names, here in SYNONYMS.items() for name in names.split()}
+
+
+def refuse_synonyms(arguments: Sequence[str], options: set[str]) -> None:
+    """Refuse the name of another tool, with the one here; `options` are those that exist, as ``--batch-size``."""
+    for argument in arguments:
+        typed = argument.partition("=")[0]
+        name = typed.replace("_", "-")
+        if name in BY_NAME and name not in options:
+            here = BY_NAME[name]
+            raise Refusal(f"{typed}: {'here it is ' * here.startswith('--')}{here} (--help lists all options)")

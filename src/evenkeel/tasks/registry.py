@@ -1,0 +1,84 @@
+"""From --task to a class: a built-in task by name, or a class of the user's in a file or package."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import Refusal, place_of
+from ..training.task import Task
+
+BUILT_IN = {"classify": "Classify", "regress": "Regress", "segment": "Segment"}
+"""Tasks by the names of their modules here, which may have been deleted; imported when they are asked for."""
+
+
+def built_in() -> list[str]:
+    """Names of the tasks whose modules are here."""
+    return [name for name in BUILT_IN if Path(__file__).with_name(f"{name}.py").is_file()]
+
+
+def load_task(name: str) -> type[Task]:
+    """The class behind --task: a built-in by name, else FILE.py:CLASS or PACKAGE.MODULE:CLASS.
+
+    Raises:
+        Refusal: no such task, or its file fails to import (says at which line and why).
+    """
+    here = built_in()
+    source, _, attribute = (f"{__package__}.{name}:{BUILT_IN[name]}" if name in here else name).rpartition(":")
+    if not source or not attribute:
+        why = "has been deleted from this copy of Evenkeel" if name in BUILT_IN else "unknown"
+        if name == "digits":  # of version 0.1.0
+            why = "is now --task classify --dataset digits, the defaults"
+        own = "your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
+        raise Refusal(f"--task {name}: {why}; built in: {', '.join(here)}; {own}")
+    try:
+        module = _import_file(name, Path(source)) if source.endswith(".py") else _import_module(name, source)
+    except Refusal:
+        raise
+    except (Exception, SystemExit) as error:
+        place, reason = place_of(error.__traceback__), str(error)
+        if isinstance(error, SyntaxError) and error.filename:
+            place, reason = f" at {error.filename}:{error.lineno}", error.msg
+        first_line = f"{type(error).__name__}: {reason}".split("\n")[0]
+        raise Refusal(f"--task {name}: does not import: {first_line}{place}") from error
+    found = getattr(module, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        what = "does not exist" if found is None else "is not a subclass of evenkeel.tasks.Task"
+        raise Refusal(f"--task {name}: {attribute} {what} in {source}")
+    if missing := sorted(found.__abstractmethods__):
+        raise Refusal(f"--task {name}: {attribute} lacks {', '.join(missing)}; every task defines them")
+    return found
+
+
+def _import_file(name: str, path: Path) -> Any:
+    """Import a file under its own stem, so that loader processes can find its classes by name."""
+    path = _as_submitted(path)
+    if not path.is_file():
+        raise Refusal(f"--task {name}: no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    known = sys.modules.get(path.stem)
+    if spec is None or spec.loader is None or (known and getattr(known, "__file__", None) != spec.origin):
+        raise Refusal(f"--task {name}: the module name '{path.stem}' is taken or not allowed; rename the file")
+    sys.path.insert(0, str(path.resolve().parent))
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str, module: str) -> Any:
+    if name not in BUILT_IN:
+        sys.path.insert(0, str(_as_submitted(Path.cwd())))
+    return importlib.import_module(module)
+
+
+def _as_submitted(path: Path) -> Path:
+    """The same path in the copy of the code that a queued job has, whatever has become of the original since."""
+    code, origin = os.environ.get("EVENKEEL_CODE"), os.environ.get("EVENKEEL_ORIGIN")
+    if not (code and origin):
+        return path
+    path = path.resolve()
+    copy = Path(code) / path.relative_to(origin) if path.is_relative_to(origin) else Path(code, "outside", path.name)
+    return copy if copy.exists() else path

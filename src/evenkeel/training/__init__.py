@@ -1,0 +1,26 @@
+"""What one step is: the gradient of a global batch, and the committed state that it changes.
+
+A step adds up the gradients of this rank's micro-batches, reduces them over the ranks, clips them, sets the learning
+rates and commits: the optimizers step on all ranks alike, or a step that is not finite is skipped. Nothing but a commit
+changes the state, so between two of them another thread may copy it at any time.
+
+- task: data, model, loss and metrics; the class that a user writes
+- distributed_loss: forward and backward passes of a step, DDP around them, and clipping
+- state: model, optimizers and step, committed and captured as one
+- seqlock, staging: whether a copy of the state is whole, and the memory that it is copied into
+- buffers: BatchNorm's statistics, as all micro-batches of a step move them
+- optimization: --optimizer, --schedule and what is loaded into an optimizer
+- precision: autocast, and float16's loss scaling
+- nonfinite: steps that are skipped on the device
+- ema, early_stopping, freezing: --ema, --patience, --freeze
+- evaluation: the metrics over every test sample once
+- checks: what people's tasks get wrong, in one line each
+- cut: into how many micro-batches a step is cut, and which cuts BatchNorm cannot bear
+- batch_size_finder: --micro-batch auto
+- oom: out-of-memory errors explained
+- determinism: --deterministic, and the threads of a rank
+- compilation: --compile
+
+Not here: which sample goes where (data), how ranks exchange gradients (distributed), files and resuming (run), signals
+and hangs (resilience), the built-in tasks (tasks).
+"""

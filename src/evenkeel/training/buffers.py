@@ -1,0 +1,94 @@
+"""A model's buffers (BatchNorm's statistics), live and committed.
+
+The forward passes of a step change the live buffers; the committed ones are those of the last finished step. A
+ResNet-50 has 159, and on a GPU a kernel for each takes longer than its work. So the committed values of all buffers of
+one type on one device are views of one flat tensor, which one call copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Buffers:
+    """The buffers that belong to the state, by name."""
+
+    def __init__(self, live: Mapping[str, Tensor]) -> None:
+        by_kind: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+        for name, buffer in live.items():
+            by_kind.setdefault((buffer.device, buffer.dtype), {})[name] = buffer
+        self.groups = [Group(of_a_kind) for of_a_kind in by_kind.values()]
+        self.committed: dict[str, Tensor] = {}
+        """The values after the last finished step, by name: views whose memory stays the same."""
+        for group in self.groups:
+            self.committed.update(zip(group.names, group.committed_views, strict=True))
+        self.numel = sum(group.committed.numel() for group in self.groups)
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Set the live buffers back to the committed ones."""
+        for group in self.groups:
+            torch._foreach_copy_(group.live, group.committed_views)
+
+    @torch.no_grad()
+    def accept(self) -> None:
+        """Commit the live buffers, which have just been loaded."""
+        for group in self.groups:
+            torch._foreach_copy_(group.committed_views, group.live)
+
+    @torch.no_grad()
+    def take_changes(self, weight: float) -> list[Tensor]:
+        """What a micro-batch has changed, times its weight, and rewind: for each group a flat float64 tensor."""
+        changes = []
+        for group in self.groups:
+            torch._foreach_copy_(group.moved_views, group.live)
+            change = group.moved.to(group.wide) - group.committed.to(group.wide)
+            # where nothing changed, an infinite value (a mask, say) would give inf - inf
+            changes.append(torch.where(group.moved == group.committed, 0, change).double().mul_(weight))
+        self.rewind()
+        return changes
+
+    @torch.no_grad()
+    def moved_by(self, changes: Tensor) -> list[Tensor]:
+        """New values, not committed yet: for each group a flat tensor of its type.
+
+        Args:
+            changes: the sum of :meth:`take_changes` over all micro-batches, in one flat tensor on any device.
+        """
+        values = []
+        parts = torch.split(changes, [group.committed.numel() for group in self.groups])
+        for group, part in zip(self.groups, parts, strict=True):
+            # rounded, because three thirds of a count need not add up to exactly one
+            change = part if group.wide.is_floating_point else part.round()
+            moved = group.committed.to(group.wide) + change.to(group.committed.device, group.wide)
+            values.append(moved.to(group.committed.dtype))
+        return values
+
+    @torch.no_grad()
+    def commit(self, values: Sequence[Tensor], bad: Mapping[torch.device, Tensor]) -> None:
+        """Commit new values, flat for each group, except on devices whose ``bad``, a boolean scalar, is true."""
+        for group, value in zip(self.groups, values, strict=True):
+            group.committed.copy_(torch.where(bad[group.committed.device], group.committed, value))
+        self.rewind()
+
+
+class Group:
+    """Buffers of one type on one device, flat. Complex numbers are pairs of real ones."""
+
+    def __init__(self, live: Mapping[str, Tensor]) -> None:
+        self.names, self.live = list(live), list(live.values())
+        self.committed, self.committed_views = _flat(self.live)
+        self.moved, self.moved_views = _flat(self.live)
+        self.wide = torch.float64 if self.committed.is_floating_point() else torch.int64
+        """The type in which changes are computed; integers stay exact in it."""
+
+
+def _flat(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A flat copy of tensors, and its parts as views of their shapes."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return torch.view_as_real(flat).flatten() if flat.is_complex() else flat, views

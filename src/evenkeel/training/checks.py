@@ -1,0 +1,237 @@
+"""What people's tasks get wrong, said in one line that names the thing and the remedy.
+
+torch notices most of it late, if at all, and in words about itself: a loss that is a vector trains on its sum; a
+parameter without a gradient may make other ranks wait for ever; a metric of the wrong shape shows after an epoch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from ..common.errors import Ended, EndedHere, Refusal
+from ..common.naming import kind_of, listed
+from .compilation import SHAPES
+
+TOO_FEW = "Expected more than 1 value per channel when training"
+"""What BatchNorm says of one sample."""
+
+
+def check_model(model: Any, learns: bool = True) -> None:
+    """Refuse what `model()` returned if it cannot be trained, or with ``learns=False`` evaluated."""
+    returned = f"model() returned {kind_of(model)}"
+    if not isinstance(model, nn.Module):
+        raise Refusal(f"{returned}: it must return an nn.Module")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise Refusal(f"{returned} whose {name} has no shape yet: call it in model() with a batch of zeros once")
+        if tensor.is_meta:
+            raise Refusal(f"{returned} whose {name} is on the meta device, without values: build it on the CPU")
+    parameters = list(model.parameters())
+    if learns and not any(parameter.requires_grad for parameter in parameters):
+        why = f"requires_grad is False for all {len(parameters)} of them" if parameters else "it has none at all"
+        raise Refusal(
+            f"{returned} without a parameter that needs a gradient ({why}): there is nothing to train; set "
+            "requires_grad=True where the model should learn"
+        )
+
+
+def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
+    """What `optimizers()` returned, as a list; refused if they would not train the model, or could not be saved."""
+    optimizers = [returned] if isinstance(returned, Optimizer) else returned
+    if not isinstance(optimizers, (list, tuple)):
+        raise Refusal(f"optimizers() returned {kind_of(returned)}: it must return a list of torch.optim.Optimizer")
+    if not optimizers:
+        raise Refusal("optimizers() returned an empty list: nothing would be trained; return at least one")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken: dict[int, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        which = f"optimizers()[{number}]"
+        if not isinstance(optimizer, Optimizer):
+            raise Refusal(f"{which} is {kind_of(optimizer)}: it must be a torch.optim.Optimizer")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure and closure.default is closure.empty:  # LBFGS
+            raise Refusal(f"{which} is {kind_of(optimizer)}, whose step() needs a closure: use another optimizer")
+        for group in optimizer.param_groups:
+            for option, value in group.items():
+                for part in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(part, np.generic):  # torch.load with weights_only knows none
+                        raise Refusal(
+                            f"{which} has {option} = {part!r}, a NumPy number, which cannot be loaded from a "
+                            "checkpoint: convert it with float()"
+                        )
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise Refusal(
+                        f"{which} has a parameter of shape {list(parameter.shape)} that is not in the model and would "
+                        "never be saved: make optimizers from the `model` that the method gets"
+                    )
+                if (first := taken.setdefault(id(parameter), which)) != which:
+                    name = names[id(parameter)]
+                    raise Refusal(f"{name} is in {first} and in {which}: both would step it; leave it to one")
+    return list(optimizers)
+
+
+def left_out(model: nn.Module, optimizers: list[Optimizer]) -> str:
+    """A line that names the parameters that need a gradient but have no optimizer; empty if there are none."""
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if not missing:
+        return ""
+    return (
+        f"no optimizer has {listed(missing)}: they will stay as they are, although gradients are computed for them; "
+        "give them to one in optimizers(), or let requires_grad be False"
+    )
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """What `loss()` returned, if it is a real scalar with a gradient."""
+    if not isinstance(loss, Tensor):
+        hint = "; add up its values" if isinstance(loss, (Mapping, Sequence)) else ""
+        raise EndedHere(f"loss() returned {kind_of(loss)}: it must return one scalar tensor{hint}")
+    if loss.numel() != 1:
+        raise EndedHere(
+            f"loss() returned a tensor of shape {list(loss.shape)}: it must return a scalar, the mean over the batch's "
+            "samples (.mean(), or reduction='mean')"
+        )
+    if loss.is_complex():
+        raise EndedHere("loss() returned a complex number: it must return a real one, by .abs() or .real")
+    if not loss.requires_grad:
+        raise EndedHere(
+            "loss() returned a tensor without a gradient: it does not depend on the model's parameters, or was made "
+            "under torch.no_grad(), from .detach() or .item(), or by torch.tensor()"
+        )
+    return loss
+
+
+def missing_gradients(model: nn.Module) -> EndedHere:
+    """The error for a step that has left parameters without a gradient.
+
+    DDP then reduces nothing, and says so only in the next step, when this rank has committed a step of its own.
+    """
+    learning = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    return _unused([name for name, gradient in learning if gradient is None], len(learning))
+
+
+def explain(error: BaseException, model: nn.Module) -> None:
+    """Raise a line in place of a paragraph of DDP's, BatchNorm's or dynamo's; return if the error is another."""
+    if TOO_FEW in str(error):
+        raise EndedHere(
+            f"a micro-batch has too few samples for BatchNorm in training ({error}); use another --batch-size or "
+            "--micro-batch, one that leaves no single sample (python -m evenkeel plan shows the sizes), or freeze the "
+            "layer"
+        ) from error
+    if type(error).__name__ == "FailOnRecompileLimitHit":  # dynamo's
+        raise EndedHere(
+            f"--compile: a network has been compiled for {SHAPES} shapes, and this is another one; uncompiled it would "
+            "have other last bits. Pad batches to a few shapes, or leave --compile out"
+        ) from error
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        places = [int(place) for place in told[1].split()] if told else []
+        raise _unused([names[place] for place in places if place < len(names)], len(names)) from error
+
+
+def _unused(missing: Sequence[str], of: int) -> EndedHere:
+    named = f": {listed(missing)}" if missing else ""
+    return EndedHere(
+        f"{len(missing) or 'some'} of the model's {of} parameters got no gradient from loss(){named}; use them in the "
+        "loss, freeze them by requires_grad_(False), or set unused_parameters = True in the task's class if only some "
+        "steps do not use them"
+    )
+
+
+def check_best(best: Any, patience: int) -> None:
+    """Refuse a task's `best` that is neither None nor a metric with "max" or "min"; or None if --patience needs it."""
+    shown = 'for example best = ("loss", "min")'
+    if best is None and patience:
+        raise Refusal(
+            f"--patience {patience}: the task's `best` is None; name the metric that counts, {shown}, or leave "
+            "--patience out"
+        )
+    pair = tuple(best) if isinstance(best, (tuple, list)) else ()
+    if best is not None and (len(pair) != 2 or not isinstance(pair[0], str) or pair[1] not in ("max", "min")):
+        raise Refusal(
+            f'the task\'s `best` is {best!r}: it must be a metric\'s name and "max" or "min", {shown}, or None to keep '
+            "no best checkpoint"
+        )
+
+
+def check_metrics(metrics: Any, samples: int, known: Mapping[str, Sequence[Tensor]]) -> None:
+    """Check that what `metrics()` returned has a row for each sample, and is alike for all batches.
+
+    Args:
+        metrics: for one batch.
+        samples: in the batch.
+        known: sums over the samples of earlier batches, by name; empty for the first one.
+    """
+    for name, values in _by_name(metrics, "metrics() returned", "tensors").items():
+        if not isinstance(values, Tensor) or values.shape[:1] != (samples,):
+            raise EndedHere(
+                f"metrics() returned {_shape_of(values)} as '{name}' for a batch of {samples} samples: it must have a "
+                f"row for each sample, [{samples}, ...]; of their mean, the last, smaller batch would count too much"
+            )
+        if values.is_complex():
+            raise EndedHere(f"metrics() returned complex numbers as '{name}': return real ones, by .abs() or .real")
+    if known:
+        shapes = {name: sums[0].shape for name, sums in known.items()}
+        check_alike(shapes, {name: values.shape[1:] for name, values in metrics.items()})
+
+
+def check_alike(known: Mapping[str, torch.Size], others: Mapping[str, torch.Size]) -> None:
+    """Check that two batches have the same metrics, by name, with rows of the same shape."""
+    if other := ", ".join(sorted(others.keys() ^ known.keys())):
+        raise EndedHere(
+            f"metrics() returned other names for one batch than for another ({other}): it must return the same"
+        )
+    for name, shape in known.items():
+        if others[name] != shape:
+            raise EndedHere(
+                f"metrics() returned rows of shape {list(shape)} as '{name}' for one batch and of {list(others[name])} "
+                "for another: give all samples rows of one shape, padded or summed up"
+            )
+
+
+def checked_summary(summary: Any) -> dict[str, float]:
+    """What `summarize()` returned, in plain numbers, which JSON and checkpoints can hold."""
+    numbers: dict[str, float] = {}
+    for name, value in _by_name(summary, "summarize() returned", "numbers", Ended).items():
+        number = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value
+        if not isinstance(number, Real):
+            raise Ended(f"summarize() returned {_shape_of(number)} as '{name}': it must be one real number")
+        numbers[name] = number if type(number) is int else float(number)  # type: ignore[comparison-overlap,unreachable]
+    return numbers
+
+
+def one_number(name: str, mean: Tensor) -> float:
+    """The mean of a metric that has one number for each sample."""
+    if mean.numel() == 1:
+        return float(mean)
+    raise Ended(
+        f"metrics() returned '{name}' with {mean.numel()} numbers, {list(mean.shape)}, for each sample: return one for "
+        "each sample, or override summarize(means) to make numbers of their means"
+    )
+
+
+def _by_name(returned: Any, which: str, what: str, kind: type[Ended] = EndedHere) -> Mapping[str, Any]:
+    if not isinstance(returned, Mapping):
+        raise kind(f"{which} {kind_of(returned)}: it must return a dict of {what}")
+    for name in returned:
+        if not isinstance(name, str):
+            raise kind(f"{which} a dict with the key {name!r}: names of metrics must be strings")
+    return returned
+
+
+def _shape_of(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else kind_of(value)

@@ -1,0 +1,130 @@
+"""Into how many micro-batches a step is cut: by default as few as keep all ranks at work.
+
+Small micro-batches cost time (two to four times, measured), so there are no more than ranks. But the cut changes the
+result: dropout, mixing and BatchNorm's groups are those of a micro-batch. So it is decided once, when a run starts, and
+recorded; the run keeps it on another number of ranks, as long as each of them has work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..common.errors import Refusal
+from ..config import LARGEST_WORLD, Config, number_in
+from ..data.plan import Plan
+from ..distributed.data_parallel import chunks, replicas
+from ..distributed.world import World
+from .task import Task
+
+Recorded = Mapping[str, Any]
+Cutter = Callable[[Recorded], Config]
+"""From what a run has recorded (nothing, if it is new) to its options with the cut."""
+
+
+def settle(config: Config, world_size: int, has_batchnorm: Callable[[], bool], recorded: Recorded) -> Config:
+    """The options with --micro-batch or --micro-batches filled in, unless that is auto.
+
+    What is typed counts; else what the run has recorded; else the default for this number of ranks. A recorded default
+    that would leave ranks idle is replaced, unless bits are promised or BatchNorm's groups are the ranks' own. Whether
+    the model has BatchNorm is only asked if a micro-batch would have one sample.
+    """
+    if config.micro_batch or config.micro_batches:
+        return config
+    if recorded.get("micro_batches"):
+        kept = replace(config, micro_batches=min(config.batch_size, recorded["micro_batches"]))
+        exact = config.reduce == "tree" or config.strict_bits or config.sync_batchnorm
+        wanted = _default(config, world_size, has_batchnorm)
+        return kept if exact or kept.micro_batches >= min(world_size, wanted.micro_batches) else wanted
+    if recorded.get("micro_batch"):
+        return replace(config, micro_batch=recorded["micro_batch"])
+    return _default(config, world_size, has_batchnorm)
+
+
+def fact_of_the_job(config: Config) -> Config:
+    """As :func:`settle` for a new run, but whatever the number of ranks: an eighth of the batch."""
+    if config.micro_batch or config.micro_batches:
+        return config
+    return replace(config, micro_batch=max(1, config.batch_size // 8))
+
+
+def _default(config: Config, world_size: int, has_batchnorm: Callable[[], bool]) -> Config:
+    if config.strategy == "dp":  # DataParallel divides the whole batch
+        return replace(config, micro_batches=1)
+    if config.reduce == "tree":
+        return fact_of_the_job(config)
+    elastic = LARGEST_WORLD in os.environ and not config.sync_batchnorm
+    largest = number_in(LARGEST_WORLD, 0, 2**20) if elastic else 0
+    count = world_size * max(1, -(-largest // world_size))
+    pairs = config.batch_size // 2
+    if count > pairs and has_batchnorm():
+        count = pairs
+    return replace(config, micro_batches=max(1, min(count, config.batch_size)))
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether a layer in training mode takes its statistics from the micro-batch."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+
+
+def passes(plan: Plan, world: World) -> str:
+    """A line about what the tree's cut costs where a rank has several micro-batches; empty where none has."""
+    each = -(-plan.max_world_size // world.world_size)
+    if each == 1:
+        return ""
+    one = "GPU" if world.device.type == "cuda" else "process"
+    who = f"each of {world.world_size} ranks" if world.world_size > 1 else f"this one {one}"
+    return (
+        f"--reduce tree cuts a step the same way on any number of ranks: {each} passes on {who}; in a new run "
+        f"--micro-batch {-(-plan.global_batch // world.world_size)} is one, and faster"
+    )
+
+
+def refuse_single_samples(config: Config, task: Task, model: nn.Module, plan: Plan, world: World) -> None:
+    """Refuse a cut that leaves a single sample to BatchNorm that cannot be trained on one.
+
+    With --micro-batch auto only steps of one sample are seen, because the cut is not known yet.
+    """
+    gpus = len(replicas(config.strategy, world.device))
+    step = single(plan, gpus, config.sync_batchnorm)
+    if step is None or not has_batchnorm(model) or task.takes_one_sample(model):
+        return
+    batch = config.batch_size
+    micro = config.micro_batch if isinstance(config.micro_batch, int) and not config.sync_batchnorm else 0
+    others = [{"micro_batch": n} for n in _near(micro, batch)] if micro else []
+    others += [
+        {"batch_size": n} | ({"micro_batch": min(micro, n)} if micro else {}) for n in _near(batch, plan.samples)
+    ]
+    remedy = "use another --batch-size, or more training data"
+    for other in others:
+        if single(Plan.of(replace(config, **other), plan.samples), gpus, config.sync_batchnorm) is None:  # type: ignore[arg-type]
+            typed = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in other.items())
+            remedy = f"{typed} leaves no single sample"
+            break
+    samples = plan.step_samples(step)
+    raise Refusal(
+        f"--batch-size {batch} --micro-batch {config.largest_micro_batch}: "
+        f"{'the last step of an epoch' if step else 'every step'} has {samples} sample{'s' * (samples > 1)}, of which "
+        f"a micro-batch gets only one, and the model's BatchNorm cannot be trained on that; {remedy}"
+    )
+
+
+def _near(size: int, most: int) -> list[int]:
+    """Other numbers up to the double, the nearest first."""
+    return sorted(range(max(2, size // 2), min(most, 2 * size) + 1), key=lambda other: abs(other - size))
+
+
+def single(plan: Plan, gpus: int = 1, together: bool = False) -> int | None:
+    """A step of the first epoch in which one sample is computed alone, None if there is none: on one of the GPUs that
+    divide a micro-batch, or with ``together`` in a step whose statistics are common."""
+    last = plan.steps_per_epoch - 1
+    for step in (0, last) if plan.total_steps > last else (0,):
+        sizes = [micro_batch.size for micro_batch in plan.micro_batches(step)]
+        if any(1 in chunks(size, gpus) for size in ([sum(sizes)] if together else sizes)):
+            return step
+    return None

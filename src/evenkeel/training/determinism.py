@@ -1,0 +1,85 @@
+"""How numbers are computed, as far as it changes their last bits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.errors import Ended
+from ..common.processes import count_cores
+from ..config import BOUNDS
+
+EXACT_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+"""In place of what NCCL measures to be fastest. A switch that adds (NVLS) does so in an order that depends on what has
+been allocated before (NVIDIA/nccl issue 2360)."""
+
+
+def fix_arithmetic(exact: bool, tf32: bool = False) -> None:
+    """Choose how this process computes, before it uses a GPU.
+
+    Args:
+        exact: only by algorithms that give the same bits each time, none chosen by its speed
+            (https://docs.pytorch.org/docs/stable/notes/randomness.html). NCCL's variables may be set by the user.
+        tf32: whether float32 products on a GPU may keep only 10 bits of the factors' 23; the same ones each time.
+    """
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+    if exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if torch.cuda.device_count():
+            for name, value in EXACT_NCCL.items():
+                os.environ.setdefault(name, value)
+        torch.use_deterministic_algorithms(True)
+        deterministic: Any = torch.utils.deterministic
+        deterministic.fill_uninitialized_memory = False  # costs time, and hides nothing here
+        torch.backends.cudnn.benchmark = False
+
+
+def threads_of_a_rank(exact: bool, local_world_size: int) -> int:
+    """CPU threads of one operation, among which it splits its sums: one if bits must not depend on the number of ranks;
+    else the user's OMP_NUM_THREADS; else this rank's part of the cores that the process may use."""
+    if exact:
+        return 1
+    if "OMP_NUM_THREADS" in os.environ and not _set_by_torchrun():
+        return min(torch.get_num_threads(), int(BOUNDS["threads"][1]))
+    return max(1, count_cores() // local_world_size)
+
+
+def _set_by_torchrun() -> bool:
+    """Whether OMP_NUM_THREADS is torchrun's own, which is 1 for several processes however many cores there are."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
+        return False
+    try:
+        return b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return True
+
+
+@contextmanager
+def operations_named() -> Iterator[None]:
+    """Explain the error of an operation that has no deterministic algorithm."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+        if not found:
+            raise
+        raise Ended(
+            f"{found[1]} has no deterministic algorithm on this device, and --deterministic and --reduce tree need "
+            "one; use another operation in its place, or run without them"
+        ) from error
+
+
+def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a scalar; each of them may be on another device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(device))

@@ -1,0 +1,330 @@
+"""The gradient of one step: the mean over the global batch, whichever rank computes which part of it.
+
+Each micro-batch contributes (its samples / the step's samples) x (its mean loss). So uneven shares and a short last
+step need no special case: a plain sum over micro-batches and ranks is the gradient of the mean over the step's samples.
+`distributed.reduction` decides in which order that sum is taken.
+
+Stock DDP gets two things wrong for an elastic job. A rank without a micro-batch would wait forever; here it takes part
+with an exact zero. And BatchNorm's running statistics would be rank 0's; here each micro-batch starts from the step's
+statistics, and the step moves them by the mean of all micro-batches' changes. These and the loss are always added up
+in the order of `distributed.tree`, so they are the same on all ranks.
+"""
+
+# no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ..common.errors import Ended
+from ..common.phases import COMPUTING, DATA, REDUCTION, activity
+from ..data.plan import Plan
+from ..data.randomness import derive, seed_computation
+from ..data.sampler import Step
+from ..distributed.data_parallel import Parallel, parallel
+from ..distributed.placement import devices_explained
+from ..distributed.reduction import Reduction, Ring, Tree
+from ..distributed.sync_batchnorm import peers_of
+from ..distributed.transfer import Transfer
+from ..distributed.tree import Fold, Node
+from ..distributed.world import World
+from .checks import checked_loss, explain, missing_gradients
+from .oom import note_batch
+from .precision import Precision, autocast
+from .state import State
+
+LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
+
+# newer releases of torch warn about the old name
+_BUFFER_OPTION = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+class Loss(nn.Module):
+    """What DDP wraps: the model and its loss in one module, called with a batch, or with None on an idle rank.
+
+    Args:
+        model: what the loss function gets.
+        loss: (model, batch) -> the batch's mean loss.
+        precision: of forward.
+        network: the part of the model that learns from this loss; default: all of it.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: LossFunction, precision: Precision = "fp32", network: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.model = network or model
+        self._whole = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
+        self._loss, self._precision = loss, precision
+        # not asked for in `forward`, because a replica of DataParallel has no parameters to ask
+        self._device_type = next((p.device.type for p in model.parameters()), "cpu")
+
+    def forward(self, batch: Any) -> Tensor:
+        """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter."""
+        if batch is None:
+            sums = [p.sum() for p in self.parameters() if p.requires_grad]
+            return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
+        model = self._whole[0] if self._whole else self.model
+        # autocast is here, so that every replica has it
+        with autocast(self._precision, self._device_type), devices_explained(model):
+            loss = checked_loss(self._loss(model, batch))
+        return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+
+
+class DistributedLoss:
+    """The model and its loss on all ranks: call it with a batch, and call :meth:`backward` with what it returns.
+
+    One step, as `train.py` takes it, here of one process:
+
+    >>> state, plan = State(nn.Linear(2, 1), []), Plan(samples=8, global_batch=8, micro_batch=4, epochs=1)
+    >>> alone = World(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    >>> model = DistributedLoss(lambda network, batch: network(batch).mean(), state, alone, plan)
+    >>> for batch in model.micro_batches(Step(0, plan.micro_batches(0), iter(torch.ones(2, 4, 2)))):
+    ...     loss = model(batch)
+    ...     model.backward(loss)
+    >>> model.step(clip_grad_norm(state.parameters, max_norm=1.0))
+    >>> state.step
+    1
+
+    DDP starts by giving every rank the weights of rank 0.
+
+    Args:
+        loss: (model, batch) -> the batch's mean loss, a scalar; a task's `loss`.
+        state: the model in it; only :meth:`step` changes more of it than ``.grad``.
+        world: who takes part.
+        plan: how steps are cut into micro-batches.
+        seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
+        reduce: "ring": the stock all-reduce; "tree": the same bits on any number of ranks.
+        precision: of the loss and its backward pass.
+        strategy: "ddp", or "dp": one process divides each micro-batch among all its GPUs.
+        unused: some parameters get no gradient in some steps.
+        network: the part of the model that learns from this loss; default: all of it. With several losses, networks
+            take turns, a step for each.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        state: State,
+        world: World,
+        plan: Plan,
+        seed: int = 0,
+        reduce: Literal["ring", "tree"] = "ring",
+        precision: Precision = "fp32",
+        strategy: Literal["ddp", "dp"] = "ddp",
+        unused: bool = False,
+        network: nn.Module | None = None,
+    ) -> None:
+        self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
+        self._network = network or state.model
+        self._learning = [p for p in self._network.parameters() if p.requires_grad]
+        learning = set(map(id, self._learning))
+        self._others = [p for p in state.parameters if id(p) not in learning]
+        self.reduction: Reduction = Tree(self._network, world, unused) if reduce == "tree" else Ring(world)
+        module = parallel(Loss(state.model, loss, precision, network), strategy, world.device)
+        self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
+        self._transfer = Transfer(world.device)
+        self._peers = peers_of(state.model)
+        if network and (self._peers or strategy == "dp"):
+            raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
+        if self._peers:
+            counts = [_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
+            # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
+            self._peers.connect(counts, None if unused else self.reduction.catch_up)
+        self._batch: Any = None
+        self._weight = 0.0
+        self._last = False
+        self._part = torch.zeros(())  # the micro-batch's, of the step's mean loss
+        self._parts = Fold[Tensor](_add_to_right)
+        self._waits: Callable[[], Tensor] | None = None
+        self._total: Tensor | None = None
+
+    def micro_batches(self, step: Step) -> Iterator[Any]:
+        """The batches of this rank's micro-batches, on its device; none on an idle rank, which takes part with zeros.
+
+        Each must go through the model and :meth:`backward` before the next one is asked for. After the last, every
+        rank holds the gradient of the global batch in ``.grad``.
+        """
+        self.state.clear_gradients()
+        self._parts, self._waits, self._total = Fold(_add_to_right), None, None
+        runs = self.plan.runs(step.number, self.world.world_size)
+        try:
+            activity.enter(DATA)
+            self.reduction.begin(runs)
+            if self._peers:
+                self._peers.begin(_at_work(runs))
+            for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, step.batches, strict=True), start=1):
+                self._batch, self._last = batch, number == len(step.micro_batches)
+                activity.enter(COMPUTING)
+                seed_computation(derive(self.seed, "micro-batch", step.number, micro_batch.id), self.world.devices)
+                self._weight = micro_batch.size / self.plan.step_samples(step.number)
+                with nullcontext() if self._last else self._no_reduction():
+                    yield batch if isinstance(self.module, Parallel) else self._transfer(batch)
+                self._parts.push(Node(0, micro_batch.id), self._collect())
+                if not self._last:
+                    self.reduction.keep(micro_batch.id)
+                activity.enter(DATA)
+            activity.enter(REDUCTION)
+            if not step.micro_batches and self.reduction.hooked:
+                self.module(None).backward()
+            self.reduction.end()
+            if not (self._unused or self._has_all()):
+                raise missing_gradients(self._network)
+        except Exception as error:
+            self._explain(error)
+            raise
+        for parameter in self._others:  # of networks whose turn it is not
+            parameter.grad = None
+        if self.state.scaler:
+            self.state.scaler.unscale(self.state.parameters)
+        if self.state.buffers.numel or self.state.scaler:
+            self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the model's, as torch's own `clip_grad_norm_` takes them."""
+        return self.state.parameters
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The mean loss of a micro-batch, a scalar."""
+        try:
+            loss: Tensor = self.module(batch)
+        except Exception as error:
+            self._explain(error)
+            raise
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the micro-batch's part to the gradient of the global batch: its samples / the step's samples.
+
+        The last micro-batch's pass also reduces the gradients over all ranks.
+        """
+        self._part = part = loss.detach() * self._weight
+        scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
+        if self._last:
+            activity.enter(REDUCTION)
+        try:
+            # NaN where the loss is not finite: its gradient might be, and all ranks must hear it
+            loss.backward(scale * self._weight + 0 * part)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def step(self, norm: Tensor) -> None:
+        """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks hold the same state.
+
+        Args:
+            norm: the gradient's, from `clip_grad_norm`.
+        """
+        self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None)
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the global batch, a scalar on the device. All ranks must ask for it, for it may cost an
+        exchange. Not read here: that would make the host wait."""
+        return self._sums()[0]
+
+    def _buffers(self) -> list[Tensor]:
+        """New values of the model's buffers, flat, for each of its groups: moved by the mean change over all
+        micro-batches of all ranks. Without buffers nothing is exchanged."""
+        buffers = self.state.buffers
+        return buffers.moved_by(self._sums()[1 : 1 + buffers.numel]) if buffers.numel else []
+
+    def _collect(self) -> Tensor:
+        """Pack weighted loss and changes of the buffers into one flat float64 tensor, and rewind the buffers."""
+        parts = [self._part.double().reshape(1), *self.state.buffers.take_changes(self._weight)]
+        return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
+
+    def _exchange(self) -> Callable[[], Tensor]:
+        """Begin to add up over all ranks what :meth:`_collect` gave."""
+        if self._waits is None:
+            self._waits = self.reduction.sum_small(self._parts, 1 + self.state.buffers.numel)
+        return self._waits
+
+    def _sums(self) -> Tensor:
+        if self._total is None:
+            self._total = self._exchange()()
+        return self._total
+
+    def _has_all(self) -> bool:
+        """Whether all that learns has a gradient, and DDP has reduced it: one may be an earlier micro-batch's alone."""
+        reduced = self.reduction.complete or not isinstance(self.module, DistributedDataParallel)
+        return reduced and all(parameter.grad is not None for parameter in self._learning)
+
+    def _no_reduction(self) -> AbstractContextManager[None]:
+        """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""
+        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+
+    def _explain(self, error: Exception) -> None:
+        """Raise a known mistake in one line; let an out-of-memory error know its batch."""
+        self.state.buffers.rewind()
+        note_batch(error, self._batch)
+        explain(error, self._network)
+
+
+def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduction, unused: bool) -> nn.Module:
+    """The model with its loss, under DDP where that has the gradients reduced."""
+    if not world.launched:
+        return module
+    if not reduction.hooked:
+        network.load_state_dict(world.broadcast_tensors(network.state_dict()))  # as DDP begins
+        return module
+    # no `device_ids`, for which it would make batches anew, and mappings or lists of their own kind into plain ones
+    ddp = DistributedDataParallel(
+        module,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=unused,
+        **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `DistributedLoss.step` keeps them equal
+    )
+    ddp.register_comm_hook(None, reduction.hook)
+    # After its first backward pass DDP sorts parameters into buckets anew, and where a gradient stands in its bucket
+    # decides in which order a ring adds the ranks' parts. Were that pass a real step, the steps after a resume would
+    # differ in the last bits from those of a run that never stopped; so it is an empty one.
+    ddp(None).backward()
+    ddp.zero_grad(set_to_none=True)
+    return ddp
+
+
+def _add_to_right(left: Tensor, right: Tensor) -> Tensor:
+    return right.add_(left)
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradient down to a 2-norm of at most ``max_norm`` (0: leave it as it is).
+
+    Args:
+        parameters: all of the model's.
+        max_norm: 0, or the most that the norm may be.
+
+    Returns:
+        The norm before, a scalar on the device, the same on every rank.
+
+    >>> weight = nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm([weight], max_norm=1.0).item()
+    5.0
+    """
+    parameters = list(parameters)
+    norm = get_total_norm([_aligned(p.grad) for p in parameters if p.grad is not None])
+    if max_norm:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """A gradient, or a copy of one on a GPU that does not begin at a multiple of 16 bytes, as in DDP's bucket it may:
+    the squares of such a one are added up in another order."""
+    return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
+
+
+def _at_work(runs: Sequence[range]) -> int:
+    """Ranks that have a micro-batch; they are the first ones."""
+    return sum(map(bool, runs))

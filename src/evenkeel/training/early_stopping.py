@@ -1,0 +1,101 @@
+"""When a run is over: after its last step, or after several evaluations without an improvement.
+
+What this remembers is part of the committed state, so a run that is killed and resumed ends at the same step as an
+undisturbed one.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from math import isnan
+from typing import Any, NamedTuple
+
+from ..common.errors import Ended
+from ..common.naming import TEST, full_name
+
+log = logging.getLogger(__name__)
+
+
+class Memory(NamedTuple):
+    """The evaluations so far. Replaced as a whole, because another thread may save it at any time."""
+
+    evaluated: int = 0  # step of the last one
+    best: float | None = None
+    stale: int = 0  # evaluations since the best one
+
+
+class Stopping:
+    """Says when to evaluate and when to stop.
+
+    Args:
+        last_step: of the plan.
+        every: steps between two evaluations.
+        best: the metric that counts, with "max" or "min".
+        patience: evaluations without an improvement after which the run is over; 0: no limit.
+    """
+
+    def __init__(
+        self,
+        last_step: int = sys.maxsize,
+        every: int = sys.maxsize,
+        best: tuple[str, str] | None = ("accuracy", "max"),
+        patience: int = 0,
+    ) -> None:
+        self.last_step, self.every, self.best, self.patience = last_step, every, best, patience
+        self.memory = Memory()
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after this step."""
+        return step == self.last_step or step % self.every == 0
+
+    def owed(self, step: int) -> bool:
+        """Whether a run that comes back at this step must evaluate first: it is over, or it was killed before an
+        evaluation that counts."""
+        missed = bool(self.patience) and 0 < step != self.memory.evaluated and self.due(step)
+        return missed or self.over(step)
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take in an evaluation; empty metrics mean that there was none."""
+        if not (metrics and self.patience) or step == self.memory.evaluated or step % self.every:
+            return  # one after the last step, between two regular ones, must not count if the run is prolonged
+        self.check(metrics)
+        assert self.best  # --patience without it was refused
+        name, mode = self.best
+        value, best = metrics[name], self.memory.best
+        better = not isnan(value) and (best is None or (value > best if mode == "max" else value < best))
+        self.memory = Memory(step, value, 0) if better else Memory(step, best, self.memory.stale + 1)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Warn if an evaluation lacks the metric that counts; end the run if --patience needs it."""
+        if not self.best or self.best[0] in metrics:
+            return
+        text = f"the evaluation has no metric {self.best[0]!r}, only {', '.join(metrics) or 'none at all'}"
+        if self.patience:
+            raise Ended(f"--patience {self.patience}: {text}; set the task's `best`, or leave --patience out")
+        example = next(iter(metrics), "loss")
+        log.warning("no best checkpoint will be kept: %s; set the task's `best` to (%r, 'min'), or None", text, example)
+
+    def over(self, step: int) -> bool:
+        """Whether this step is the last."""
+        return step >= self.last_step or self.early
+
+    @property
+    def early(self) -> bool:
+        """Whether patience has run out."""
+        return bool(self.patience) and self.memory.stale >= self.patience
+
+    def why(self) -> str:
+        """Why the run has stopped early, in a line; asked of every run that ends."""
+        best = "any number" if self.memory.best is None else f"{self.memory.best:.4f}"
+        name = full_name(TEST, self.best[0]) if self.best else "metric"
+        return f"no better {name} than {best} in {self.memory.stale} evaluations"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return self.memory._asdict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave."""
+        self.memory = Memory(**saved)

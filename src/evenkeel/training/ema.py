@@ -1,0 +1,60 @@
+"""An exponential moving average of the weights (EMA), which often does better on test data than the weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..common.errors import Refusal
+from .buffers import Buffers
+from .determinism import multiply
+
+
+class Average:
+    """A copy of a model with averaged parameters and the model's committed buffers.
+
+    It is a model of its own, so evaluation does not touch the live one, which another thread may be saving. At step t
+    the decay is at most (1 + t) / (10 + t), so the random start is soon forgotten.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, buffers: Buffers) -> None:
+        try:
+            self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        except RuntimeError as error:
+            raise Refusal(
+                f"--ema: the model cannot be copied ({str(error).split('. ')[0]}); if it uses the old "
+                "torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm, or leave --ema out"
+            ) from error
+        self.decay = decay
+        self._live: list[Tensor] = list(model.parameters())
+        self._mean: list[Tensor] = list(self.model.parameters())
+        mine = dict(self.model.named_buffers())
+        self._buffers = [([mine[name] for name in group.names], group.committed_views) for group in buffers.groups]
+
+    @torch.no_grad()
+    def update(self, step: int, bad: Tensor) -> None:
+        """Take in the weights and committed buffers after a step, counted from 1; not where ``bad``, a boolean scalar
+        on the device, is true."""
+        weight = torch.where(bad, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
+        change = torch._foreach_sub(self._live, self._mean)
+        multiply(change, weight)
+        torch._foreach_add_(self._mean, list(change))
+        for mine, committed in self._buffers:
+            torch._foreach_copy_(mine, committed)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The live averages by the names of the parameters. The buffers are the model's."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in parameters}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+        """Load the averages, and the buffers out of the model's state dict of the same step."""
+        self.model.load_state_dict({**model, **saved})
+
+
+def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The weights to use from a committed state: the averages, if there are any, with the model's buffers."""
+    return {**captured["model"], **captured.get("ema", {})}

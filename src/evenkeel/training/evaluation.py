@@ -1,0 +1,176 @@
+"""Exact evaluation: every test sample once, and the same result at any world size.
+
+`DistributedSampler` pads the test set so that all ranks get equally many samples, which counts some twice. Here
+ranks take unequal shares of fixed micro-batches. Nothing is exchanged until the end; then the sums of all
+micro-batches come together once and are added in one order, whoever computed them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.errors import place_of
+from ..common.phases import EVALUATION, activity
+from ..config import Config
+from ..data.dataset import SizedDataset
+from ..data.loader import loader
+from ..data.plan import Plan
+from ..data.randomness import derive, generators_kept, seed_computation, seed_task
+from ..data.sampler import ElasticSampler
+from ..distributed.data_parallel import chunks, replicas
+from ..distributed.transfer import Transfer
+from ..distributed.world import World
+from .checks import check_alike, check_metrics, checked_summary
+from .compilation import uncompiled
+from .oom import note_batch
+from .precision import autocast
+from .task import Task
+
+log = logging.getLogger(__name__)
+
+
+class Evaluation:
+    """A task's metrics over all test samples; call it as often as needed.
+
+    Args:
+        task: computes the metrics of a batch.
+        model: the bare model or its average, because a DDP forward would wait for ranks that have no batch left.
+        test_set: N samples, cut into micro-batches of the training's size, dealt to ranks in contiguous shares.
+        config: micro-batch, loader workers, seed and precision.
+        world: who takes part.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        test_set: SizedDataset,
+        config: Config,
+        world: World,
+    ) -> None:
+        self.task, self.model, self.world = task, model, world
+        self.precision = config.precision
+        self.samples = len(test_set)
+        plan = Plan.of(config, self.samples)
+        # one device evaluates, whose part in training is a share of the micro-batch
+        micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
+        # the whole test set is one step of one epoch, in its own order
+        self.sampler = ElasticSampler(
+            test_set,
+            self.samples,
+            micro_batch,
+            num_replicas=world.world_size,
+            rank=world.rank,
+            shuffle=False,
+            seed=config.seed,
+        )
+        self._transfer = Transfer(world.device)
+        self.batches = loader(test_set, self.sampler, "test", config.num_workers, world.device)
+
+    def __call__(self) -> dict[str, float]:
+        """The metrics, the same on every rank. The model is back in its mode afterwards."""
+        with activity.during(EVALUATION):
+            return self._evaluate()
+
+    @torch.no_grad()
+    def rehearse(self) -> dict[str, float] | None:
+        """The numbers of the first micro-batch alone, computed by each rank for itself; None: it has too little for
+        `summarize`, which may divide by how many there are of a class.
+
+        A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
+        """
+        with activity.during(EVALUATION), generators_kept(), _same_tensors(self.model), self._only_first() as size:
+            sums = self._sums()
+            try:
+                return self._summary({name: rows[0] for name, rows in sums.items()}, size)
+            except (ArithmeticError, ValueError) as error:
+                log.warning(
+                    "summarize() fails for the first %d test samples%s: %s: %s; if it does so for all of them, the run "
+                    "will end at its first evaluation",
+                    size, place_of(error.__traceback__), type(error).__name__, error,
+                )  # fmt: skip
+                return None
+
+    @contextmanager
+    def _only_first(self) -> Iterator[int]:
+        """Let this rank have the first micro-batch, as the first of so many ranks that none has two; gives its size."""
+        sampler = self.sampler
+        place = sampler.rank, sampler.num_replicas
+        sampler.rank, sampler.num_replicas = 0, sampler.plan.max_world_size
+        try:
+            yield sampler.micro_batches(0)[0].size
+        finally:
+            sampler.rank, sampler.num_replicas = place
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        sums = self._sums()
+        mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
+        shares = [share for share in self.world.gather(mine) if share] or [{}]
+        shapes = [{name: rows.shape[1:] for name, rows in share.items()} for share in shares]
+        for others in shapes:
+            check_alike(shapes[0], others)
+        rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+        return self._summary({name: values.sum(0) for name, values in rows.items()}, self.samples)
+
+    def _summary(self, sums: dict[str, Tensor], samples: int) -> dict[str, float]:
+        seed_task(self.sampler.seed, "summarize")
+        return checked_summary(self.task.summarize({name: values / samples for name, values in sums.items()}))
+
+    def _sums(self) -> dict[str, list[Tensor]]:
+        """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""
+        modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
+        self.model.eval()
+        sums: dict[str, list[Tensor]] = {}
+        mine = self.sampler.micro_batches(0)
+        for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
+            activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again, for each batch is progress
+            # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
+            seed_computation(derive(self.sampler.seed, "test", 0, micro_batch.start), self.world.devices)
+            try:
+                with autocast(self.precision, self.world.device.type), uncompiled():
+                    of_samples = _of_each(self.task.metrics(self.model, self._transfer(batch)), micro_batch.size)
+            except Exception as error:
+                note_batch(error, batch)
+                raise
+            check_metrics(of_samples, micro_batch.size, sums)
+            for name, values in of_samples.items():
+                # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
+                sums.setdefault(name, []).append(values.double().sum(0))
+        for module, training in modes:
+            module.training = training
+        return sums
+
+
+def _of_each(values: Any, samples: int) -> Any:
+    """A task's metrics, with a scalar as the value of each sample."""
+    if not isinstance(values, dict):
+        return values  # which is refused next
+    return {
+        name: value.expand(samples) if isinstance(value, Tensor) and value.dim() == 0 else value
+        for name, value in values.items()
+    }
+
+
+@contextmanager
+def _same_tensors(model: nn.Module) -> Iterator[None]:
+    """Put buffers, and whether parameters need a gradient, back to what they were."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    holders = [
+        (module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
+    ]
+    buffers = [(holder, name, buffer, buffer.clone()) for holder, name, buffer in holders if buffer is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for holder, name, buffer, value in buffers:
+                holder[name] = buffer.copy_(value)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)

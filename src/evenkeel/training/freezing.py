@@ -1,0 +1,38 @@
+"""Parts of a model that do not learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..common.errors import Refusal
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Take the gradient from parts of a model, and put the modules among them into evaluation mode.
+
+    Args:
+        model: its optimizers are not made yet.
+        patterns: names of modules (with all within) or of parameters; * stands for any text.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        inside = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
+        alone = [parameter for name, parameter in parameters.items() if fnmatchcase(name, pattern)]
+        if not inside and not alone:
+            near = get_close_matches(pattern, [*modules, *parameters], n=3, cutoff=0.4)
+            names = near or [name for name, _ in model.named_children()] or list(parameters)
+            raise Refusal(
+                f"--freeze {pattern}: no module or parameter has that name; "
+                f"{'the nearest' if near else 'there'} are: {', '.join(names[:5])}"
+            )
+        for module in inside:
+            module.eval()
+        for part in (*inside, *alone):
+            part.requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise Refusal(f"--freeze {' '.join(patterns)}: nothing would learn; name fewer parts")

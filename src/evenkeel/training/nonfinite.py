@@ -1,0 +1,84 @@
+"""Steps whose loss or gradient is NaN or infinite: skipped on the device, without making the host wait.
+
+Every rank holds the same reduced gradient, so all of them decide alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from ..common.errors import Ended
+
+
+class NonFinite(Ended):
+    """A step, counted from 1, was not finite. It has changed nothing."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"the loss or the gradient of step {step} is not finite; lower --lr, set --clip-norm, or skip such steps "
+            "with --on-nonfinite skip"
+        )
+
+
+def decides_on_device(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can skip a step without telling the host; fused ones can."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def step_unless(bad: Tensor | bool, optimizer: Optimizer) -> None:
+    """Take an optimizer's step unless it is bad, as told on the device if it is fused, or else by the host."""
+    if isinstance(bad, Tensor):
+        fused: Any = optimizer
+        fused.found_inf, fused.grad_scale = bad.float(), None  # as `torch.amp.GradScaler` sets them
+    elif bad:
+        return
+    if isinstance(optimizer, SGD) and decides_on_device(optimizer):
+        _begin_momentum(optimizer)
+    optimizer.step()
+
+
+def _begin_momentum(optimizer: SGD) -> None:
+    """Give parameters with their first gradient a momentum of zero, with which the first step is the same.
+
+    torch's fused SGD leaves it unset in a skipped step, and fails where only some parameters have one.
+    """
+    with_momentum = [group for group in optimizer.param_groups if group["momentum"]]
+    if len(optimizer.state) == sum(len(group["params"]) for group in with_momentum):
+        return
+    for group in with_momentum:
+        for parameter in group["params"]:
+            if parameter.grad is not None and not optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+class Verdict:
+    """Tells the host whether the last step was skipped, without waiting for what is queued behind that step."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._device = device
+        self._answer = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def ask(self, bad: Tensor) -> None:
+        """Begin to copy a boolean scalar from the device."""
+        self._answer.copy_(bad, non_blocking=True)
+        if self._arrived:
+            self._arrived.record(torch.cuda.current_stream(self._device))
+
+    @property
+    def known(self) -> bool:
+        """Whether the answer has arrived."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def take(self) -> bool:
+        """Wait for the answer and clear it: asked again, this is False."""
+        if self._arrived:
+            self._arrived.synchronize()
+        bad = bool(self._answer)
+        self._answer.fill_(False)
+        return bad

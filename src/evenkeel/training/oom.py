@@ -1,0 +1,134 @@
+"""Out of memory: one message that says who holds it and what helps."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import resource
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ..common.errors import EndedHere
+from ..common.memory import is_out_of_memory
+from ..common.phases import CHECKPOINT, EVALUATION, activity
+from ..config import Config
+from ..data.batch import tensors_in
+from ..data.plan import next_smaller
+from ..distributed.devices import GIB, describe, own_device
+
+T = TypeVar("T")
+
+
+class OutOfMemory(EndedHere):
+    """Memory has run out on this rank."""
+
+
+def explaining(main: Callable[[], T]) -> Callable[[], T]:
+    """Decorate a main program: wherever memory runs out in it, the error explains that."""
+
+    @functools.wraps(main)
+    def call() -> T:
+        try:
+            return main()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(explained(error, own_device())) from error
+
+    return call
+
+
+def note_batch(error: BaseException, batch: Any) -> None:
+    """Attach the phase and the shapes of the batch to an out-of-memory error on its way up."""
+    if is_out_of_memory(error):
+        activity.note(error)
+        known = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(batch)]
+        more = f" and {len(known) - 6} more" if len(known) > 6 else ""
+        error.shapes = ", ".join(known[:6]) + more  # type: ignore[attr-defined]
+
+
+def explained(error: BaseException, device: torch.device, config: Config | None = None, saved: str = "") -> str:
+    """An out-of-memory error in a line; ``saved`` says whether the last finished step is."""
+    # with nn.DataParallel or a model on several devices, the error may name another GPU
+    if other := re.search(r"in replica \d+ on device (\d+)|GPU (\d+) has a total capacity", str(error)):
+        device = torch.device("cuda", int(other[1] or other[2]))
+    wanted = re.search(r"ried to allocate (\d[\d.]* \w+)", str(error))
+    on_host = device.type != "cuda" or "DefaultCPUAllocator" in str(error) or isinstance(error, (MemoryError, OSError))
+    place = f"the memory of host {socket.gethostname()}" if on_host else str(describe(device))
+    phase = activity.phase_of(error)
+    done = phase in (EVALUATION, CHECKPOINT)  # these come after their step
+    batch = getattr(error, "shapes", "")
+    parts = [
+        f"out of memory on rank {os.environ.get('RANK', '0')} ({place})",
+        f"it was in {phase} " + (f"after step {activity.step}" if done else f"of step {activity.step + 1}"),
+        f"{wanted[1]} more were wanted" if wanted else "",
+        f"the batch was {batch}" if batch else "",
+        _held_on_host() if on_host else _held_on_gpu(device),
+        remedy(config) if config else "make room, or use a smaller --micro-batch",
+        saved,
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def remedy(config: Config) -> str:
+    """The option with which the same run goes on."""
+    known = config.largest_micro_batch
+    if known in ("auto", 1):
+        return f"--micro-batch is {known} already: make room, or use a smaller model"
+    return (
+        f"the same command with --micro-batch {next_smaller(int(known), config.batch_size)} instead of {known} goes on "
+        "with the same batches, in smaller pieces (--micro-batch auto finds what fits when a run starts)"
+    )
+
+
+def _held_on_gpu(device: torch.device) -> str:
+    """Who holds a GPU's memory. A few hundred MiB outside torch are this process's own CUDA context and NCCL."""
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # CUDA could not even start
+        return f"nothing is known of its memory{_others(device)}"
+    reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    text = (
+        f"of {_gib(total)} this process holds {_gib(reserved)} ({_gib(used)} in tensors, {_gib(reserved - used)} kept "
+        f"for more), others and its context {_gib(max(0, total - free - reserved))}{_others(device)}, {_gib(free)} are "
+        "free"
+    )
+    if reserved - used > total / 10:
+        text += "; much is kept in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
+    return text
+
+
+def _others(device: torch.device) -> str:
+    """The other processes on a GPU, " (process 71 python3: 2048 MiB)"; in a container the driver names few or none."""
+    asked = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,name", "--format=csv,noheader"]
+    try:
+        uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError):
+        return ""
+    rows = [row for row in (line.split(", ", 3) for line in told.splitlines()) if len(row) == 4]
+    others = [row for row in rows if row[0].removeprefix("GPU-") == uuid and row[1] != str(os.getpid())]
+    shown = ", ".join(f"process {pid} {Path(name).name}: {memory}" for _, pid, memory, name in others)
+    return f" ({shown})" if shown else ""
+
+
+def _held_on_host() -> str:
+    """What this process holds of the host's memory, and what limits it."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()
+    except OSError:  # not on Linux
+        return ""
+    size, resident = (_gib(int(number) * resource.getpagesize()) for number in pages[:2])
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = f", and {size} of addresses, of its limit of {_gib(limit)} (ulimit -v)"
+    return f"this process holds {resident}" + limited * (limit != resource.RLIM_INFINITY)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,120 @@
+"""Optimizers, and the learning rate: a pure function of the step, so it has no state to save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from math import cos, inf, pi
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ..common.errors import Ended
+from ..config import Config
+
+log = logging.getLogger(__name__)
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optimizer:
+    """The optimizer of --optimizer, --lr and --weight-decay over all parameters that learn.
+
+    Parameters of fewer than two dimensions (norms, biases) are not decayed, unless --decay-norms says so: to pull a
+    norm's scale towards 0 regularises nothing. They are the second parameter group.
+    """
+    learning = [p for p in parameters if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": learning}]
+    if config.weight_decay and not config.decay_norms:
+        matrices, others = ([p for p in learning if (p.dim() >= 2) is many] for many in (True, False))
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+    # fused ones keep all their state on the device (the host's would be ahead of a GPU that hangs), and can skip a step
+    # without asking the host
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in learning) or None
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused}
+    if config.optimizer == "sgd":
+        return SGD(groups, momentum=0.9, nesterov=True, **options)
+    return (Adam if config.optimizer == "adam" else AdamW)(groups, **options)
+
+
+def rate(config: Config, step: int, total_steps: int) -> float:
+    """The factor on the peak learning rate at a step, 0 .. total_steps-1: linear warm-up, then the schedule."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "step":
+        return float(0.1 ** int(3 * progress))
+    if config.schedule == "poly":
+        return float((1 - progress) ** 0.9)
+    return 1 - progress if config.schedule == "linear" else (1 + cos(pi * progress)) / 2
+
+
+class Rates:
+    """Sets the learning rates in each step. Warns once if something else sets them too, which has no effect.
+
+    In a run that has ``begun``, the parameter groups already hold the peak rates.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], begun: bool = False) -> None:
+        self.optimizers = optimizers
+        self._ours: dict[int, object] = {}
+        self._warned = False
+        if not begun and any("initial_lr" in group for optimizer in optimizers for group in optimizer.param_groups):
+            self._warn()  # torch's schedulers put it there
+
+    def set(self, factors: float | Sequence[float]) -> None:
+        """Set each parameter group's learning rate to its peak times one factor, or times its optimizer's own."""
+        # of arrays too, because a checkpoint must not hold NumPy's numbers
+        found: Any = factors.tolist() if hasattr(factors, "tolist") else factors
+        each = found if isinstance(found, (list, tuple)) else [found] * len(self.optimizers)
+        numbers = all(isinstance(factor, Real) and 0 <= float(factor) < inf for factor in each)
+        if not numbers or len(each) != len(self.optimizers):
+            raise Ended(
+                f"rates() returned {factors!r}: it must return one factor on the peak learning rates, at least 0 and "
+                f"finite, or a list with one for each of the {len(self.optimizers)} optimizers"
+            )
+        for optimizer, factor in zip(self.optimizers, each, strict=True):
+            for group in optimizer.param_groups:
+                lr = group["lr"]
+                if self._ours.get(id(group), lr) is not lr:
+                    self._warn()
+                # the peak is kept where torch's schedulers keep it, so it is saved with the state
+                group["lr"] = self._ours[id(group)] = group.setdefault("initial_lr", lr) * float(factor)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            log.warning(
+                "something other than rates() sets a learning rate, a scheduler perhaps: it has no effect, because "
+                "rates() sets all of them in each step; override rates() in the task instead"
+            )
+        self._warned = True
+
+
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> None:
+    """Load an optimizer's state, except for the choice of its implementation, which depends on the device.
+
+    A run of a version that had all parameters in one group decays all of them, and continues to.
+    """
+    groups = optimizer.param_groups
+    sizes, ours = ([len(group["params"]) for group in them] for them in (saved["param_groups"], groups))
+    if sizes == [sum(ours)] != ours:
+        theirs = {id(p) for group in groups for p in group["params"]}
+        groups[0]["params"] = [p for p in model.parameters() if id(p) in theirs]
+        del groups[1:]
+    elif sizes != ours:
+        raise Ended(
+            f"the checkpoint's optimizer has groups of {sizes} parameters and this one has {ours}: the code of the "
+            "task or of the optimizer has changed; continue with what it was, or start over with --fresh"
+        )
+    ways = ({way: group[way] for way in ("foreach", "fused", "capturable") if way in group} for group in groups)
+    merged = [group | way for group, way in zip(saved["param_groups"], ways, strict=True)]
+    optimizer.load_state_dict({**saved, "param_groups": merged})
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            # fused optimizers walk through memory in its order; with channels last the saved order may be another
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -1,0 +1,89 @@
+"""A sequence lock, as in the Linux kernel: tells whether a copy of the state, taken beside the training, is whole.
+
+A GPU is often a step or more behind the host, and never gets past a collective whose peer is dead. Its compute stream
+cannot be asked then. But that stream writes two numbers to the device: ``begun`` before each commit and ``done`` after
+it. A reader that copies ``done``, then the state, then ``begun``, and finds them equal, has the whole state of that
+step: its commit was over before the copy, and the next one had not begun after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..common.background import FOREVER, left
+
+STUCK = 3.0
+"""Seconds that a rescue waits for the end of the last commit before it takes a GPU to hang."""
+
+
+class Torn(Exception):  # noqa: N818
+    """There is no whole state to save."""
+
+
+class Seqlock:
+    """Guards a state on one or more devices. On a CPU, which has finished when a call returns, it is a plain lock.
+
+    Each device has its own two numbers; the state is whole if all of them are equal.
+    """
+
+    def __init__(self, *devices: torch.device) -> None:
+        self.begun, self.done = ([torch.zeros((), dtype=torch.int64, device=d) for d in devices] for _ in range(2))
+        self.asked = 0
+        """The last step that the host has asked the devices for."""
+        self._host = threading.Lock()
+        self._ends = {d: torch.cuda.Event() for d in devices if d.type == "cuda"}  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def change(self, step: int, undone: Tensor | None = None) -> Iterator[None]:
+        """Enclose the commit of a step. A commit that raises leaves the state torn.
+
+        Args:
+            step: the number of the step.
+            undone: a boolean scalar on a device; where it is true nothing changes, and the step stays the one before.
+        """
+        with self._host:
+            self.asked = step
+            for begun in self.begun:
+                begun.fill_(step)
+            yield
+            for begun, done in zip(self.begun, self.done, strict=True):
+                if undone is not None:
+                    begun.sub_(undone.to(begun.device).long())
+                done.copy_(begun)
+            for device, end in self._ends.items():
+                end.record(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def hold(self, until: float, final: bool = False) -> Iterator[None]:
+        """Keep the host from beginning a commit; with ``final`` for ever, because the process is ending.
+
+        Raises:
+            Torn: a commit was still in progress at the moment ``until``. With a GPU that is no reason to give up: the
+                host may be waiting for room in the queue of a stuck stream, and the device's numbers tell what is
+                whole.
+        """
+        held = self._host.acquire(timeout=left(until))
+        if not held and not self._ends:
+            raise Torn("an optimizer step is still in progress")
+        try:
+            yield
+        finally:
+            if held and not final:
+                self._host.release()
+
+    def lags(self, step: int, asked: int) -> bool:
+        """Whether a GPU is at another step than the host asked it for."""
+        return bool(self._ends) and step != asked
+
+    def wait(self, until: float) -> None:
+        """Wait until the devices have finished the last commit, unless they hang: at most :data:`STUCK` seconds, or as
+        long as it takes if ``until`` is never."""
+        until = until if until == FOREVER else min(until, time.monotonic() + STUCK)
+        while not all(end.query() for end in self._ends.values()) and left(until):  # type: ignore[no-untyped-call]
+            time.sleep(0.001)

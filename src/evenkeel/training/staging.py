@@ -1,0 +1,144 @@
+"""Host memory for copies of the state, allocated once and reused.
+
+Fresh memory costs more than the copy into it, because the kernel has to find and clear every page. So a checkpoint is
+copied into the memory of the one before, and written from there while the training goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.background import FOREVER, left
+
+Path = tuple[object, ...]
+"""The keys and indices that lead to a tensor in a tree."""
+
+ALIGNED = 64
+"""Bytes; each tensor begins at a multiple of it, as in torch's own memory on the CPU."""
+
+
+class Staging:
+    """Memory for one copy. Take it, copy, read the copy, give it back; a second thread may do the last two.
+
+    Args:
+        devices: where the tensors are. Those on a GPU are copied on a stream of their own, beside a compute stream that
+            may be stuck in a collective.
+        still: nothing changes the state any more, so host tensors need no copy. Otherwise the last save of a run would
+            be the peak of its memory.
+    """
+
+    def __init__(self, *devices: torch.device, still: bool = False) -> None:
+        self._still = still
+        self._taken = threading.Lock()
+        self._buffers: dict[Path, Tensor] = {}
+        self.pinned = False
+        """Whether :meth:`pin` has been called."""
+        gpus = [device for device in devices if device.type == "cuda"]
+        self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
+
+    def take(self, until: float = FOREVER) -> bool:
+        """Reserve the memory until :meth:`give_back`; False if another user still has it at the moment ``until``."""
+        return self._taken.acquire(timeout=left(until))
+
+    def give_back(self) -> None:
+        """Let the memory be overwritten. Any thread may call this."""
+        self._taken.release()
+
+    def pin(self, tree: Any) -> None:
+        """Allocate page-locked memory for the tensors on a GPU, which are then copied at full speed.
+
+        Never while a GPU may hang: this may wait for all its queued work. torch's own pinned memory comes in powers of
+        two and would be up to twice as large.
+        """
+        self.pinned = True
+        sources: dict[Path, Tensor] = {}
+        map_tensors(tree, lambda source, path: sources.update({path: source}) if source.is_cuda else None)
+        memory, parts = in_one_piece(list(sources.values()))
+        self._buffers.update(zip(sources, parts, strict=True))
+        if memory.numel():
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            portable = 1  # for all GPUs
+            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+            self._memory = memory  # must outlive its registration
+            weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+
+    def place(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
+        """Prepare a copy of nested dicts, lists and tuples; plain data is copied at once.
+
+        Args:
+            tree: what to copy. A tensor that is new or has another shape gets new memory.
+            ends: how many tensors are copied before all others, and how many after them.
+
+        Returns:
+            The copy, and the function that fills in its tensors. Any thread may call that. It hands all tensors to
+            torch in three calls, so it hardly competes with the training for the interpreter.
+        """
+        buffers: dict[Path, Tensor] = {}
+        sources: list[Tensor] = []
+
+        def buffer_for(source: Tensor, path: Path) -> Tensor:
+            # torch.save writes all the memory that a view looks into, so a view is copied even if nothing changes
+            whole = source.device.type == "cpu" and source.untyped_storage().nbytes() == source.nbytes
+            if self._still and whole:
+                return source.detach()
+            buffer = self._buffers.get(path)
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                # with the same strides, so that a GPU needs no memory to rearrange them
+                buffer = torch.empty_like(source, device="cpu", requires_grad=False)
+            buffers[path] = buffer
+            sources.append(source.detach())
+            return buffer
+
+        def copy() -> None:
+            targets = list(buffers.values())
+            with ExitStack() as stack:
+                for stream in self._streams:
+                    # the device as well, because a new thread starts with cuda:0
+                    stack.enter_context(torch.cuda.device(stream.device))
+                    stack.enter_context(torch.cuda.stream(stream))
+                for part in (slice(0, ends), slice(ends, -ends), slice(-ends, None)):
+                    if targets[part]:
+                        torch._foreach_copy_(targets[part], sources[part], non_blocking=True)
+            for stream in self._streams:
+                stream.synchronize()
+
+        placed = map_tensors(tree, buffer_for)
+        self._buffers = buffers
+        return placed, copy
+
+
+def in_one_piece(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Host memory for copies of tensors, as bytes, and its parts in their types, shapes and strides.
+
+    Each part has a storage of its own, because `torch.save` writes whole storages.
+    """
+    ends = list(accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors))
+    memory, parts = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8), []
+    for tensor, begin in zip(tensors, [0, *ends], strict=False):
+        part = torch.empty_like(tensor, device="meta")
+        if tensor.numel():
+            flat = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+            parts.append(flat.as_strided(part.shape, part.stride()))
+        else:
+            parts.append(torch.empty_like(part, device="cpu"))
+    return memory, parts
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:
+    """Nested dicts, lists and tuples with each tensor replaced by ``change(tensor, path)``; torch's pytree takes seven
+    times as long."""
+    if isinstance(tree, Tensor):
+        return change(tree, path)
+    if isinstance(tree, dict):
+        return {key: map_tensors(value, change, (*path, key)) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(value, change, (*path, i)) for i, value in enumerate(tree))
+    return tree

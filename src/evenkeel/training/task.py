@@ -1,0 +1,172 @@
+"""A task: data, model, loss and metrics. The one thing a user of the template writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..config import Config
+from ..data.dataset import SizedDataset, limited
+from ..data.randomness import seed_task
+from .checks import one_number
+from .optimization import build_optimizer, rate
+
+
+class Task(ABC):
+    """What is trained on what. Its methods run on every rank and need not know about ranks.
+
+    Make a subclass a dataclass, and its fields become command-line options, with their docstrings as help.
+    A *batch* is what `torch.utils.data.default_collate` makes of a micro-batch, on the device of the model.
+
+    >>> class Line(Task):
+    ...     def train_dataset(self): return TensorDataset(torch.rand(64, 1))
+    ...     test_dataset = train_dataset
+    ...     def model(self): return nn.Linear(1, 1)
+    ...     def loss(self, model, batch): return (model(batch[0]) - 2 * batch[0]).square().mean()
+    >>> Line.best  # there are no other metrics than the loss
+    ('loss', 'min')
+    """
+
+    best: ClassVar[tuple[str, Literal["max", "min"]] | None] = ("accuracy", "max")
+    """The metric that decides which checkpoint is the best; None: keep no best checkpoint."""
+
+    unused_parameters: ClassVar[bool] = False
+    """Whether some parameters get no gradient in some steps; DDP then looks for them, which takes time."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Options of the task, as config.toml names them, that may change when a run is continued because they do not
+    change the result. `data_dir` always may."""
+
+    earlier: ClassVar[Mapping[str, Any]] = {}
+    """Values that newer options have in runs begun before they existed, where that is not None."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if cls.metrics is Task.metrics and cls.best is Task.best:
+            cls.best = ("loss", "min")
+
+    @abstractmethod
+    def train_dataset(self) -> SizedDataset:
+        """Any map-style data set; random augmentation may use torch's, NumPy's or Python's generator."""
+
+    @abstractmethod
+    def test_dataset(self) -> SizedDataset:
+        """The data of the evaluation."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The network, on the CPU, with random weights (the generators are seeded). Several networks: an
+        `nn.ModuleDict` of them."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean loss over a batch, a scalar with a gradient. Several losses: their sum."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Values for each sample, each tensor of shape [samples, ...], or a scalar, their mean; default: the loss.
+
+        `summarize` gets their means over all samples. Runs without gradients, with the model in evaluation mode; also
+        once on test data before the first step.
+        """
+        return {"loss": self.loss(model, batch)}
+
+    def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
+        """The numbers to report, from the means over all test samples (float64)."""
+        return {name: one_number(name, mean) for name, mean in means.items()}
+
+    def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
+        """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
+        return [build_optimizer(model.parameters(), config)]
+
+    def rates(self, config: Config, step: int, total_steps: int) -> float | Sequence[float]:
+        """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
+        return rate(config, step, total_steps)
+
+    def takes_one_sample(self, model: nn.Module) -> bool:
+        """Whether the model can be trained on a micro-batch of one sample. Asked before the start if there would be one
+        and the model has BatchNorm, which needs two values a channel: two samples, or an image of several pixels."""
+        return True
+
+    def resolved(self, recorded: Mapping[str, Any] | None) -> Task:
+        """The task with its open options settled; by default itself.
+
+        Args:
+            recorded: all options of the run that is continued; None for a new run.
+        """
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """The fields of a task that is a dataclass, by option name, except secrets."""
+        values: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        fields = getattr(self, "__dataclass_fields__", {})
+        return {option_name(name): it for name, it in values.items() if not fields[name].metadata.get("secret")}
+
+
+def secret() -> Any:
+    """The field of an option that is not saved, compared, sent or shown anywhere.
+
+    >>> @dataclass
+    ... class Private(Classification):
+    ...     token: str = secret()
+    """
+    return dataclasses.field(default="", repr=False, metadata={"secret": True})
+
+
+class Classification(Task):
+    """(image, label) data with cross-entropy and accuracy. A subclass adds the data and the model.
+
+    >>> batch = torch.zeros(3, 4), torch.tensor([0, 1, 1])
+    >>> class Mine(Classification):
+    ...     train_dataset = test_dataset = model = None
+    >>> Mine().loss(nn.Linear(4, 2), batch).shape
+    torch.Size([])
+    """
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean cross-entropy."""
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Cross-entropy and top-1 accuracy of each image."""
+        images, labels = batch
+        logits = model(images)
+        return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": logits.argmax(1) == labels}
+
+
+def constants(module: nn.Module) -> dict[str, Tensor]:
+    """A network's parameters by name, detached, so that a loss through it does not train it.
+
+    For `torch.func.functional_call(network, constants(network), inputs)` in the loss of another network.
+
+    >>> {name: tensor.requires_grad for name, tensor in constants(nn.Linear(2, 1)).items()}
+    {'weight': False, 'bias': False}
+    """
+    detached: dict[int, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    # a parameter with two names stays one tensor, as `functional_call` demands
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        # --strategy dp gives the loss a replica, whose `_parameters` is empty
+        for name, parameter in getattr(part, "_former_parameters", part._parameters).items():
+            if parameter is not None:
+                constant = detached.setdefault(id(parameter), parameter.detach())
+                found[f"{prefix}.{name}" if prefix else name] = constant
+    return found
+
+
+def option_name(field: str) -> str:
+    """The option of a field. A field whose name a method has ends in an underscore, the option does not."""
+    return field.rstrip("_")
+
+
+def of_task(task: Task, config: Config, part: Literal["train", "test"]) -> SizedDataset:
+    """A task's data set, the same on every rank and at every start, cut down by --limit-batches."""
+    seed_task(config.seed, "data")
+    dataset = task.train_dataset() if part == "train" else task.test_dataset()
+    return limited(dataset, config.limit_batches * config.batch_size, part)

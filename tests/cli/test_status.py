@@ -1,0 +1,193 @@
+"""`python -m evenkeel status` on real runs in every state, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenkeel.cli.status import Metrics, status_of
+from evenkeel.run.checkpoint import Checkpoints, read_manifest
+from tests.support import processes
+from tests.support.processes import TRAIN, kill_group, read, run, start, torchrun
+from tests.support.small_runs import OLD_RUNS, TASK, job, wait_for_step
+from tests.support.terminal import Terminal
+
+LONG = 10_000  # steps, so that a run outlives its tests
+
+
+NO_SLURM = {"PATH": str(Path(sys.executable).parent)}
+
+
+TRAINING = {"train/loss", "train/grad_norm", "train/lr", "train/samples_per_s"}
+
+
+STATUS = [sys.executable, "-m", "evenkeel", "status"]
+
+
+def status(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return run([*STATUS, *map(str, arguments)], env=env)
+
+
+def facts(*arguments: object, env: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """Folder's name -> what --json says of its run."""
+    listed = json.loads(status(*arguments, "--json", env=env).stdout)
+    return {Path(it["run"]).name: it for it in listed}
+
+
+def endless(run_dir: Path) -> list[str]:
+    more = ["--task", TASK, "--run-dir", run_dir, "--wandb", "disabled", "--max-steps", LONG, "--epochs", LONG]
+    return [str(option) for option in [*more, "--batch-size", 12, "--log-every", 1, "--pause", 0.1, "--eval-every", 2]]
+
+
+def write_run(folder: Path, **facts: Any) -> Path:
+    """What a run leaves that has done nothing yet."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").touch()
+    (folder / "status.json").write_text(json.dumps({"state": "running", "pid": 1, "world_sizes": [1]} | facts))
+    return folder
+
+
+def submitted(run_dir: Path) -> None:
+    """Leave the record of Slurm job 17."""
+    (run_dir / "slurm").mkdir(parents=True)
+    names = {"job_id": "17", "run_dir": str(run_dir), "folder": str(run_dir), "log": str(run_dir / "log")}
+    (run_dir / "slurm" / "job.json").write_text(json.dumps(names | {"train_args": [], "submitted": 0.0}))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Runs that have finished, failed, were stopped and killed; one at work goes on as long as the tests do."""
+    folder = tmp_path_factory.mktemp("status") / "runs"
+    finished = start([sys.executable, str(TRAIN), *job(folder / "finished")])
+    failed = start([sys.executable, str(TRAIN), *job(folder / "sweep" / "failed", "--fail-at", 10)])
+    stopped = start([sys.executable, str(TRAIN), *endless(folder / "sweep" / "stopped")])
+    killed = start([sys.executable, str(TRAIN), *endless(folder / "killed")])
+    wait_for_step(folder / "sweep" / "stopped", 3, stopped)
+    wait_for_step(folder / "killed", 3, killed)
+    stopped.send_signal(signal.SIGTERM)
+    kill_group(killed)
+    for process, code in ((finished, 0), (failed, 1), (stopped, 75), (killed, -signal.SIGKILL)):
+        done = processes.finish(process)
+        assert done.returncode == code, done.stderr[-3000:]
+    working = start(torchrun(2, TRAIN, *endless(folder / "working"), restarts=3))
+    try:
+        wait_for_step(folder / "working", 3, working)
+        yield folder
+    finally:
+        working.send_signal(signal.SIGTERM)
+        processes.finish(working)
+
+
+def test_a_run_on_another_machine(tmp_path: Path) -> None:
+    write_run(tmp_path / "fresh", host="elsewhere", time=time.time() - 30)
+    write_run(tmp_path / "old", host="elsewhere", time=time.time() - 3 * 3600)
+    write_run(tmp_path / "here", host=socket.gethostname(), time=time.time())
+    found = facts(tmp_path)
+    assert {name: it["state"] for name, it in found.items()} == {"fresh": "unknown", "old": "lost", "here": "lost"}
+    assert found["fresh"]["why"].startswith("it runs on elsewhere, which cannot be seen from here; last sign of life ")
+    assert found["old"]["why"] == "it ran on elsewhere, and gave no sign of life for 3 h"
+
+
+def test_without_slurm_a_job_is_unknown_and_the_run_is_not(tmp_path: Path) -> None:
+    pytest.importorskip("evenkeel.launch.slurm")
+    submitted(write_run(tmp_path / "done", state="finished", step=5, total_steps=5))
+    submitted(tmp_path / "waiting")
+    done = status(tmp_path, "--json", env=NO_SLURM)
+    asked = "Slurm cannot be asked: squeue: not found: is this a login node of the cluster?"
+    assert done.stderr == f"evenkeel: {asked}\n"
+    found = {Path(it["run"]).name: it for it in json.loads(done.stdout)}
+    assert found["done"]["state"] == "finished"
+    assert found["waiting"]["state"] == "unknown"
+    assert found["waiting"]["job"] == {"id": "17", "state": None, "reason": None, "nodes": None, "requeues": None}
+    text = status(tmp_path, env=NO_SLURM).stdout
+    assert asked in text.splitlines()
+    assert re.search(r"waiting +unknown +17 \? +0/\? +0$", text, re.MULTILINE)
+
+
+def test_files_that_are_none_of_a_run(tmp_path: Path) -> None:
+    assert status(tmp_path).stdout == f"no run below {tmp_path}\n"
+    assert facts(tmp_path) == {}
+    (write_run(tmp_path / "cut") / "status.json").write_text('{"state": "run')
+    (write_run(tmp_path / "list") / "status.json").write_text("[1]")
+    (write_run(tmp_path / "torn", state="finished") / "metrics.jsonl").write_text(
+        '{"kind": "tr\nnull\n{"kind": "x"}\n{'
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "status.json").write_text("{}")  # of another program
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    found = json.loads(status(tmp_path, link, "--json").stdout)
+    assert [(Path(it["run"]).name, it["state"]) for it in found] == [
+        ("cut", "unknown"), ("list", "unknown"), ("torn", "finished"),
+    ]  # fmt: skip
+    assert found[0]["why"].startswith("status.json cannot be read: ")
+
+
+def test_a_run_of_another_version_has_the_names_of_this_one(tmp_path: Path) -> None:
+    """Version 0.1.0 wrote bare names, and a run that it began may have been continued."""
+    run_dir = shutil.copytree(OLD_RUNS / "finished", tmp_path / "finished")
+    metrics = Metrics(run_dir / "metrics.jsonl")
+    found = status_of(run_dir, metrics).metrics
+    assert set(found) == {*TRAINING, "test/loss", "test/accuracy"}
+    assert read(run_dir)["metrics"] == {"loss": found["test/loss"], "accuracy": found["test/accuracy"]}, "the control"
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        now = {"step": 61, "time": time.time()}
+        file.write(json.dumps({"kind": "train", "epoch": 4.1} | now | dict.fromkeys(TRAINING, 0.5)) + "\n")
+    again = status_of(run_dir, metrics).metrics
+    assert again == found | dict.fromkeys(TRAINING, 0.5)
+    # the best checkpoint is told by a metric of old and of new manifests
+    old, *_ = (checkpoints := Checkpoints(run_dir / "checkpoints", 9, ("accuracy", "max"))).all()
+    assert read_manifest(old).best_by == ("test/accuracy", "max")
+    assert read_manifest(old).metrics.keys() == {"test/loss", "test/accuracy"}
+    checkpoints.save({"step": 61}, {"accuracy": 0.01})
+    assert checkpoints.best_path() != checkpoints.all()[-1]
+    checkpoints.save({"step": 62}, {"accuracy": 0.99})
+    assert checkpoints.best_path() == checkpoints.all()[-1]
+
+
+def test_a_folder_that_grows_while_it_is_watched(tmp_path: Path) -> None:
+    with Terminal([*STATUS, str(tmp_path), "--watch"]) as terminal:
+        terminal.read_until("no run below")
+        write_run(tmp_path / "new", state="failed", reason="what went wrong")
+        terminal.read_until("new: what went wrong")
+        terminal.press_ctrl_c()
+        assert terminal.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["missing"], "missing: no such folder; name run directories, or folders with runs below"),
+        (["Makefile"], "Makefile: no such folder; name run directories, or folders with runs below"),
+        (["docs", "--watch", "--json"], "--watch --json: one is for people, the other for programs; choose one"),
+        (["docs", "--", "--lr", "1"], "-- --lr 1: only `plan` takes options of train.py; leave them out"),
+    ],
+)
+def test_refusals(arguments: list[str], line: str) -> None:
+    done = run([*STATUS, *arguments], expect=2)
+    assert done.stderr == f"evenkeel: {line}\n"
+    assert done.stdout == ""
+
+
+def test_it_does_not_wait_for_torch(tmp_path: Path) -> None:
+    code = "import sys, evenkeel.__main__ as m; m.main(); sys.exit('torch' in sys.modules)"
+    run([sys.executable, "-c", code, "status", str(tmp_path)])
+
+
+def test_the_slurm_launcher_may_be_deleted(tmp_path: Path) -> None:
+    submitted(write_run(tmp_path / "done", state="finished", step=5, total_steps=5))
+    code = "import sys, evenkeel.__main__ as m; sys.modules['evenkeel.launch.slurm.jobs'] = None; m.main()"
+    done = run([sys.executable, "-c", code, "status", str(tmp_path), "--json"])
+    (found,) = json.loads(done.stdout)
+    assert (found["state"], found["job"], done.stderr) == ("finished", None, "")

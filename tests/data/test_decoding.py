@@ -1,0 +1,212 @@
+"""`--decode fast` sees what `--decode exact` sees: the same part of each image, and the same files fail."""
+
+from __future__ import annotations
+
+import warnings
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from evenkeel.data import decoding
+from evenkeel.data.loader import Seeded
+from evenkeel.tasks.augmentation import look_at_photographs, of_photographs
+from evenkeel.tasks.classify import Classify
+from evenkeel.tasks.datasets import BadSample, ImageFolder
+
+SIZE = 64
+
+
+def photograph(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Any:
+    """Smooth colours with edges in them."""
+    generator = np.random.default_rng(seed)
+    field = generator.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    image = Image.fromarray(field).resize((width, height), Image.Resampling.BICUBIC)
+    draw = ImageDraw.Draw(image)
+    for _ in range(8):
+        x, y = int(generator.integers(width)), int(generator.integers(height))
+        colour = tuple(generator.integers(0, 256, 3).tolist())
+        draw.ellipse([x, y, x + width // 4, y + height // 4], fill=colour)
+    return image.convert(mode)
+
+
+def encoded(image: Any, kind: str = "JPEG", **options: Any) -> bytes:
+    stream = BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def folder(root: Path, content: bytes, suffix: str = ".jpg") -> Path:
+    """One file for training, and the same for the test."""
+    for part in ("train", "val"):
+        (root / part / "class").mkdir(parents=True, exist_ok=True)
+        (root / part / "class" / f"0{suffix}").write_bytes(content)
+    return root
+
+
+def both(root: Path, epoch: int = 0, part: str = "train", **options: Any) -> tuple[Tensor, Tensor]:
+    """The only image as each way sees it, and a random number that is drawn afterwards beneath."""
+
+    def sample(decode: Any) -> Tensor:
+        task = Classify(dataset="imagefolder", data_dir=root, image_size=SIZE, decode=decode, **options)
+        dataset = task.train_dataset() if part == "train" else task.test_dataset()
+        image = Seeded(dataset, 0, part)._sample(epoch, 0)[0]
+        assert (image.shape, image.dtype) == ((3, SIZE, SIZE), torch.uint8)
+        return torch.cat([image.flatten(), torch.randint(256, (8,), dtype=torch.uint8)])
+
+    return sample("exact"), sample("fast")
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return (one.float() - other.float()).abs().mean().item()
+
+
+@pytest.mark.parametrize("augment", ["none", "basic", "trivial", "rand"])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}], ids=str)
+def test_of_an_image_that_is_not_twice_as_large_all_pixels_are_the_same(
+    tmp_path: Path, augment: str, options: Any
+) -> None:
+    """As long as Pillow's libjpeg rounds as torchvision's; both are libjpeg-turbo."""
+    root = folder(tmp_path, encoded(photograph(100, 75), quality=90, **options))
+    for epoch in range(10):
+        exact, fast = both(root, epoch, augment=augment)
+        assert distance(exact, fast) < 0.5
+        assert torch.equal(exact[-8:], fast[-8:]), "the same random numbers"
+    assert distance(*both(root, part="val")) < 0.5
+
+
+@pytest.mark.parametrize("times", [2, 5, 11])
+def test_of_a_large_jpeg_the_same_part_is_seen(tmp_path: Path, times: int) -> None:
+    root = folder(tmp_path, encoded(photograph(80 * times, 79 * times + 5), quality=90))
+    pairs = [both(root, epoch, augment="basic") for epoch in range(10)]
+    assert max(distance(exact[:-8], fast[:-8]) for exact, fast in pairs) < 4
+    assert all(torch.equal(exact[-8:], fast[-8:]) for exact, fast in pairs)
+    others = [distance(pairs[0][0], exact) for exact, _ in pairs[1:]]
+    assert min(others) > 8, "the control: another part is further away"
+    assert distance(*both(root, part="val")) < 4
+
+
+@pytest.mark.parametrize(("times", "smaller"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (20, 8)])
+def test_a_large_jpeg_is_decoded_at_a_part_of_its_size(times: int, smaller: int) -> None:
+    found: list[tuple[int, int]] = []
+
+    def look(image: Any) -> tuple[int, decoding.Change]:
+        def change(pixels: Tensor, by: int) -> Tensor:
+            found.append((pixels.shape[-1], by))
+            return pixels
+
+        return image.width // 33, change
+
+    for kind, by in (("JPEG", smaller), ("PNG", 1)):
+        content = encoded(photograph(33 * times, 33 * times), kind)
+        decoding.seen(Image.open(BytesIO(content)), content, look)
+        assert found.pop() == (-(-33 * times // by), by)
+
+
+def sixteen_bits() -> Any:
+    return Image.fromarray((np.arange(90 * 100) * 7).reshape(90, 100).astype(np.uint16))
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # "turn me by 90 degrees", which nobody does
+    return encoded(photograph(100, 60), exif=exif)
+
+
+KINDS = {
+    "grey.jpg": lambda: encoded(photograph(100, 90, mode="L")),
+    "cmyk.jpg": lambda: encoded(photograph(100, 90, mode="CMYK")),
+    "turned.jpg": turned,
+    "palette.png": lambda: encoded(photograph(100, 90, mode="P"), "PNG"),
+    "transparent.png": lambda: encoded(photograph(100, 90, mode="RGBA"), "PNG"),
+    "16 bits.png": lambda: encoded(sixteen_bits(), "PNG"),
+    "16 bits.tif": lambda: encoded(sixteen_bits(), "TIFF"),
+    "a png.jpg": lambda: encoded(photograph(100, 90), "PNG"),
+    "webp.webp": lambda: encoded(photograph(100, 90), "WEBP"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_files_of_other_kinds(tmp_path: Path, name: str) -> None:
+    root = folder(tmp_path, KINDS[name](), Path(name).suffix)
+    for part in ("train", "val"):
+        assert distance(*both(root, part=part, augment="basic")) < 0.5
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_damaged_files_fail_alike(tmp_path: Path, large: bool) -> None:
+    whole = encoded(photograph(300, 280) if large else photograph(100, 90), quality=90)
+    generator = np.random.default_rng(0)
+    damaged = [whole[:length] for length in [*range(len(whole) - 4, len(whole)), *range(0, len(whole), 97)]]
+    for _ in range(150):
+        content = bytearray(whole)
+        for place in generator.integers(0, len(whole), generator.integers(1, 5)):
+            content[place] = generator.integers(256)
+        damaged.append(bytes(content))
+    folder(tmp_path, whole)
+    exactly = ImageFolder(tmp_path, "train")
+    fast = ImageFolder(tmp_path, "train", look=look_at_photographs("basic", SIZE))
+    told: list[list[str]] = []
+    for content in damaged:
+        (tmp_path / "train" / "class" / "0.jpg").write_bytes(content)
+        told.append([message(exactly), message(fast)])
+    assert [one for one, _ in told] == [other for _, other in told]
+    assert 50 < sum(one == "" for one, _ in told) < len(told) - 50, "some of both kinds"
+
+
+def message(dataset: ImageFolder) -> str:
+    """What is said of the only file, without the number of bytes that were left; empty if it decodes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            dataset[0]
+        except BadSample as bad:
+            return str(bad).partition(" bytes not")[0].rstrip("0123456789")
+    return ""
+
+
+def test_without_torchvisions_decoder_it_is_pillows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later releases of torchvision will not have it."""
+    root = folder(tmp_path, encoded(photograph(100, 75)))
+    with_it = both(root, augment="basic")[1]
+    assert decoding._torchvision_decoder() is not None
+    monkeypatch.setattr(decoding, "_torchvision_decoder", lambda: None)
+    exact, without = both(root, augment="basic")
+    assert torch.equal(exact, without)
+    assert distance(with_it, without) < 0.5
+
+
+def test_a_bad_test_image_is_black_in_the_size_of_the_others(tmp_path: Path) -> None:
+    folder(tmp_path, encoded(photograph(100, 75))[:300])
+    for decode in ("exact", "fast"):
+        options: Any = {"on_bad_sample": "skip", "decode": decode}
+        image, label = Classify(dataset="imagefolder", data_dir=tmp_path, image_size=SIZE, **options).test_dataset()[0]
+        assert (image.shape, image.dtype, label, int(image.sum())) == ((3, SIZE, SIZE), torch.uint8, -1, 0)
+
+
+def test_the_way_is_settled_when_a_run_begins() -> None:
+    left_open = Classify(dataset="imagefolder")
+    assert left_open.resolved(None).decode == "fast"
+    assert left_open.resolved({"decode": "exact", "augment": "basic"}).decode == "exact"
+    assert left_open.resolved({"decode": "fast"}).decode == "fast"
+    assert left_open.resolved({"augment": "basic"}).decode == "exact", "older than the option"
+    for recorded in (None, {}, {"decode": "exact"}):
+        assert Classify(dataset="imagefolder", decode="fast").resolved(recorded).decode == "fast"
+    assert left_open.resolved(None).options()["decode"] == "fast"
+    assert "decode" not in Classify().resolved(None).options(), "the digits are not decoded"
+
+
+def test_the_part_that_is_seen_is_that_of_torchvisions_transforms() -> None:
+    """Against v2's own classes, whose random numbers these are."""
+    whole = torch.randint(256, (3, 90, 110), dtype=torch.uint8)
+    for seed in range(50):
+        torch.manual_seed(seed)
+        expected = of_photographs("basic", SIZE)(whole)
+        torch.manual_seed(seed)
+        _, change = look_at_photographs("basic", SIZE)(Image.new("RGB", (110, 90)))
+        assert torch.equal(change(whole, 1), expected)

@@ -1,0 +1,63 @@
+"""Mixed precision: what is computed in which type, float16's loss scaling, and both through kills."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from evenkeel.config import Config
+from evenkeel.distributed.world import World
+from evenkeel.training.distributed_loss import DistributedLoss, clip_grad_norm
+from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.precision import Precision, Scaler
+from evenkeel.training.state import State
+from tests.support.steps import passes
+from tests.training.test_precision import PLAN, Small
+
+
+def test_an_overflow_makes_no_host_wait_on_a_gpu() -> None:
+    """Neither do the average of the weights and the choice of the next scale."""
+    device = torch.device("cuda", 0)
+    model = nn.Linear(64, 64).to(device)
+    optimizer = build_optimizer(list(model.parameters()), Config())
+    state = State(model, [optimizer], scaler=Scaler(device), ema=0.9)
+    loss = torch.zeros((), device=device)
+
+    def take(gradient: float) -> None:
+        state.clear_gradients()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        assert state.scaler
+        state.scaler.unscale(model.parameters())
+        state.commit(clip_grad_norm(model.parameters(), 1.0), [], loss)
+
+    take(1.0)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for gradient in (1.0, math.inf, 1.0):
+            take(gradient)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.scaler
+    assert state.scaler.scale.item() == 32768.0
+    assert int(state.scaler.overflows) == 1
+    assert all(p.isfinite().all() for p in state.best_model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_is_that_of_the_gpu(precision: Precision) -> None:
+    device = torch.device("cuda", 0)
+    task = Small()
+    model = task.model().to(device)
+    scaler = Scaler(device) if precision == "fp16" else None
+    state = State(model, [build_optimizer(model.parameters(), Config())], scaler=scaler)
+    gradients = DistributedLoss(task.loss, state, World(0, 0, 1, 1, device, launched=False), PLAN, precision=precision)
+    batches = [task.train_dataset().__getitems__(list(range(i, i + 4))) for i in (0, 4)]
+    passes(gradients, 0, PLAN.micro_batches(0), batches)
+    gradients.step(clip_grad_norm(model.parameters(), 0.0))
+    assert task.types == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -1,0 +1,135 @@
+"""What of Slurm's side needs no Slurm: requests, times, the copy of the code."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from evenkeel.common.errors import Refusal
+from evenkeel.launch.slurm import submission
+from evenkeel.launch.slurm.cluster import Partition, Request, minutes_of, parse_time, request
+from evenkeel.launch.slurm.code import LARGEST, copy_code
+from evenkeel.launch.slurm.jobs import SlurmError, slurm
+from tests.support.processes import ROOT
+
+GPU = Partition("gpu", default=True, up=True, nodes=4, gpus=8, minutes=24 * 60)
+
+
+CPU = Partition("cpu", default=False, up=True, nodes=100, gpus=0, minutes=None)
+
+
+DOWN = Partition("old", default=False, up=False, nodes=4, gpus=8, minutes=None)
+
+
+def test_a_request_gets_the_clusters_defaults() -> None:
+    assert request([GPU, CPU], None, (2, 2), None, None) == Request(GPU, 2, 2, 8, 24 * 60)
+    assert request([GPU, CPU], "cpu", (2, 2), None, None) == Request(CPU, 2, 2, None, 24 * 60)
+    assert request([GPU, CPU], "cpu", (1, 4), 3, 9) == Request(CPU, 1, 4, 3, 9)
+
+
+@pytest.mark.parametrize(
+    ("partition", "nodes", "gpus", "minutes", "line"),
+    [
+        (None, (5, 5), 1, None, "-n 5: partition gpu has 4 nodes"),
+        (None, (1, 5), 1, None, "-n 5: partition gpu has 4 nodes"),
+        (None, (1, 1), 9, None, "-g 9: a node of partition gpu has 8 GPUs"),
+        ("no", (1, 1), 1, None, "--partition no: does not exist; the cluster has gpu, cpu, old"),
+        ("old", (1, 1), 1, None, "--partition old: is not up"),
+        ("gpu", (1, 1), 1, 1441, "--time 1-00:01:00: partition gpu allows 1-00:00:00"),
+    ],
+)
+def test_a_request_that_cannot_be_had(
+    partition: str | None, nodes: tuple[int, int], gpus: int, minutes: int | None, line: str
+) -> None:
+    with pytest.raises(Refusal, match=line):
+        request([GPU, CPU, DOWN], partition, nodes, gpus, minutes)
+
+
+def test_without_a_default_partition_one_must_be_named() -> None:
+    with pytest.raises(Refusal, match="--partition is missing: the cluster has no default one; it has cpu"):
+        request([CPU], None, (1, 1), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("90", 90), ("90m", 90), ("12h", 720), ("2d", 2880), ("1:30:00", 90), ("30:30", 31), ("2-12", 3600),
+     ("1-0:30", 1470), ("1-0:0:30", 1441)],
+)  # fmt: skip
+def test_times_as_people_write_them(text: str, minutes: int) -> None:
+    assert parse_time(text) == minutes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "soon", "1.5h", "1:2:3:4"])
+def test_times_that_are_none(text: str) -> None:
+    with pytest.raises(Refusal, match="--time"):
+        parse_time(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"), [("infinite", None), ("30:00", 30), ("1:00:00", 60), ("2-00:00:00", 2880), ("n/a", None)]
+)
+def test_limits_as_sinfo_writes_them(text: str, minutes: int | None) -> None:
+    assert minutes_of(text) == minutes
+
+
+def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
+    origin, copy = tmp_path / "origin", tmp_path / "slurm" / "code"
+    origin.mkdir()
+    copy.parent.mkdir()
+    for name, text in {"train.py": "1", "new.py": "2", ".gitignore": "data\n", "data": "3"}.items():
+        (origin / name).write_text(text)
+    with (origin / "large.bin").open("wb") as large:
+        large.truncate(LARGEST + 1)
+    assert copy_code(origin, tmp_path / "slurm" / "plain", "digits") == ""  # before there is a repository
+    for words in (["init", "-q"], ["add", "train.py", ".gitignore"]):
+        subprocess.run(["git", *words], cwd=origin, check=True)
+    commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"]
+    subprocess.run(commit, cwd=origin, check=True)
+    (origin / "train.py").write_text("4")
+    (tmp_path / "task.py").write_text("5")
+    for name in ("mine/state.py", "other/status.json", "other/wandb/old.py", "sweep/slurm/20300101-000000/code/x.py"):
+        (origin / name).parent.mkdir(parents=True, exist_ok=True)
+        (origin / name).write_text("of a run")
+    (origin / "latin").write_bytes(b"\xe9")
+    subprocess.run(["git", "add", "-N", "latin"], cwd=origin, check=True)
+    revision = copy_code(origin, copy, f"{tmp_path / 'task.py'}:Task", leave_out=[origin / "mine"])
+    assert revision.endswith("-dirty")
+    assert {path.name: path.read_text() for path in copy.rglob("*.py")} == {
+        "train.py": "4",
+        "new.py": "2",
+        "task.py": "5",
+    }
+    assert not (copy / "data").exists()
+    assert not (copy / "large.bin").exists()
+    assert b"+4" in (tmp_path / "slurm" / "code.diff").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--array-seeds 0:3 --follow", "--follow: shows one job"),
+        ("--array-seeds 0:3 --container x", "--container: not with --array-seeds"),
+        ("--max-requeues -1", "--max-requeues -1: must be at least 0"),
+        ("--cpus-per-gpu 0", "--cpus-per-gpu 0: must be at least 1"),
+        ("--mem much", "--mem much: give a number"),
+        ("--partitoin x", "perhaps --partition"),
+    ],
+)
+def test_options_that_cannot_be_meant(words: str, line: str) -> None:
+    with pytest.raises(Refusal, match=line):
+        submission.main(words.split(), ROOT)
+
+
+def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(Refusal, match="no Slurm on this machine: sinfo: not found"):
+        submission.main(["-n", "2"], ROOT)
+
+
+def test_a_command_that_hangs_or_fails_is_one_line() -> None:
+    with pytest.raises(SlurmError, match=r"sleep: no answer within 0.1 s; is Slurm's controller up\?"):
+        slurm("sleep", "5", timeout=0.1)
+    with pytest.raises(SlurmError, match=r"^one two$"):
+        slurm("sh", "-c", "echo one >&2; echo two >&2; exit 3")

@@ -1,0 +1,285 @@
+"""Topology -> command, what the launchers refuse, and single-node runs of real torchrun processes."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenkeel.common import network
+from evenkeel.common.errors import REFUSED, Refusal
+from evenkeel.common.network import Link, find_link, meet
+from evenkeel.launch import launchers
+from evenkeel.launch import topology as launch
+from evenkeel.launch.topology import Command, Topology, parse_master, parse_nodes, torchrun
+from tests.support.processes import LIMIT, free_port
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+SINGLE = str(REPOSITORY / "launch" / "single_node.py")
+
+
+HERE = Link("127.0.0.1")
+
+
+def command(topology: Topology, link: Link = HERE, *args: str, cores: int = 8, **environ: str) -> Command:
+    return torchrun(topology, link, Path("train.py"), args, cores=cores, environ=environ)
+
+
+def option(made: Command, name: str) -> str:
+    return made.argv[made.argv.index(name) + 1]
+
+
+# ---------------------------------------------------------------------------------- topology -> command
+
+
+def test_one_node() -> None:
+    made = command(Topology(gpus=4), HERE, "--epochs", "5")
+    assert made.argv[:3] == (sys.executable, "-m", "evenkeel.launch.agent")
+    assert made.argv[-4:] == ("--", "train.py", "--epochs", "5")
+    assert option(made, "--nnodes") == "1"
+    assert option(made, "--nproc-per-node") == "4"
+    assert option(made, "--max-restarts") == "3"
+    assert option(made, "--rdzv-endpoint") == "127.0.0.1:0"  # a free port, chosen by the kernel
+    assert "is_host=1," in option(made, "--rdzv-conf")
+    assert made.env == {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+def test_nodes_of_a_job_differ_in_what_only_they_know() -> None:
+    first = command(Topology(4, 2, 4, 0, "head", 1234), Link("head", "eth0"))
+    third = command(Topology(4, 2, 4, 2, "head", 1234), Link("10.0.0.3", "eth1"))
+    for name in ("--nnodes", "--rdzv-endpoint", "--rdzv-id"):
+        assert option(first, name) == option(third, name)
+    assert option(first, "--nnodes") == "2:4"
+    assert option(first, "--rdzv-endpoint") == "head:1234"
+    assert option(first, "--rdzv-conf").replace("is_host=1", "is_host=0") == option(third, "--rdzv-conf")
+    assert (option(first, "--local-addr"), option(third, "--local-addr")) == ("head", "10.0.0.3")
+    assert (first.env["GLOO_SOCKET_IFNAME"], third.env["GLOO_SOCKET_IFNAME"]) == ("eth0", "eth1")
+
+
+def test_the_run_id_does_not_depend_on_how_the_host_is_written() -> None:
+    assert option(command(Topology(1, 2, 2, 0, "a", 7)), "--rdzv-id") == "evenkeel-7"
+    assert option(command(Topology(1, 2, 2, 1, "b", 7)), "--rdzv-id") == "evenkeel-7"
+    assert option(command(Topology(1, 2, 2, 1, "b", 7, run_id="tide")), "--rdzv-id") == "tide"
+
+
+def test_an_ipv6_master() -> None:
+    assert option(command(Topology(1, 2, 2, 0, "fd00::1", 7)), "--rdzv-endpoint") == "[fd00::1]:7"
+
+
+def test_what_the_user_has_set_stays_but_for_the_store_variable() -> None:
+    names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    mine = {**dict.fromkeys(names, "7"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    made = command(Topology(4), Link("127.0.0.1", "eth0"), **mine)
+    assert made.env == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.mark.parametrize(("cores", "gpus", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
+def test_the_cores_are_shared_out(cores: int, gpus: int, threads: str) -> None:
+    assert command(Topology(gpus), cores=cores).env["OMP_NUM_THREADS"] == threads
+
+
+def test_torchrun_gets_every_argument_as_it_is() -> None:
+    from torch.distributed.elastic.utils.api import macros
+    from torch.distributed.run import parse_args
+
+    # --log and --signal would be ambiguous abbreviations to torchrun's argparse
+    args = ["--log", "x", "--signal", "a b", "it's", '"', "$HOME ${local_rank} $$", "*", "", "--", "-m"]
+    parsed = parse_args(command(Topology(2), HERE, *args).argv[3:])
+    assert parsed.training_script == "train.py"
+    assert macros.substitute(parsed.training_script_args, "3") == args
+
+
+def test_the_printed_command_can_be_pasted() -> None:
+    made = Command(("run", "a b", "it's", "$x"), {"A": "1", "B": "x y"})
+    assert shlex.split(str(made)) == ["A=1", "B=x y", "run", "a b", "it's", "$x"]
+
+
+def test_reading_nodes_and_master() -> None:
+    assert parse_nodes("3") == (3, 3)
+    assert parse_nodes("2:4") == (2, 4)
+    assert parse_master("node-0.cluster") == ("node-0.cluster", 29500)
+    assert parse_master("10.0.0.1:80") == ("10.0.0.1", 80)
+    assert parse_master("[fd00::1]:80") == ("fd00::1", 80)
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+NODES = ["-n", "2", "--master", "127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["-g", "0"], "--gpus 0"),
+        (["-g", "-1"], "--gpus -1"),
+        (["-g", "x"], "'x'"),
+        (["-n", "0"], "-n 0"),
+        (["-n", "4:2", "-nr", "0", "--master", "a"], "-n 4:2"),
+        (["-n", "two"], "-n two"),
+        (["-n", "2", "-nr", "0"], "--master is missing"),
+        (NODES, "-nr is missing"),
+        ([*NODES, "-nr", "2"], "0..1"),
+        ([*NODES, "-nr", "-1"], "--node-rank -1"),
+        (["-n", "2:4", "--master", "a", "--node-rank", "4"], "0..3"),
+        (["-nr", "1"], "0..0"),
+        (["-n", "2", "-nr", "0", "--master", "a:0"], "port 0"),
+        (["-n", "2", "-nr", "0", "--master", "a:65536"], "65536"),
+        (["-n", "2", "-nr", "0", "--master", "a:b"], "a:b"),
+        (["-n", "2", "-nr", "0", "--master", "a b"], "a b"),
+        (["-n", "2", "-nr", "0", "--master", "::1"], "brackets"),
+        (["-n", "2", "-nr", "0", "--master", "name.invalid"], "name.invalid"),
+        (["--max-restarts", "-1"], "--max-restarts -1"),
+        (["--epochs", "5"], "--epochs"),
+        (["--script", "/no/such.py"], "/no/such.py"),
+        (["--script", ""], "--script is empty (an unset shell variable?): give a value or leave it out"),
+        (["--script="], "--script is empty"),
+        (["-n", "2", "-nr", "0", "--master", ""], "--master is empty"),
+        (["-n", "", "-nr", "0"], "-n : "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Command, "execute", lambda self: pytest.fail("started"))
+    script = [] if "--script" in argv else ["--script", __file__]
+    assert launchers.main(launchers.MultiNode, [*argv, *script], REPOSITORY / "train.py") == REFUSED
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if "no GPU here" not in line]
+    assert out == ""
+    assert len(lines) == 1, err
+    assert lines[0].startswith("evenkeel: ")
+    assert words in lines[0]
+
+
+def test_train_options_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["-g", "2", "--", "--no-such-option"]
+    assert launchers.main(launchers.SingleNode, argv, REPOSITORY / "train.py") == REFUSED
+    assert "--no-such-option" in capsys.readouterr().err
+
+
+def test_processes_for_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert launch.count_processes(None) == 4
+    assert launch.count_processes(3) == 3
+    with pytest.raises(Refusal, match=r"-g 5.*CUDA_VISIBLE_DEVICES.*0,1,2,3"):
+        launch.count_processes(5)
+    assert (launch.count_processes(None, 2), launch.count_processes(2, 2), launch.count_processes(None, 3)) == (2, 1, 1)
+    with pytest.raises(Refusal, match=r"-g 3: each process uses 2 GPUs"):
+        launch.count_processes(3, 2)
+    with pytest.raises(Refusal, match=r"1 process on this node with 5 GPUs each .* but 4 visible GPUs"):
+        launch.count_processes(None, 5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert launch.count_processes(5) == 5
+    assert launch.count_processes(5, 2) == 5, "on the CPU nothing is divided"
+    assert capsys.readouterr().err == ""
+    assert launch.count_processes(None) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_dry_run_needs_no_other_node(node: int, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["-n", "2", "-g", "2", "-nr", str(node), "--master", "no-such-host.invalid", "--script", __file__]
+    assert launchers.main(launchers.MultiNode, [*argv, "--dry-run"], REPOSITORY / "train.py") == 0
+    printed, said = capsys.readouterr()
+    assert (
+        f"--rdzv-endpoint no-such-host.invalid:29500 --rdzv-id evenkeel-29500 --rdzv-conf is_host={1 - node},"
+        in printed
+    )
+    assert "--local-addr" not in printed
+    assert said.startswith("evenkeel: --master no-such-host.invalid: cannot be reached from this node: ")
+    assert said.endswith("; the command lacks what depends on that address\n")
+    assert launchers.main(launchers.MultiNode, argv, REPOSITORY / "train.py") == REFUSED
+
+
+def test_dry_run_and_elastic_node_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["-n", "2:4", "-g", "2", "-nr", "3", "--master", "127.0.0.1:1", "--dry-run", "--script", __file__]
+    assert launchers.main(launchers.MultiNode, [*argv, "--", "a b"], REPOSITORY / "train.py") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ")
+    assert printed.endswith("test_topology.py 'a b'\n")
+    assert "--nnodes 2:4" in printed
+
+
+@pytest.mark.parametrize("options", [launchers.SingleNode, launchers.MultiNode])
+def test_help_has_the_examples_line_by_line(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        launchers.main(options, ["--help"], REPOSITORY / "train.py")
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("  launch/") for line in lines) == 3
+    assert all(any(name in line for line in lines) for name in ("-g", "--gpus", "--dry-run"))
+
+
+# -------------------------------------------------------------------------------------------- network
+
+
+def test_the_kernel_knows_the_address_and_the_interface() -> None:
+    assert find_link("127.0.0.1", 29500, is_master=False) == Link("127.0.0.1", "lo")
+    assert find_link("localhost", 29500, is_master=True) == Link("localhost", "lo")
+
+
+def test_a_master_whose_name_is_loopback_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian: node 0 resolves its own name to 127.0.1.1, but must not bind gloo to that."""
+    resolved = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: resolved)
+    routes = {"127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.1"}
+    monkeypatch.setattr(network, "_source_address", lambda family, target: routes[target[0]])
+    monkeypatch.setattr(network, "_interface", {"127.0.0.1": "lo", "10.0.0.1": "eth0"}.get)
+    assert find_link("head", 29500, is_master=True) == Link("head", "eth0")
+    routes["192.0.2.1"] = "127.0.0.1"
+    with pytest.raises(Refusal, match=r"--master head: is 127.0.0.1 on this node"):
+        find_link("head", 29500, is_master=True)
+
+
+def test_meeting_the_master() -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        meet("127.0.0.1", port, is_master=False, patience=5)
+        with pytest.raises(Refusal, match=f"port {port} of this node.*in use"):
+            meet("127.0.0.1", port, is_master=True, patience=5)
+    meet("127.0.0.1", port, is_master=True, patience=5)
+    with pytest.raises(Refusal, match=f"nothing answered on port {port}"):
+        meet("127.0.0.1", port, is_master=False, patience=0.1)
+
+
+# ---------------------------------------------------------------------------------- the scripts themselves
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A copy of the launcher outside of the checkout."""
+    (tmp_path / "launch").mkdir()
+    shutil.copy(Path(SINGLE).with_name("interpreter.py"), tmp_path / "launch")
+    return Path(shutil.copy(SINGLE, tmp_path / "launch"))
+
+
+def test_without_evenkeel_the_checkouts_python_takes_over(elsewhere: Path) -> None:
+    python = elsewhere.parents[1] / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    argv = [sys.executable, "-E", "-s", "-S", str(elsewhere), "-g", "4"]  # -S: without installed packages
+    assert subprocess.check_output(argv, text=True, timeout=LIMIT) == f"{elsewhere} -g 4\n"
+
+
+def test_without_any_environment_there_is_one_line(elsewhere: Path) -> None:
+    argv = [sys.executable, "-E", "-s", "-S", str(elsewhere)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode != 0
+    assert done.stderr.splitlines() == ["evenkeel: is not installed here; run: make setup"]

@@ -1,0 +1,176 @@
+"""train.py on several real nodes: the README's two lines, and an elastic job that loses a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from evenkeel.cli.chaos.nodes import Lab, why_not
+from tests.support.processes import LIMIT, ROOT, environment, read, records, wait_until
+from tests.support.readme import blocks
+from tests.support.small_runs import PLAN, SAMPLES, job
+
+REASON = why_not()
+
+
+def start(lab: Lab, node: int, command: list[str], log: Path) -> subprocess.Popen[Any]:
+    """Start a launcher of this checkout on a node."""
+    env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    with log.open("w") as out:
+        return lab.popen(node, command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+
+def wait_for_three_steps(run_dir: Path, world_size: int, log: Path) -> None:
+    """Until so many ranks have done three steps. A slow node joins later, and the ranks start again with it."""
+
+    def done() -> bool:
+        if not (run_dir / "metrics.jsonl").exists():
+            return False
+        starts, steps = records(run_dir, "start"), records(run_dir, "train")
+        together = bool(starts) and starts[-1]["world_size"] == world_size
+        return together and len([step for step in steps if step["time"] > starts[-1]["time"]]) >= 3
+
+    try:
+        wait_until(done, f"three steps on {world_size} nodes")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{log.read_text()}") from None
+
+
+def assert_no_step_was_lost(run_dir: Path) -> None:
+    """Each attempt starts where the one before has ended."""
+    ends = [record["step"] for record in sorted(records(run_dir, "failure") + records(run_dir, "stop"), key=time_of)]
+    assert [record["step"] for record in records(run_dir, "start")] == [0, *ends]
+
+
+def time_of(record: dict[str, Any]) -> float:
+    return float(record["time"])
+
+
+def test_the_two_lines_of_the_readme_train_the_digits(tmp_path: Path) -> None:
+    (block,) = blocks("bash nodes")
+    lines = block.splitlines()
+    assert len(lines) == 2
+    with Lab(2) as lab:
+        jobs = []
+        for node, line in enumerate(lines):
+            words = shlex.split(line.replace("node0", lab.address(0)).replace("runs/two-nodes", str(tmp_path / "run")))
+            command = [sys.executable, *words]
+            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        for node, process in enumerate(jobs):
+            assert process.wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
+    assert read(tmp_path / "run")["world_sizes"] == [4]
+    assert read(tmp_path / "run")["samples_seen"] == 2 * 1437
+
+
+def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None:
+    """Three nodes; one that does not hold rank 0 dies by kill -9. The others go on at the exact next step."""
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000)
+    with Lab(3) as lab:
+        jobs = []
+        for node in lab.nodes:
+            head = [sys.executable, "launch/multi_node.py", "-n", "1:3", "-g", "1", "-nr", str(node)]
+            command = [*head, "--master", lab.address(0), "--", *options]
+            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        wait_for_three_steps(run_dir, 3, tmp_path / "node0.log")
+        lab.kill_node(2)
+        for node in (0, 1):
+            assert jobs[node].wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
+    starts = records(run_dir, "start")
+    failure = records(run_dir, "failure")[-1]
+    assert starts[-1]["world_size"] == 2
+    assert_no_step_was_lost(run_dir)  # though there was no checkpoint
+    print(f"continued {starts[-1]['time'] - failure['time']:.1f} s after the loss, at step {failure['step']}")
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert steps == list(range(1, PLAN.total_steps + 1)), "no step is done twice"
+
+
+def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.3, "--checkpoint-every", 0, "--eval-every", 1000)
+    with Lab(2) as lab:
+
+        def type_in(node: int) -> subprocess.Popen[Any]:
+            head = [sys.executable, "launch/multi_node.py", "-n", "1:2", "-g", "1", "-nr", str(node)]
+            command = [*head, "--master", lab.address(0), "--", *options]
+            return start(lab, node, command, tmp_path / f"node{node}.log")
+
+        jobs = [type_in(0)]
+        wait_for_three_steps(run_dir, 1, tmp_path / "node0.log")
+        jobs.append(type_in(1))
+        for node in lab.nodes:
+            assert jobs[node].wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
+    assert read(run_dir)["world_sizes"] == [1, 2]
+    (stop,), (_, again) = records(run_dir, "stop"), records(run_dir, "start")
+    assert again["step"] == stop["step"]
+    print(f"continued {again['time'] - stop['time']:.1f} s after the second node had joined, at step {stop['step']}")
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert steps == list(range(1, PLAN.total_steps + 1)), "no step is lost or done twice"
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+
+
+def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) -> None:
+    """No connection is reset, so that nothing fails: only the watch for hangs notices."""
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000, "--hang-timeout", 6)
+    with Lab(2) as lab:
+        jobs = []
+        for node in lab.nodes:
+            head = [sys.executable, "launch/multi_node.py", "-n", "1:2", "-g", "1", "-nr", str(node)]
+            command = [*head, "--master", lab.address(0), "--", *options]
+            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        wait_for_three_steps(run_dir, 2, tmp_path / "node0.log")
+        lab.unplug(1)
+        assert jobs[0].wait(timeout=LIMIT) == 0, (tmp_path / "node0.log").read_text()
+    told = (tmp_path / "node0.log").read_text()
+    assert "no progress for 6 s: rank 1 does not answer any more, last seen in" in told
+    starts, failure = records(run_dir, "start"), records(run_dir, "failure")[-1]
+    assert starts[-1]["world_size"] == 1
+    assert_no_step_was_lost(run_dir)
+    print(f"continued {starts[-1]['time'] - failure['time']:.1f} s after the snapshot, at step {failure['step']}")
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+
+
+def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path: Path) -> None:
+    """Nothing is shared: each node has a disk of its own under the run directory; node 0 comes back with an empty one.
+
+    Not a single checkpoint was planned, and the rendezvous dies with node 0, so the job is typed again.
+    """
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    options = job(run_dir, "--pause", 0.15, "--eval-every", 1000)
+    with Lab(2) as lab:
+
+        def type_in(node: int, log: str, checkpoint_every: int) -> subprocess.Popen[Any]:
+            head = [sys.executable, "launch/multi_node.py", "-n", "2", "-g", "1", "-nr", str(node)]
+            command = [*head, "--master", lab.address(0), "--", *options, "--checkpoint-every", str(checkpoint_every)]
+            return start(lab, node, command, tmp_path / f"{log}{node}")
+
+        def on_disk(node: int, name: str) -> str:
+            return lab.run(node, ["bash", "-c", f"cat {run_dir}/{name} 2>/dev/null || true"])
+
+        for node in lab.nodes:
+            lab.run(node, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
+        jobs = [type_in(node, "first", checkpoint_every=0) for node in lab.nodes]
+        wait_until(lambda: on_disk(0, "metrics.jsonl").count('"train"') >= 3, "three steps")
+        lab.kill_node(0)
+        assert jobs[1].wait(timeout=LIMIT) != 0
+        (snapshot,) = lab.run(1, ["ls", f"{run_dir}/checkpoints"]).split()
+        assert snapshot.startswith("step-")
+
+        lab.start_node(0)
+        lab.run(0, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
+        jobs = [type_in(node, "second", checkpoint_every=5) for node in lab.nodes]
+        for node, process in enumerate(jobs):
+            assert process.wait(timeout=LIMIT) == 0, (tmp_path / f"second{node}").read_text()
+        begun = json.loads(next(line for line in on_disk(0, "metrics.jsonl").splitlines() if '"start"' in line))
+        assert begun["step"] >= 3
+        assert begun["attempt"] == 2, "the survivor also knew the run's history"
+        assert json.loads(on_disk(0, "summary.json"))["samples_seen"] == PLAN.epochs * SAMPLES
+        assert snapshot not in lab.run(1, ["ls", f"{run_dir}/checkpoints"]), "a leftover, after the next checkpoint"

@@ -1,0 +1,80 @@
+"""What needs no measurement of benchmarks: the decision of `make bench-smoke`, and the drawing of kills."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+BAND = (0.3, 1.0)
+
+
+@pytest.fixture
+def smoke(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("smoke")
+
+
+def test_a_ratio_within_its_band_passes(smoke: Any) -> None:
+    assert smoke.judge([0.80, 0.85, 0.90], [1.00, 1.02, 0.99], BAND) == ""
+
+
+def test_a_slow_step_fails(smoke: Any) -> None:
+    assert "outside" in smoke.judge([1.30, 1.28, 1.35], [1.00, 1.02, 0.99], BAND)
+
+
+def test_a_step_too_fast_to_be_true_fails(smoke: Any) -> None:
+    assert "outside" in smoke.judge([0.10, 0.11, 0.10], [1.00, 1.02, 0.99], BAND)
+
+
+def test_what_noise_explains_passes_and_what_it_does_not_fails(smoke: Any) -> None:
+    noisy = [1.00, 0.85, 1.10]  # a factor of 1.18
+    assert smoke.judge([1.15], noisy, BAND) == ""
+    assert "outside" in smoke.judge([1.20], noisy, BAND)
+
+
+def test_one_bad_round_of_three_is_not_the_median(smoke: Any) -> None:
+    assert smoke.judge([0.80, 3.00, 0.90], [1.00, 1.00, 1.00], BAND) == ""
+
+
+def test_a_machine_too_busy_to_tell_does_not_pass(smoke: Any) -> None:
+    assert "cannot tell" in smoke.judge([0.80], [2.00], BAND)
+
+
+def test_a_ratio_is_taken_to_the_best_of_its_own_round(smoke: Any) -> None:
+    peers = importlib.import_module("peers")
+
+    def run(side: str, number: int, step: float) -> Any:
+        return peers.Run("digits", side, number, step, cpu=step, first=1.0, wall=1.0, peak=1.0)
+
+    # the second round is twice as slow for all, which is the machine and no one's merit
+    runs = [run("bare", 0, 10.0), run("fabric", 0, 8.0), run("evenkeel", 0, 6.0)]
+    runs += [run("bare", 1, 20.0), run("fabric", 1, 24.0), run("evenkeel", 1, 12.0)]
+    assert peers.ratios(runs, "evenkeel", ["bare", "fabric"], "step") == [6 / 8, 12 / 20]
+    assert peers.ratios(runs, "evenkeel", ["bare"], "step") == [0.6, 0.6]
+    # nobody to compare with in the third
+    assert peers.ratios([*runs, run("evenkeel", 2, 1.0)], "evenkeel", ["bare"], "step") == [
+        0.6,
+        0.6,
+    ]
+
+
+def test_the_picture_of_kills_is_xml_and_has_both_lines(smoke: Any) -> None:
+    kill = importlib.import_module("kill")
+    ours = kill.Course([(0.0, 0), (2.0, 34), (4.0, 34), (8.0, 92)], [(2.1, 34)])
+    stock = kill.Course([(0.0, 0), (2.0, 34), (5.0, 23), (5.2, 24), (6.0, 34), (9.0, 92)], [(2.1, 34)])
+    picture = ElementTree.fromstring(kill.draw(ours, stock))
+    drawn = {part.get("id"): part.get("points") for part in picture.iter("{http://www.w3.org/2000/svg}polyline")}
+    assert {name: len(points.split()) for name, points in drawn.items()} == {"ours": 4, "stock": 7}, (
+        "one more: back down"
+    )
+    assert len(list(picture.iter("{http://www.w3.org/2000/svg}polygon"))) == 1, "what the stock loop has lost"
+    said = " ".join(picture.itertext())
+    assert "Evenkeel: 8 s, 0 steps done again" in said
+    assert "Stock loop, saves each epoch: 9 s, 11 steps done again" in said

@@ -1,0 +1,139 @@
+"""Chaos as a user types it, on a small run: what happens to the job, to the disk, and to the processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from evenkeel.cli.chaos.faults import schedule
+from tests.support import processes
+from tests.support.chaos import (
+    chaos,
+    faults_in,
+    free,
+    launcher,
+    reported,
+    still_running,
+    two_ranks,
+    wait_for_fault,
+    wait_until_nothing_runs,
+)
+from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run, start, wait_until
+from tests.support.small_runs import PLAN, SAMPLES, job
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """sha256 of the weights of an undisturbed run on two ranks."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    finish_all(fork_ranks(2, TRAIN, *job(run_dir)))
+    return str(read(run_dir)["weights_sha256"])
+
+
+def test_a_few_faults_of_all_kinds_change_no_bit_and_leave_no_process(tmp_path: Path, weights: str) -> None:
+    run_dir, kinds, seed = tmp_path / "run", ["kill", "term", "truncate", "agent"], 1
+    options = job(run_dir, "--pause", 0.15, "--checkpoint-every", 2, "--num-workers", 1)
+    mix = f"--kill-every 1s --seed {seed} --count 5 --faults {','.join(kinds)}"
+    done = run(chaos(mix, *two_ranks(*options)), limit=500)
+
+    printed = faults_in(done.stdout)
+    assert [kind for kind, _ in printed] == [fault.kind for fault in islice(schedule(kinds, 1, seed), 5)]
+    assert {kind for kind, _ in printed} == set(kinds)
+    assert all(re.search(r", at step \d+$", whom) for _, whom in printed), printed
+    assert not any("missed" in whom for _, whom in printed)
+    assert read(run_dir)["weights_sha256"] == weights
+    assert still_running(run_dir) == []
+
+    assert reported(done.stdout, "run") == "finished"
+    assert reported(done.stdout, "faults").startswith("5: ")
+    assert reported(done.stdout, "steps done") == f"{PLAN.total_steps} of {PLAN.total_steps}"
+    assert reported(done.stdout, "samples") == f"{PLAN.epochs * SAMPLES} seen, {PLAN.epochs * SAMPLES} expected"
+    assert reported(done.stdout, "goodput") == f"{read(run_dir)['goodput']:.1%}"
+    assert "dead" in reported(done.stdout, "seconds")
+    assert reported(done.stdout, "weights") == f"sha256 {weights}"
+    again = len(records(run_dir, "train")) - len({record["step"] for record in records(run_dir, "train")})
+    assert reported(done.stdout, "lost, done again") == str(again)
+    assert "starting it again" in done.stdout, "a killed agent ends the command"
+
+
+def test_a_frozen_rank_is_noticed_and_replaced(tmp_path: Path, weights: str) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.1, "--hang-timeout", 5)
+    done = run(chaos("--kill-every 1s --count 1 --faults stop", *two_ranks(*options)))
+    assert "no progress for 5 s" in done.stderr
+    assert reported(done.stdout, "faults") == "1: stop 1"
+    assert reported(done.stdout, "lost, done again") == "0"
+    assert float(re.findall(r"[\d.]+", reported(done.stdout, "fault to step"))[0]) > 5
+    assert len(records(run_dir, "start")) == 2
+    assert read(run_dir)["weights_sha256"] == weights
+    assert still_running(run_dir) == []
+
+
+def test_ctrl_c_stops_the_job_with_its_last_step_and_takes_a_frozen_rank_along(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0)
+    process = start(chaos("--kill-every 2s --count 1 --faults stop", *launcher("--", *options)))
+    wait_for_fault(process, "stop")
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    done = processes.finish(process)
+    print(f"ended {time.monotonic() - begun:.1f} s after Ctrl-C")
+    assert done.returncode == 130, done.stderr
+    assert still_running(run_dir) == []
+    told = records(run_dir, "train")[-1]["step"]
+    assert max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")) >= told
+
+
+def test_the_disk_is_full_for_a_while_and_ctrl_c_gives_it_back(small_disk: Path) -> None:
+    run_dir = small_disk / "run"
+    process = start(chaos("--kill-every 2s --faults fill", *two_ranks(*job(run_dir, "--pause", 0.1))))
+    wait_for_fault(process, "fill")
+    wait_until(lambda: not free(small_disk), "the disk is full")
+    process.send_signal(signal.SIGINT)
+    done = processes.finish(process)
+    assert done.returncode == 130, done.stderr
+    assert free(small_disk) > 6 << 20
+    assert read(run_dir, "status.json")["state"] == "stopped"
+    assert still_running(run_dir) == []
+
+
+def test_kill_9_of_chaos_ends_the_job_and_gives_the_disk_back(small_disk: Path) -> None:
+    run_dir = small_disk / "run"
+    process = start(chaos("--kill-every 2s --faults fill", *two_ranks(*job(run_dir, "--pause", 0.1))))
+    wait_for_fault(process, "fill")
+    process.kill()
+    wait_until_nothing_runs(run_dir)
+    processes.finish(process)
+    assert free(small_disk) > 6 << 20
+    assert read(run_dir, "status.json")["state"] == "stopped"
+
+
+def test_a_full_disk_and_then_a_stop_on_request(small_disk: Path) -> None:
+    """The job goes on while the disk is full; --then stop ends it as if it were preempted, which is no failure."""
+    run_dir = small_disk / "run"
+    options = job(run_dir, "--pause", 0.3, "--checkpoint-every", 2, "--keep", 1)
+    done = run(chaos("--kill-every 1s --count 1 --faults fill --then stop", *two_ranks(*options)))
+    assert "NO CHECKPOINT at step" in done.stderr, "it was full"
+    assert len(records(run_dir, "start")) == 1, "nobody had to start again"
+    assert read(run_dir, "status.json")["state"] == "stopped"
+    assert reported(done.stdout, "run") == "stopped"
+    assert free(small_disk) > 6 << 20
+
+
+def test_a_command_that_never_does_a_step_is_given_up(tmp_path: Path) -> None:
+    done = run(chaos("--kill-every 1s", "false", "--run-dir", tmp_path / "run"), expect=1)
+    assert done.stdout.count("starting it again") == 2
+    assert "the command ended 3 times in a row without a step, last with 1" in done.stdout
+    assert reported(done.stdout, "run") == "never started"
+
+
+def test_a_refused_command_is_not_tried_again(tmp_path: Path) -> None:
+    command = launcher("--", "--run-dir", tmp_path / "run", "--lr", -1)
+    done = run(chaos("--kill-every 1s", *command), expect=1)
+    assert done.stderr.count("evenkeel: --lr") == 1
+    assert "the command was refused" in done.stdout

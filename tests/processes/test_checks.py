@@ -1,0 +1,151 @@
+"""What tasks get wrong: each works or is explained in a line, by real runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.processes import (
+    TRAIN,
+    read,
+    refused_ranks,
+    run,
+    run_forked,
+    torchrun,
+)
+from tests.support.small_runs import ODD_TASKS, odd_job, the_line
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "expected"),
+    [
+        (
+            "Frozen",
+            2,
+            "model() returned a Linear without a parameter that needs a gradient (requires_grad is False for",
+        ),
+        ("NoModule", 2, "model() returned a Tensor: it must return an nn.Module"),
+        (
+            "Endless",
+            2,
+            "train_dataset() returned a Stream, which has no __len__: Evenkeel fetches samples by number",
+        ),
+        ("NoTestLength", 2, "test_dataset() returned a SimpleNamespace, which has no __len__ and no __getitem__"),
+        ("VectorLoss", 1, "loss() returned a tensor of shape [2]: it must return a scalar, the mean"),
+        ("DictLoss", 1, "loss() returned a dict: it must return one scalar tensor; add up its values"),
+        ("LossWithoutGradient", 1, "loss() returned a tensor without a gradient: it does not depend on"),
+        ("FloatMetric", 1, "metrics() returned a float as 'accuracy' for a batch of 2 samples"),
+        ("TwoOfThree", 1, "metrics() returned 'loss' with 3 numbers, [3], for each sample: return one for each"),
+        ("RaggedMetric", 1, "metrics() returned rows of shape [2] as 'loss' for one batch and of [1] for another"),
+        ("NoSummary", 1, "summarize() returned None: it must return a dict of numbers"),
+        ("NumberedSummary", 1, "summarize() returned a dict with the key 1: names of metrics must be strings"),
+        ("NumberedMetric", 1, "metrics() returned a dict with the key 0: names of metrics must be strings"),
+        ("Maximum", 2, """the task's `best` is ('loss', 'maximum'): it must be a metric's name and "max" or "min","""),
+        ("ComplexLoss", 1, "loss() returned a complex number: it must return a real one"),
+        ("Lazy", 2, "model() returned a LazyLinear whose weight has no shape yet: call it in model() with a batch"),
+        ("Meta", 2, "model() returned a Linear whose weight is on the meta device, without values"),
+        ("OtherModel", 2, "optimizers()[0] has a parameter of shape [2, 3] that is not in the model"),
+        ("NoOptimizers", 2, "optimizers() returned an empty list: nothing would be trained"),
+        ("TwiceTaken", 2, "bias is in optimizers()[0] and in optimizers()[1]: both would step it"),
+        ("NoRates", 1, "rates() returned None: it must return one factor on the peak learning rates"),
+        ("ExhaustedSamples", 1, "the data set's __getitem__ raised StopIteration at "),
+        ("NegativeLength", 2, "test_dataset() returned a Negative, whose __len__ fails (ValueError: __len__() should"),
+        ("NoMetrics", 1, "metrics() returned None: it must return a dict of tensors"),
+        ("NoneInside", 1, "sample[1] is None: return a number or a tensor that stands for nothing"),
+        ("Images", 1, "sample['image'] is an Image: make it a tensor in the data set's transform, by torchvision"),
+        ("ManySizes", 1, "sample[0] has different sizes, [3, 4] and [3, 5]: resize, crop or pad them to one"),
+        (
+            "DataClasses",
+            1,
+            "a sample is a Sample: return a dict, by dataclasses.asdict(sample), a tuple or a named tuple",
+        ),
+        ("MissingKey", 1, "sample['y'] is not there in every sample; give all samples the same keys"),
+        (
+            "OneUnused",
+            1,
+            "2 of the model's 4 parameters got no gradient from loss(): spare.weight, spare.bias; use them",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_told_in_a_line(tmp_path: Path, task: str, code: int, expected: str) -> None:
+    done = run_forked(TRAIN, *odd_job(task, tmp_path / "run"), expect=code)
+    assert expected in the_line(done.stderr)
+    if code == 2:
+        assert not (tmp_path / "run").exists(), "nothing has been touched"
+    else:
+        assert expected in read(tmp_path / "run", "status.json")["reason"]
+
+
+MISTAKEN = ["NoMetrics", "TwoOfThree", "NoSummary", "BrokenMetrics"]
+
+
+@pytest.mark.parametrize("task", MISTAKEN)
+def test_a_mistake_in_the_evaluation_shows_before_the_first_step(tmp_path: Path, task: str) -> None:
+    done = run_forked(TRAIN, *odd_job(task, tmp_path / "run"), expect=1)
+    assert read(tmp_path / "run", "status.json")["step"] == 0
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    if task == "BrokenMetrics":  # a mistake of the task's own keeps its place
+        assert "in metrics" in done.stderr
+        assert done.stderr.splitlines()[-1] == "StopIteration"
+
+
+@pytest.mark.parametrize("task", ["UsualBest", "NoBest", "Scheduled"])
+def test_what_is_likely_a_mistake_is_said_once(tmp_path: Path, task: str) -> None:
+    done = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--checkpoint-every", 1))
+    expected = {
+        "UsualBest": ["no best checkpoint will be kept: the evaluation has no metric 'accuracy', only loss; set the"],
+        "NoBest": [],
+        "Scheduled": [
+            "no optimizer has bias: they will stay as they are",
+            "something other than rates() sets a learning rate, a scheduler perhaps: it has no effect",
+        ],
+    }
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(expected[task]), lines
+    for line, text in zip(lines, expected[task], strict=True):
+        assert line.startswith(f"evenkeel: WARNING: {text}")
+
+
+def test_a_line_about_samples_comes_out_of_a_loading_process(tmp_path: Path) -> None:
+    done = run_forked(TRAIN, *odd_job("ManySizes", tmp_path / "run", "--num-workers", 1), expect=1)
+    assert the_line(done.stderr).startswith(
+        "the data set's samples cannot be made a batch: sample[0] has different sizes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "workers", "expected"),
+    [("Exits", 0, "None"), ("Exits", 2, "None"), ("ExitsInLoss", 0, "0"), ("ExitsInModel", 0, "'no such\\nnetwork'")],
+)
+def test_sys_exit_in_a_task_is_a_failure(tmp_path: Path, task: str, workers: int, expected: str) -> None:
+    done = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--num-workers", workers), expect=1)
+    assert re.fullmatch(
+        rf"the task called sys.exit\({re.escape(expected)}\) at {ODD_TASKS}:\d+, and the run is not finished; .*",
+        the_line(done.stderr),
+    )
+    if task != "ExitsInModel":
+        assert read(tmp_path / "run", "status.json")["state"] == "failed"
+
+
+def test_sys_exit_in_a_task_does_not_pass_for_the_end_of_a_job(tmp_path: Path) -> None:
+    done = run(torchrun(2, TRAIN, *odd_job("Exits", tmp_path / "run", "--num-workers", 1)), expect=1)
+    assert "evenkeel: the task called sys.exit(None) at " in done.stderr
+
+
+@pytest.mark.parametrize("task", ["Usual", "Everything", "OwnBatches", "OneUnusedAndSaidSo"])
+def test_what_few_tasks_return_works(tmp_path: Path, task: str) -> None:
+    run_forked(TRAIN, *odd_job(task, tmp_path / "run"))
+    assert read(tmp_path / "run")["state"] == "finished"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+def test_ranks_with_other_data_are_told_so(tmp_path: Path) -> None:
+    """Their steps would not be the same ones, and in the end one would wait for ever."""
+    refused, _ = refused_ranks(2, TRAIN, *odd_job("OtherDataOnRank1", tmp_path / "run"))
+    assert the_line(refused.stderr) == (
+        "the training data has 13 samples on rank 0 and 12 on rank 1; give all nodes the same data"
+    )
+    assert not (tmp_path / "run" / "status.json").exists()

@@ -1,0 +1,83 @@
+"""The command line: what it understands, and that a refusal is one line, exit code 2, and nothing touched."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenkeel.common.processes import stat
+from tests.support.processes import (
+    LIMIT,
+    TRAIN,
+    finish,
+    run,
+    start,
+    torchrun,
+    wait_until_gone,
+)
+from tests.support.refusals import NONSENSE, REFUSER
+from tests.tasks.test_command_line import (
+    folder,  # noqa: F401  (a fixture)
+    once,
+    refused,  # noqa: F401  (a fixture)
+)
+
+
+@pytest.mark.parametrize("refusing", ["01", "1"])
+def test_no_worker_is_left_of_a_refusal_whoever_refuses(tmp_path: Path, refusing: str) -> None:
+    (tmp_path / "job.py").write_text(REFUSER)
+    (out := tmp_path / "out").mkdir()
+    job = torchrun(2, tmp_path / "job.py", refusing, restarts=3)
+    done = run(job, env={"OUT": str(out)}, expect=-signal.SIGALRM)
+    assert (done.stdout, done.stderr) == ("", "evenkeel: no\n")
+    wait_until_gone(once(out), limit=5)
+
+
+def test_a_refusal_spares_what_the_shell_before_torchrun_has_started(tmp_path: Path) -> None:
+    """A monitor, say; it has become a child of torchrun's by `exec`."""
+    job = torchrun(2, TRAIN, "--task=nonsense", restarts=3)
+    process = start(["sh", "-c", 'sleep 60 > /dev/null 2>&1 & echo $!; exec "$@"', "sh", *job])
+    assert process.stdout
+    monitor = int(process.stdout.readline())
+    assert process.wait(LIMIT) == -signal.SIGALRM
+    found = stat(monitor)
+    assert found
+    assert found.state != "Z"
+    assert finish(process).stderr == NONSENSE
+
+
+def test_stderr_that_torchrun_keeps_is_shown_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(REFUSER)
+    (out := tmp_path / "out").mkdir()
+    done = run(torchrun(2, "--tee=3", tmp_path / "job.py", "01", restarts=3), env={"OUT": str(out)}, expect=1)
+    assert done.stderr.count("evenkeel: no\n") == 1
+    assert once(out)
+
+
+def test_real_help(tmp_path: Path) -> None:
+    env = {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+    done = run([sys.executable, str(TRAIN), "--help"], cwd=tmp_path, env=env, expect=0)
+    assert "--batch-size INT" in done.stdout
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) < 140
+    assert max(map(len, lines)) <= 100
+    assert re.findall(r"─ (\w+) options ─", done.stdout) == [
+        "run", "data", "model", "optimizer", "precision", "checkpoints", "logging", "reproducibility", "task",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["2>/dev/full", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_the_exit_code_of_a_refusal_where_nobody_can_read_it(to: str) -> None:
+    run(["sh", "-c", f"{sys.executable} {TRAIN} --epochs -1 {to}"], expect=2)
+
+
+@pytest.mark.parametrize("closed", ["", "<&-", "2>&-", "<&- 2>&-"])
+def test_no_file_takes_the_place_of_a_closed_stream_and_any_path_can_be_printed(closed: str) -> None:
+    code = "import evenkeel, os; print(chr(0xdcff), os.open(os.curdir, 0))"
+    started = run(["sh", "-c", f"{sys.executable} -c '{code}' {closed}"], env={"PYTHONIOENCODING": "utf-8"})
+    assert started.stdout == "\\udcff 3\n"

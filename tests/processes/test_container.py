@@ -1,0 +1,122 @@
+"""The main process of a container, run here without a container: signals, orphans, exit codes, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evenkeel.common.errors import REFUSED
+from evenkeel.launch.agent import KILLED
+from evenkeel.resilience.heartbeat import check
+from evenkeel.resilience.interruption import STOPPED
+from tests.launch.docker.test_container import container
+from tests.support import processes
+from tests.support.processes import read, records
+from tests.support.small_runs import PLAN, job, wait_for_step
+
+PLAIN = ["--nproc_per_node=2", "train.py"]
+
+
+def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + processes.LIMIT
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def has_begun(process: subprocess.Popen[str]) -> bool:
+    """Whether it has its child, and so keeps signals until it waits for them."""
+    return bool(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+
+@pytest.mark.parametrize("form", ["torchrun", "launch"])
+def test_a_stop_is_passed_on_and_the_same_command_continues(tmp_path: Path, form: str) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.05)
+    words = [*PLAIN, *options] if form == "torchrun" else ["launch", "-g", 2, "--", *options]
+    process = container(tmp_path, *words)
+    wait_for_step(run_dir, 3, process)
+    until(lambda: "2 ranks, rank 0 in" in check(tmp_path / "beats")[1], process)
+    process.send_signal(signal.SIGTERM)
+    assert processes.finish(process).returncode == STOPPED
+    stopped = read(run_dir, "status.json")
+    assert stopped["state"] == "stopped"
+    process = container(tmp_path, *words)
+    assert processes.finish(process).returncode == 0
+    assert [record["step"] for record in records(run_dir, "start")] == [0, stopped["step"]]
+    assert read(run_dir)["step"] == PLAN.total_steps
+
+
+def test_a_signal_that_comes_before_anybody_listens_is_not_lost(tmp_path: Path) -> None:
+    process = container(tmp_path, *PLAIN)
+    until(lambda: has_begun(process), process)
+    process.send_signal(signal.SIGTERM)
+    done = processes.finish(process)
+    assert done.returncode == STOPPED
+    assert done.stderr == "evenkeel: stopped by SIGTERM before the job began\n"
+
+
+def test_ranks_that_have_lost_torchrun_may_save_before_the_container_ends(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = container(tmp_path, *PLAIN, *job(run_dir, "--pause", 0.05, "--checkpoint-every", 0))
+    wait_for_step(run_dir, 3, process)
+    (agent,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(agent), signal.SIGKILL)
+    assert processes.finish(process).returncode == KILLED
+    status = read(run_dir, "status.json")
+    assert status["state"] == "stopped"
+    assert (run_dir / "checkpoints" / f"step-{status['step']:08d}").exists() or list(
+        (run_dir / "checkpoints").iterdir()
+    )
+
+
+ORPHAN = """
+import subprocess, sys, time
+from pathlib import Path
+pid = subprocess.run(["sh", "-c", "sleep 0.5 & echo $!"], stdout=subprocess.PIPE, text=True).stdout.strip()
+deadline = time.monotonic() + 60
+while Path("/proc", pid).exists():  # a zombie is still there
+    if time.monotonic() > deadline:
+        sys.exit(3)
+    time.sleep(0.1)
+"""
+
+
+def test_orphans_are_buried(tmp_path: Path) -> None:
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    process = container(tmp_path, "--nproc_per_node=1", tmp_path / "orphan.py")
+    assert processes.finish(process).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([*PLAIN, "--epochz", 5], "Unrecognized options: --epochz, 5; perhaps --epochs? (--help lists all options)"),
+        (["check", "launch", "-g", 2, "--", "--lr", -1], "--lr -1.0: must be at least 0"),
+        (["--nprocs=2", "train.py"], "unrecognized arguments: --nprocs=2 (torchrun's options, then train.py"),
+        (["--nproc_per_node=2", "nothing.py"], "nothing.py: no such file in this container; mount it"),
+        (["launch", "-n", "2:1", "-g", 1], "-n 2:1: give a number of nodes, or MIN:MAX with 1 <= MIN <= MAX"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[object], line: str) -> None:
+    done = processes.finish(container(tmp_path, *arguments))
+    assert done.returncode == REFUSED, done.stderr
+    assert done.stderr.startswith(f"evenkeel: {line}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_check_starts_nothing(tmp_path: Path) -> None:
+    for words in (
+        ["check", *PLAIN],
+        ["check", "launch", "-n", 2, "-g", 1, "-nr", 1, "--master", "later.invalid", "--"],
+    ):
+        done = processes.finish(container(tmp_path, *words, "--run-dir", tmp_path / "run"))
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "run").exists()

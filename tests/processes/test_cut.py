@@ -1,0 +1,122 @@
+"""The default cut of a step: as few micro-batches as keep all ranks at work, decided once and recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import (
+    TRAIN,
+    checked,
+    finish,
+    finish_all,
+    fork,
+    fork_ranks,
+    free_port,
+    kill_group,
+    read,
+    records,
+    run_forked,
+    wait_until,
+)
+from tests.support.small_runs import job
+
+
+def untyped(run_dir: Path, *more: object) -> list[str]:
+    """The options of `job`, without its --micro-batch."""
+    options = job(run_dir, *more)
+    at = options.index("--micro-batch")
+    return options[:at] + options[at + 2 :]
+
+
+def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Path) -> None:
+    run_dir, pause = tmp_path / "run", ("--pause", 0.05)
+
+    def lines() -> int:
+        return len(records(run_dir, "train")) if (run_dir / "metrics.jsonl").exists() else 0
+
+    def stopped_after(ranks: int, steps: int, *more: object) -> str:
+        began = lines()
+        started = fork_ranks(ranks, TRAIN, *untyped(run_dir, *pause, *more))
+        wait_until(lambda: lines() >= began + steps, "steps")
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        return "".join(finish(process).stderr for process in started)
+
+    def recorded() -> tuple[int, int, str]:
+        config, status = (run_dir / "config.toml").read_text(), read(run_dir, "status.json")
+        newest = max(run_dir.glob("checkpoints/step-*/manifest.json"))
+        typed = int(re.findall(r"^micro_batches = (\d+)", config, re.M)[0])
+        assert typed == status["micro_batches"]
+        return typed, status["micro_batch"], json.loads(newest.read_text())["fingerprint"]["micro_batch"]
+
+    assert "micro-batches" not in stopped_after(2, 3)
+    assert recorded() == (2, 6, "1/2 of a step")
+    assert "micro-batches" not in stopped_after(1, 2)
+    assert recorded() == (2, 6, "1/2 of a step")
+
+    strict = stopped_after(3, 2, "--strict-bits")
+    assert "1 of 3 ranks have nothing to do" in strict
+    assert "void" not in strict
+    assert recorded() == (2, 6, "1/2 of a step")
+
+    step = read(run_dir, "status.json")["step"]
+    (first, *_) = finish_all(fork_ranks(3, TRAIN, *untyped(run_dir, *pause)))
+    assert (
+        f"from step {step} on micro-batches are of 1/3 of a step instead of 1/2 of a step: the global" in first.stderr
+    )
+    assert "BatchNorm's groups" in first.stderr
+    assert "nothing to do" not in first.stderr
+    assert recorded() == (3, 4, "1/3 of a step")
+    summary = read(run_dir)
+    assert summary["samples_seen"] == 3 * 101
+    assert summary["bits_void_from"] == step
+
+
+def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    started = [
+        fork(
+            TRAIN, *job(tmp_path / "run", "--seed", rank), env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    refused = checked(finish(started[0]), 2)
+    kill_group(started[1])  # which leaves the speaking to the first
+    assert "--seed is 0 on rank 0 and 1 on rank 1; type it, and the same on all nodes" in refused.stderr
+
+
+def test_the_tree_says_what_its_cut_costs(tmp_path: Path) -> None:
+    alone = run_forked(TRAIN, *untyped(tmp_path / "alone", "--reduce", "tree", "--max-steps", 1))
+    assert (
+        "--reduce tree cuts a step the same way on any number of ranks: 12 passes on this one process; in a new run "
+        "--micro-batch 12 is one, and faster"
+    ) in " ".join(alone.stdout.split())
+    typed = run_forked(TRAIN, *job(tmp_path / "typed", "--reduce", "tree", "--max-steps", 1))
+    assert "passes" not in typed.stdout
+
+
+def test_plan_prints_the_cut_and_why(tmp_path: Path) -> None:
+    pytest.importorskip("evenkeel.cli.plan")
+
+    def plan(*options: object) -> str:
+        task = job(tmp_path / "none")[:2]
+        command = ("-m", "evenkeel", "plan", "-w", 2, "--", *task, "--batch-size", 64, "--run-dir", tmp_path, *options)
+        return run_forked(*command).stdout.splitlines()[0]
+
+    assert "micro-batch 32 (1/2 of a step, so that no rank is idle): " in plan()
+    assert "micro-batch 8 (an eighth of the batch, with --reduce tree on any number of ranks): " in plan(
+        "--reduce", "tree"
+    )
+    assert "micro-batch 20: " in plan("--micro-batch", 20)
+    (tmp_path / "status.json").write_text('{"micro_batch": 16, "micro_batches": 4}')
+    assert f"micro-batch 16 (as the run in {tmp_path} has recorded it): " in plan()

@@ -1,0 +1,54 @@
+"""A few samples of each data set, compared among ranks and with the run: what must be noticed, and what must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.processes import TRAIN, finish_all, fork_ranks, read, refused_ranks, run_forked
+from tests.support.small_runs import odd_job, the_line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+def test_ranks_that_split_on_import_are_told_so_and_those_with_own_dice_go_on(tmp_path: Path) -> None:
+    for task in ("Drawn", "DrawnAtEachRead"):
+        first, _ = finish_all(fork_ranks(2, TRAIN, *odd_job(task, tmp_path / task, "--max-steps", 1)))
+        assert ("the training and test data is another each time" in first.stderr) == (task == "DrawnAtEachRead")
+        first, _ = finish_all(fork_ranks(2, TRAIN, *odd_job(task, tmp_path / task, "--max-steps", 1)))  # it is finished
+        assert "--fresh starts over" in first.stdout
+        assert len(read(tmp_path / task, "status.json")["digests"]) == (0 if task == "DrawnAtEachRead" else 2)
+    refused, _ = refused_ranks(2, TRAIN, *odd_job("DrawnOnImport", tmp_path / "run"))
+    assert "the training data of rank 1 differs from rank 0's, although it has as many" in the_line(refused.stderr)
+    assert not (tmp_path / "run" / "status.json").exists()
+
+
+def test_what_is_another_at_each_read_is_known_at_each_start_beside_a_set_that_is_not(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        options = ["--max-steps", steps, "--schedule", "constant"]
+        done = run_forked(TRAIN, *odd_job("TrainingDrawnAtEachRead", tmp_path / "run", *options))
+        assert "the training data is another each time" in done.stderr
+        assert [*read(tmp_path / "run", "status.json")["digests"]] == ["test"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_goes_on_with_its_data_or_with_other_data_that_is_meant(tmp_path: Path, workers: int) -> None:
+    def attempt(task: str, steps: int, *more: object, expect: int = 0) -> str:
+        options = ["--max-steps", steps, "--schedule", "constant", "--num-workers", workers, *more]
+        return run_forked(TRAIN, *odd_job(task, tmp_path / "run", *options), expect=expect).stderr
+
+    attempt("DrawnOnImport", 1)
+    known = read(tmp_path / "run", "status.json")
+    refused = the_line(attempt("DrawnOnImport", 2, expect=2))
+    assert refused.startswith(f"--run-dir {tmp_path / 'run'}: the training data has changed, although it has")
+    assert refused.endswith("add --other-data")
+    assert read(tmp_path / "run", "status.json") == known, "nothing has been touched"
+    assert "WARNING: --other-data: the training data has changed" in attempt("DrawnOnImport", 2, "--other-data")
+    assert read(tmp_path / "run", "status.json")["digests"] != known["digests"]
+    attempt("DrawnOnImport", 3, "--fresh")
+    # of an earlier version
+    status = tmp_path / "run" / "status.json"
+    status.write_text(status.read_text().replace('"digests"', '"unknown"'))
+    attempt("DrawnOnImport", 4)
+    assert read(tmp_path / "run", "status.json")["digests"]

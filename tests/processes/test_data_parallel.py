@@ -1,0 +1,58 @@
+"""`--strategy dp`: uneven shares of a micro-batch in one process have the result of DDP."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.processes import (
+    ROOT,
+    TRAIN,
+    checked,
+    finish,
+    finish_all,
+    fork_ranks,
+    kill_group,
+    read,
+    run,
+    run_forked,
+)
+
+DIGITS = ["--max-steps", "12", "--batch-size", "30", "--dropout", "0", "--optimizer", "sgd", "--wandb", "disabled"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+def test_the_weights_are_ddps_up_to_rounding_and_the_strategy_may_change(tmp_path: Path) -> None:
+    done = run_forked(TRAIN, *DIGITS, "--run-dir", tmp_path / "dp", "--strategy", "dp")
+    assert "--strategy dp has one device here, and nothing to divide; ddp is the default because" in done.stderr
+    finish_all(fork_ranks(2, TRAIN, *DIGITS, "--run-dir", tmp_path / "ddp", "--micro-batch", 15))
+    got, expected = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("dp", "ddp"))
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
+
+    more = ["--schedule", "constant", "--run-dir", tmp_path / "both"]
+    run_forked(TRAIN, *DIGITS, *more, "--strategy", "dp", "--max-steps", 3)
+    done = run_forked(TRAIN, *DIGITS, *more, "--max-steps", 5, "--micro-batch", 3)
+    assert "from step 3 on micro-batches are of 3 instead of a whole step" in done.stderr
+    assert (read(tmp_path / "both")["step"], read(tmp_path / "both")["bits_void_from"]) == (5, 3)
+
+
+def test_dp_is_one_process(tmp_path: Path) -> None:
+    first, second = fork_ranks(2, TRAIN, *DIGITS, "--run-dir", tmp_path / "run", "--strategy", "dp")
+    refused = checked(finish(first), 2)
+    kill_group(second)  # as torchrun would, for it lets the first one speak
+    second.wait()
+    assert refused.stderr.startswith("evenkeel: --strategy dp: uses one process for all visible GPUs")
+    assert refused.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    launcher = [sys.executable, str(ROOT / "launch" / "single_node.py")]
+    refused = run([*launcher, "-g", "2", "--dry-run", "--", "--strategy", "dp"], expect=2)
+    assert "and this job has 2 processes; start one" in refused.stderr
+    for divided in ("--place=a=0,b=1", "--model-parallel=2"):
+        refused = run([*launcher, "--dry-run", "--", "--strategy", "dp", divided], expect=2)
+        assert "gives each GPU a copy of the whole network" in refused.stderr
+    shown = run([*launcher, "--dry-run", "--", "--strategy", "dp"])
+    assert "--nproc-per-node 1 " in shown.stdout

@@ -1,0 +1,121 @@
+"""The live line, on a real terminal."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from evenkeel.common.display import Display
+from tests.support.terminal import CONTROL, Terminal
+
+TASK = """
+import time
+from dataclasses import dataclass
+from evenkeel.tasks.classify import Classify
+
+
+@dataclass
+class Slow(Classify):
+    open: float = 0.0
+    pause: float = 0.0
+
+    def train_dataset(self):
+        time.sleep(self.open)
+        return super().train_dataset()
+
+    def loss(self, model, batch):
+        time.sleep(self.pause)
+        return super().loss(model, batch)
+
+    def metrics(self, model, batch):
+        time.sleep(0.4)
+        return super().metrics(model, batch)
+"""
+
+
+def command(folder: Path, *options: object) -> list[str]:
+    (folder / "slow.py").write_text(TASK)
+    task = ["--task", folder / "slow.py:Slow", "--width", 2, "--wandb", "disabled", "--run-dir", folder / "run"]
+    # no line of metrics at all: the display must move without
+    return [sys.executable, "train.py", *map(str, [*task, "--log-every", 1000, *options])]
+
+
+def drawn(terminal: Terminal) -> list[str]:
+    """All states of the line, and the lines between them."""
+    parts = re.split(r"[\r\n]|\x1b\[1A", terminal.output)
+    return list(filter(None, (CONTROL.sub("", part).strip() for part in parts)))
+
+
+def test_it_moves_by_time_and_ends_at_the_full_count(tmp_path: Path) -> None:
+    options = ["--batch-size", 288, "--micro-batches", 2, "--epochs", 2, "--open", 0.8, "--pause", 0.3]
+    with Terminal(command(tmp_path, *options), columns=160) as terminal:
+        assert terminal.end() == 0
+        lines = drawn(terminal)
+        assert "\x1b[?25l" not in terminal.output, "a process that is killed could not bring the cursor back"
+    assert lines[0] == "starting: importing"
+    assert "starting: data" in lines
+    moves = [(int(found[1]), found[2]) for line in lines if (found := re.search(r"step (\d+)/10 ━\S* (\w+)", line))]
+    assert {step for step, phase in moves if phase == "training"} >= set(range(1, 5)) | set(range(6, 10))
+    assert any("step 5/10" in line and "evaluating 1 of 3 micro-batches  epoch 2/2" in line for line in lines)
+    assert any(re.search(r"training  epoch 1/2  [\d,]+ samples/s  ETA 0:00:0\d", line) for line in lines)
+    assert any(re.fullmatch(r"step 10/10  test/loss \d\.\d{4}  test/accuracy \d\.\d{4}", line) for line in lines)
+    assert re.fullmatch(r"step 10/10 ━{16} finished  epoch 2/2  test/accuracy \d\.\d{4}", lines[-1])
+
+
+def test_a_stop_shows_at_which_step(tmp_path: Path) -> None:
+    with Terminal(command(tmp_path, "--pause", 0.3), columns=160) as terminal:
+        terminal.read_until(r"step 2/460 ")
+        terminal.press_ctrl_c()
+        assert terminal.end() == 75
+        *_, line, said = drawn(terminal)
+    step = re.match(r"step (\d+)/460 ━\S* stopped  epoch 1/20", line)
+    assert step, line
+    assert said.startswith(f"evenkeel: stopped by SIGINT; step {step[1]} is saved")
+
+
+def test_a_refusal_takes_the_line_away(tmp_path: Path) -> None:
+    with Terminal(command(tmp_path, "--open", 1, "--batch-size", 1438)) as terminal:
+        terminal.read_until("starting: data")
+        assert terminal.end() == 2
+        assert re.search(r"evenkeel: --batch-size 1438: the training data", terminal.text)
+        assert "\x1b[1A\x1b[2K" in terminal.output.rpartition("1438")[2], "the last line is erased"
+
+
+def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is forked while the thread that draws holds rich's lock: without a lock of its own it would wait for ever."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any file for a terminal
+    display = Display()
+    held, done = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with display._live.console._lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    held.wait()
+    try:
+        child = multiprocessing.get_context("fork").Process(target=print, args=("a warning of a data set's",))
+        child.start()
+        child.join(10)
+        code = child.exitcode
+        child.kill()
+    finally:
+        done.set()
+        thread.join()
+        display.stop()
+    assert code == 0
+
+
+def test_a_terminal_that_cannot_draw_gets_lines(tmp_path: Path) -> None:
+    options = ["--batch-size", 288, "--micro-batches", 2, "--epochs", 1, "--log-every", 2]
+    with Terminal(command(tmp_path, *options), columns=160, env={"TERM": "dumb"}) as terminal:
+        assert terminal.end() == 0
+    assert "starting" not in terminal.output
+    assert re.search(r"^step 2/5  epoch 1/1  train/loss", terminal.text, re.MULTILINE)

@@ -1,0 +1,80 @@
+"""The examples: loops of their own from the names that train.py uses, and every promise holds for them."""
+
+from __future__ import annotations
+
+import difflib
+import signal
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support import processes
+from tests.support.processes import ROOT, finish_all, fork_ranks, read, records, wait_until
+
+GAN = ROOT / "examples" / "gan.py"
+GPT = ROOT / "examples" / "nanogpt.py"
+SHAPES = {
+    GAN: ["--batch-size", 64, "--max-steps", 20, "--checkpoint-every", 100, "--lr", 1e-3, "--optimizer", "adam"],
+    GPT: ["--batch-size", 12, "--max-steps", 12, "--checkpoint-every", 100, "--limit-batches", 4, "--lr", 1e-3],
+}
+
+
+def command(example: Path, run_dir: Path) -> list[object]:
+    options = ["--run-dir", run_dir, "--wandb", "disabled", "--log-every", 1, "--reduce", "tree", "--micro-batch", 4]
+    return [example, *options, *SHAPES[example]]
+
+
+def kill(ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals) -> int:
+    """Signal one rank after a step, and return the step that the run has come to when all have ended."""
+
+    def there() -> bool:
+        assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
+        return (run_dir / "metrics.jsonl").exists() and any(r["step"] >= after for r in records(run_dir, "train"))
+
+    wait_until(there, f"step {after}")
+    ranks[-1].send_signal(number)
+    for rank in ranks[:-1]:
+        processes.finish(rank)
+    processes.finish(ranks[-1])
+    return int(read(run_dir, "status.json")["step"])
+
+
+@pytest.mark.parametrize("example", [GAN, GPT], ids=["gan", "nanogpt"])
+def test_an_example_keeps_all_promises(example: Path, tmp_path: Path) -> None:
+    """Killed on 2 ranks and stopped on 3, and finished on 1: the weights of a run on 1 that was never stopped."""
+    undisturbed = fork_ranks(0, *command(example, tmp_path / "one"))
+    run_dir = tmp_path / "run"
+    first = kill(fork_ranks(2, *command(example, run_dir)), run_dir, 2, signal.SIGKILL)
+    second = kill(fork_ranks(3, *command(example, run_dir)), run_dir, first + 1, signal.SIGTERM)
+    finish_all(fork_ranks(0, *command(example, run_dir)))
+    finish_all(undisturbed)
+    ours, theirs = read(run_dir), read(tmp_path / "one")
+    assert 2 <= first < second < ours["step"] == theirs["step"]
+    assert ours["world_sizes"] == [2, 3, 1]
+    assert ours["weights_sha256"] == theirs["weights_sha256"]
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert len(steps) == len(set(steps)), "no step was done twice"
+
+
+def test_in_a_turn_only_one_network_of_the_gan_learns(tmp_path: Path) -> None:
+    """The control: that both learn in each step would leave no turn in which the generator stays what it was."""
+    finish_all(fork_ranks(2, *command(GAN, tmp_path), "--digest-every", 1))
+    digests = [record["digests"] for record in records(tmp_path, "digest")]
+    for before, after in pairwise(digests[1:9]):
+        parameters = [name for name in before if name.endswith("weight") and name.startswith("model.")]
+        changed = {name.split(".")[1] for name in parameters if before[name] != after[name]}
+        assert len(changed) == 1, changed
+    assert {"generator", "critic"} == {name.split(".")[1] for name in digests[0] if name.startswith("model.")}
+
+
+def test_nanogpt_takes_twenty_lines() -> None:
+    """And docs/nanogpt.md shows them."""
+    plain = (ROOT / "examples" / "nanogpt_plain.py").read_text().splitlines()
+    ours = GPT.read_text().splitlines()
+    start = plain.index("import math"), ours.index("import math")
+    difference = list(difflib.unified_diff(plain[start[0] :], ours[start[1] :], lineterm="", n=1))[2:]
+    assert sum(line.startswith("+") and len(line) > 1 for line in difference) <= 20
+    shown = (ROOT / "docs" / "nanogpt.md").read_text()
+    assert "\n".join(difference) in shown

@@ -1,0 +1,261 @@
+"""Every ending: what a killed, stopped, frozen or orphaned job leaves, and how it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from evenkeel.resilience.interruption import KEYBOARD, STOPPED
+from evenkeel.run.checkpoint import Checkpoints
+from tests.run.test_checkpoint import small_disk
+from tests.support import processes
+from tests.support.processes import (
+    TRAIN,
+    environment,
+    fork,
+    read,
+    records,
+    run,
+    run_forked,
+    start,
+    torchrun,
+    wait_until,
+    wait_until_gone,
+)
+from tests.support.small_runs import PLAN, SAMPLES, children, job, saved_step, wait_for_step, workers_of
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_job_by_nohup_outlives_its_terminal_and_the_reader_of_its_output(tmp_path: Path, ranks: int) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--hold", tmp_path / "hold", "--pause", 0.3)
+    (tmp_path / "hold").touch()
+    program = [sys.executable, "launch/single_node.py", "-g", str(ranks), "--"] if ranks else [sys.executable, TRAIN]
+    process = start(["nohup", *map(str, program), *options])
+    wait_for_step(run_dir, 2, process)
+    assert process.stdout
+    process.stdout.close()
+    for pid in (process.pid, *workers_of(process).values()):
+        os.kill(pid, signal.SIGHUP)  # as a shell does to all processes of its jobs
+    (tmp_path / "hold").unlink()
+    assert process.wait(120) == 0
+    assert read(run_dir)["state"] == "finished"
+    assert read(run_dir)["restarts"] == 0
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_signal_is_heard_whatever_threads_the_libraries_have_started(tmp_path: Path, ranks: int) -> None:
+    """OpenBLAS starts threads on import, before anybody could block a signal in them."""
+    run_dir, several = tmp_path / "run", {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)
+    command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
+    process = start(command, env=several)
+    wait_for_step(run_dir, 3, process)
+    if ranks:
+        os.kill(workers_of(process)[1], signal.SIGTERM)
+    else:
+        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) > 3
+        process.send_signal(signal.SIGTERM)
+    done = processes.finish(process)
+    assert ranks or done.returncode == STOPPED
+    # rank 0 fails when rank 1 is gone, and may be seen first; then this stands among the other failures
+    assert not ranks or re.search(rf"exitcode *: {STOPPED}\b", done.stderr), done.stderr[-4000:]
+    told = records(run_dir, "train")[-1]["step"]
+    assert saved_step(run_dir) >= told
+
+
+def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(tmp_path: Path) -> None:
+    """`docker stop`: SIGTERM to torchrun as the first process of a pid namespace, and SIGKILL after 10 seconds."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("needs root to make a pid namespace")
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2, "--num-workers", 1)
+    inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    process = start([*inside, *torchrun(1, TRAIN, *options)])
+    wait_for_step(run_dir, 3, process)
+    (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    begun = time.monotonic()
+    os.kill(int(first), signal.SIGTERM)
+    processes.finish(process)
+    seconds = time.monotonic() - begun
+    assert seconds < 10
+    assert read(run_dir, "status.json")["state"] == "stopped"
+    told = records(run_dir, "train")[-1]["step"]
+    assert saved_step(run_dir) >= told
+
+
+def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "3m") as folder:
+        run_dir = folder / "run"
+        process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 4))
+        wait_for_step(run_dir, 5, process)
+        with (folder / "filler").open("wb", buffering=0) as filler:
+            fill(filler)
+            process.send_signal(signal.SIGTERM)
+            while process.poll() is None:
+                fill(filler)  # a checkpoint that did not fit has given back what it had
+                time.sleep(0.001)
+        done = processes.finish(process)
+        assert done.returncode == STOPPED
+        assert "NOT SAVED: [Errno 28] No space left on device; the last checkpoint is at step" in done.stderr
+        newest = Checkpoints(run_dir / "checkpoints", 2, ("loss", "min")).newest_step()
+        assert newest % 4 == 0
+        (folder / "filler").unlink()
+        run_forked(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 4))
+        assert records(run_dir, "start")[-1]["step"] == newest
+        assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+
+
+def fill(file: IO[bytes]) -> None:
+    """Write until the disk is full."""
+    try:
+        while file.write(bytes(4096)):
+            pass
+    except OSError:
+        return
+
+
+def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:
+    """Rank 1 is frozen, so rank 0 sits in a collective that will not end; SIGTERM still saves and ends it."""
+    run_dir = tmp_path / "run"
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)))
+    wait_for_step(run_dir, 3, process)
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGSTOP)
+    time.sleep(1)
+    begun = time.monotonic()
+    os.kill(workers[0], signal.SIGTERM)
+    wait_until_gone([workers[0]], 25)  # after --grace it would end without a snapshot, after 30 s torchrun kills
+    print(f"ended {time.monotonic() - begun:.2f} s after the signal")
+    os.kill(workers[1], signal.SIGKILL)
+    processes.finish(process)
+    told = records(run_dir, "train")[-1]["step"]
+    assert read(run_dir, "status.json")["state"] == "stopped"
+    assert (run_dir / "checkpoints" / f"step-{told:08d}").is_dir()
+
+
+def opened(pid: int, path: str) -> bool:
+    """Whether a process has a file open."""
+    with os.scandir(f"/proc/{pid}/fd") as entries:
+        return any(os.path.realpath(entry.path) == path for entry in entries)
+
+
+@contextlib.contextmanager
+def stuck_writer(run_dir: Path) -> Iterator[str]:
+    """Somebody who writes a checkpoint and never finishes; yields the folder."""
+    (run_dir / "checkpoints").mkdir(exist_ok=True)
+    folder = str(run_dir / "checkpoints")
+    code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(600)"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment())
+    try:
+        assert holder.stdout
+        holder.stdout.readline()
+        yield folder
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_stop_waits_for_nobody_beyond_its_grace(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--grace", 6))
+    wait_for_step(run_dir, 2, process)
+    with stuck_writer(run_dir):
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        done = processes.finish(process)
+    assert time.monotonic() - begun < 6
+    assert (done.returncode, done.stderr) == (STOPPED, "")
+    assert saved_step(run_dir) >= records(run_dir, "train")[-1]["step"]
+
+
+@pytest.mark.parametrize(("end", "ranks"), [("finish", 1), ("stop", 1), ("failure", 0), ("second Ctrl-C", 0)])
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ranks: int) -> None:
+    """Neither the folders of sockets that loader processes have, nor torchrun's."""
+    run_dir, temporary = tmp_path / "run", Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets have names in it
+    more = ["--fail-at", 30] if end == "failure" else []
+    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.1, "--num-workers", 2, *more)
+    command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
+    process = start(command, env={"TMPDIR": str(temporary)})
+    wait_for_step(run_dir, 2, process)
+    loaders = [pid for worker in (workers_of(process).values() if ranks else [process.pid]) for pid in children(worker)]
+    assert len(loaders) >= 2
+    assert list(temporary.glob("pymp-*")), "there is something to be left"
+    with stuck_writer(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
+        if end == "stop":
+            process.send_signal(signal.SIGTERM)
+        if end == "second Ctrl-C":
+            process.send_signal(signal.SIGINT)
+            time.sleep(1.2)
+            process.send_signal(signal.SIGINT)
+        process.wait(processes.LIMIT)
+    wait_until_gone(loaders)
+    processes.finish(process)
+    # torch's compiler makes this one when it is imported, one for each user and not for each run
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+    assert not [name for pid in loaders for name in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    shutil.rmtree(temporary)
+
+
+def test_no_batch_is_lost_where_temporary_files_have_long_paths(tmp_path: Path) -> None:
+    """Loaders pass tensors on by sockets in there, and the path of a socket has at most 107 bytes."""
+    (long := tmp_path / ("x" * 100)).mkdir()
+    options = job(tmp_path / "run", "--max-steps", 2, "--num-workers", 1)
+    processes.run([sys.executable, TRAIN, *options], env={"TMPDIR": str(long)}, limit=90)
+
+
+def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
+    """The first waits for a checkpoint that is being written by somebody who never finishes."""
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
+    wait_for_step(run_dir, 2, process)
+    try:
+        with stuck_writer(run_dir) as folder:
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: opened(process.pid, folder), "its wait for the checkpoints")
+            time.sleep(1.2)  # later than a second delivery of the same Ctrl-C
+            assert process.poll() is None, "it waits"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=processes.LIMIT) == KEYBOARD, "and not for --grace, which has another code"
+    finally:
+        processes.kill_group(process)
+        process.communicate()
+
+
+def test_one_ctrl_c_that_is_delivered_twice_saves(tmp_path: Path) -> None:
+    """As under `timeout`, which passes it on beside the terminal's; the test above is the control."""
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
+    wait_for_step(run_dir, 2, process)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.005)
+    assert process.wait(timeout=processes.LIMIT) == STOPPED
+    assert saved_step(run_dir) >= 2
+
+
+def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = run(torchrun(1, TRAIN, *job(run_dir, "--fail-at", 1), restarts=4), expect=1)
+    status = read(run_dir, "status.json")
+    assert status["state"] == "failed"
+    assert "3 attempts in a row have died before they finished a step" in status["reason"]
+    assert "ZeroDivisionError: a bug in the user's loss" in status["reason"]
+    assert len(records(run_dir, "start")) == 3, "torchrun goes on restarting, but nothing is started any more"
+    assert "3 attempts in a row" in done.stderr
+
+    again = run_forked(TRAIN, *job(run_dir, "--fail-at", 1), expect=1)
+    assert "3 attempts in a row" not in again.stderr, "a command that is typed again is a new beginning"
+    assert len(records(run_dir, "start")) == 4

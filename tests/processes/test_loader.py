@@ -1,0 +1,61 @@
+"""No sample skipped, none seen twice, whatever the ranks do: the sampler, and the batches behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import LIMIT, wait_until_gone
+
+FAILING = """
+import multiprocessing, sys, torch
+from evenkeel.data.dataset import InMemory
+from evenkeel.data.loader import loader
+from evenkeel.data.sampler import ElasticSampler
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    sampler = ElasticSampler(range(40), 4, 4, num_replicas=1, rank=0)
+    batches = loader(InMemory(torch.arange(40)), sampler, "train", 1, torch.device("cpu"))
+    stream = iter(batches)
+    next(stream)
+    print(batches._iterator._workers[0].pid, flush=True)
+    input()
+    print(len(list(stream)))
+    raise ValueError("the traceback keeps the loader alive")
+"""
+
+
+# fork is Python's default on Linux up to 3.13, forkserver after; a worker that is not forked has threads of BLAS, and
+# a signal may go to any of them
+@pytest.mark.parametrize(("start_method", "threads"), [("fork", "1"), ("forkserver", "4")])
+def test_workers_ignore_signals_from_outside_and_end_with_a_failing_parent(
+    tmp_path: Path, start_method: str, threads: str
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    process = subprocess.Popen(
+        [sys.executable, script, start_method],
+        env=os.environ | {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout
+        worker = int(process.stdout.readline())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(worker, number)
+        out, err = process.communicate("go on\n", timeout=LIMIT)  # forever, if the parent waited for the worker
+    finally:
+        process.kill()
+    assert out == "9\n"
+    assert err.endswith("ValueError: the traceback keeps the loader alive\n"), err  # and nothing about workers
+    assert process.returncode == 1
+    wait_until_gone([worker])

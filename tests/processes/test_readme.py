@@ -1,0 +1,96 @@
+"""The README is executed: its task is trained, its commands are typed, and those of two pages of docs/ as well."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import processes
+from tests.support.processes import ROOT, read
+from tests.support.readme import README, blocks
+
+DOCS = ROOT / "docs"
+PAGES = (README, (DOCS / "data.md").read_text(), (DOCS / "what-happens.md").read_text())
+"""Whose commands are typed, in this order."""
+
+
+def commands() -> list[str]:
+    found = [block for page in PAGES for block in blocks("bash", page)]
+    return [line for block in found for line in block.replace("\\\n", " ").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository as a stranger has it after set-up, with the README's task in place."""
+    copy = tmp_path_factory.mktemp("readme") / "evenkeel"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)  # keeps times, so that make does not install again
+    (copy / ".venv").symlink_to(Path(sys.prefix))
+    (task,) = blocks("python")
+    (copy / "my_job.py").write_text(task)
+    return copy
+
+
+def type_in(line: str, checkout: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line as a shell would after `. .venv/bin/activate`."""
+    path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
+    return processes.run(["bash", "-c", line], checkout, {"PATH": path, "PYTHON": sys.executable})
+
+
+def test_the_readme_takes_ten_minutes() -> None:
+    assert len(README.split()) < 1500
+
+
+def test_the_task_in_the_readme_is_at_most_forty_lines() -> None:
+    (task,) = blocks("python")
+    assert len(task.splitlines()) <= 40
+
+
+def test_make_train_learns_the_digits(checkout: Path) -> None:
+    assert commands()[0] == "make train"
+    begun = time.monotonic()
+    out = type_in("make train", checkout).stdout
+    print(f"make train took {time.monotonic() - begun:.1f} s")
+    summary = read(checkout / "runs" / "classify")
+    assert summary["metrics"]["test/accuracy"] >= 0.98
+    assert summary["state"] == "finished"
+    assert len(summary["world_sizes"]) == 1
+    assert "% training" in out
+
+
+@pytest.mark.parametrize("line", commands()[1:])
+def test_command(line: str, checkout: Path) -> None:
+    """In the order of the README: a later one may build on an earlier."""
+    done = type_in(line, checkout)
+    if "Spirals" in line and "--help" not in line and "torchrun" in line:
+        assert read(checkout / "runs" / "Spirals")["metrics"]["test/accuracy"] > 0.95
+    if "--help" in line:
+        assert "--hidden" in done.stdout
+
+
+@pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/promises.md", 20)])
+def test_every_proof_that_is_named_exists(page: str, least: int) -> None:
+    proofs = re.findall(r"`pytest (tests/[\w/. ]+\.py)(?: -k (\w+))?`", (ROOT / page).read_text())
+    assert len(proofs) >= least
+    for paths, keyword in proofs:
+        for file in paths.split():
+            assert re.search(rf"^def test_\w*{keyword}", (ROOT / file).read_text(), re.MULTILINE), (file, keyword)
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,59 @@
+"""How many CPU threads a rank has where no option says it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from evenkeel.common.processes import count_cores
+from tests.processes.test_old_runs import OPTIONS
+from tests.support.processes import ROOT, TRAIN, read, run, run_forked, torchrun
+from tests.support.small_runs import OLD_RUNS, job
+
+PROGRAM = """
+import os
+from evenkeel.training.determinism import threads_of_a_rank
+print(*(threads_of_a_rank(exact, ranks) for exact, ranks in ((False, 1), (False, 10**6), (True, 1))))
+"""
+
+
+def threads(*command: str, **variables: str) -> set[str]:
+    """What the program prints, for a whole node and a very small part of one, and for exact bits."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines())
+
+
+def test_the_cores_are_divided_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    cores = str(count_cores())
+    alone, many = [sys.executable, str(program)], torchrun(2, program)
+    assert threads(*alone) == {f"{cores} 1 1"}
+    # torchrun's own OMP_NUM_THREADS=1 is nobody's wish
+    assert threads(*many) == {f"{cores} 1 1"}
+    # the control: the same number, from the user
+    assert threads(*many, OMP_NUM_THREADS="1") == {"1 1 1"}
+    assert threads(*alone, OMP_NUM_THREADS="2") == {"2 2 1"}
+
+
+def test_a_continued_run_keeps_its_count(tmp_path: Path) -> None:
+    """The environment of these tests says one thread."""
+    run_dir = tmp_path / "run"
+    long = ["--schedule", "constant", "--max-steps"]
+    for more, expected in (([*long, 2, "--threads", 2], 2), ([*long, 4], 2), ([*long, 6, "--threads", 1], 1)):
+        run_forked(TRAIN, *job(run_dir, *more))
+        assert read(run_dir, "status.json")["threads"] == expected
+    run_forked(TRAIN, *job(run_dir, *long, 8, "--fresh"))
+    assert read(run_dir, "status.json")["threads"] == 1
+
+
+def test_a_run_of_an_older_version_keeps_its_count(tmp_path: Path) -> None:
+    """Only its manifests know it: one thread on each of 2 ranks."""
+    run_dir = shutil.copytree(OLD_RUNS / "defaults", tmp_path / "run")
+    options = ["--run-dir", run_dir, *OPTIONS, "--augment", "basic"]
+    run([sys.executable, str(TRAIN), *map(str, options)], env={"OMP_NUM_THREADS": "2"})
+    assert read(run_dir, "status.json")["threads"] == 1

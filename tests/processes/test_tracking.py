@@ -1,0 +1,131 @@
+"""What a run tells: metrics.jsonl, logs, and Weights & Biases, which never ends a training nor learns a secret."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tests.run.test_tracking import (
+    HOW,
+    KEY,
+    no_credentials,  # noqa: F401  (a fixture, for all tests)
+)
+from tests.support.processes import ROOT, TRAIN, read, records, run
+
+
+def files_with(text: str, folder: Path) -> list[Path]:
+    """As grep -r: the files that hold a text, also as it stands in an HTTP header, or have it in their names."""
+    needles = [text.encode(), base64.b64encode(f"api:{text}".encode())]
+    found = [path for path in folder.rglob("*") if path.is_file() and any(n in path.read_bytes() for n in needles)]
+    return found + [path for path in folder.rglob("*") if text in path.name]
+
+
+def job(run_dir: Path, steps: int, mode: str) -> list[str]:
+    """A run that may be prolonged, as its learning rate is constant."""
+    options = ["--run-dir", run_dir, "--schedule", "constant", "--max-steps", steps, "--wandb", mode, "--log-every", 1]
+    return [sys.executable, str(TRAIN), *map(str, options)]
+
+
+def test_two_attempts_offline_are_one_run_and_tell_no_secret(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "mine"
+    environment = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path / "home")}
+    ids, said = [], ""
+    for steps in (2, 4):
+        done = run(job(run_dir, steps, "offline"), cwd=tmp_path, env=environment)
+        said += done.stdout + done.stderr
+        ids.append(read(run_dir, "status.json")["wandb_id"])
+    assert ids[0] == ids[1]
+    offline = sorted(path.name for path in (run_dir / "wandb").glob("offline-run-*"))
+    assert len(offline) == 2
+    assert all(name.endswith(f"-{ids[0]}") for name in offline)
+    assert len(list((run_dir / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))) == 2
+    assert [record["attempt"] for record in records(run_dir, "start")] == [1, 2]
+    assert not (tmp_path / "wandb").exists(), "all that a run leaves is in its folder"
+
+    assert len(files_with(ids[0], run_dir)) >= 3, "the search finds what is there"
+    assert files_with(KEY, tmp_path) == []
+    assert KEY not in said
+    assert "resume" not in said, "nothing for the reader to wonder about"
+
+
+KILLED_IN_INIT = """
+import os, signal
+def init(**asked):
+    with open(os.environ["ASKED"], "a") as file:
+        print(asked["id"], file=file)
+    os.kill(os.getpid(), signal.SIGKILL)
+Settings = dict
+"""
+
+
+def test_starts_that_are_killed_while_wandb_begins_are_one_run(tmp_path: Path) -> None:
+    """The server may have made the run by then."""
+    (tmp_path / "wandb.py").write_text(KILLED_IN_INIT)
+    asked, path = tmp_path / "asked", f"{tmp_path}{os.pathsep}{ROOT / 'src'}"
+    for _ in range(2):
+        environment = {"PYTHONPATH": path, "ASKED": str(asked), "WANDB_API_KEY": KEY}
+        run(job(tmp_path / "run", 2, "online"), cwd=tmp_path, env=environment, expect=-signal.SIGKILL)
+    first, second = asked.read_text().split()
+    assert first == second == read(tmp_path / "run", "status.json")["wandb_id"]
+
+
+SECRET_TASK = """
+from dataclasses import dataclass
+from evenkeel.training.task import secret
+from evenkeel.tasks.classify import Classify
+
+@dataclass
+class Task(Classify):
+    token: str = secret()
+
+    def train_dataset(self):
+        assert self.token == open("token").read(), "it is there for the task"
+        return super().train_dataset()
+"""
+
+
+def test_a_secret_option_is_left_nowhere_and_may_change(tmp_path: Path) -> None:
+    (tmp_path / "secretive.py").write_text(SECRET_TASK)
+    run_dir, home = tmp_path / "run", tmp_path / "home"
+    said = ""
+    for steps, token in ((2, KEY), (4, KEY[::-1])):
+        (tmp_path / "token").write_text(token)
+        command = [*job(run_dir, steps, "offline"), "--task", "secretive.py:Task", "--token", token]
+        done = run(command, cwd=tmp_path, env={"HOME": str(home)})
+        said += done.stdout + done.stderr
+    assert read(run_dir)["step"] == 4
+    for token in (KEY, KEY[::-1]):
+        assert [*files_with(token, run_dir), *files_with(token, home)] == []
+        assert token not in said
+    assert "dropout" in (run_dir / "config.toml").read_text(), "the control: another option of the task"
+    wandb = [path for path in run_dir.rglob("*.wandb") if b"batch_size" in path.read_bytes()]
+    assert len(wandb) == 2, "the control: the others are sent"
+
+
+def test_a_server_that_does_not_answer_costs_seconds_and_no_secret(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    environment = {
+        "WANDB_API_KEY": KEY,
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_INIT_TIMEOUT": "1",
+        "HOME": str(tmp_path / "home"),
+    }
+    done = run(job(run_dir, 2, "online"), cwd=tmp_path, env=environment)
+    assert read(run_dir)["state"] == "finished"
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: WARNING: ")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("evenkeel: WARNING: Weights & Biases is off: CommError: ")
+    assert read(run_dir)["seconds"] < 60, "and wandb's own patience is 90"
+    assert files_with(KEY, tmp_path) == []
+    assert KEY not in done.stdout + done.stderr
+
+
+def test_auto_on_a_machine_without_a_key(tmp_path: Path) -> None:
+    done = run(job(tmp_path / "run", 2, "auto"), cwd=tmp_path, env={"HOME": str(tmp_path / "home")})
+    assert done.stdout.splitlines()[0] == f"Weights & Biases is off: {HOW}"
+    assert done.stderr == ""
+    assert not (tmp_path / "run" / "wandb").exists()
+    assert "wandb_id" not in read(tmp_path / "run", "status.json")

@@ -1,0 +1,50 @@
+"""Tasks with mistakes end in a line on all ranks, and nothing of them is committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.processes import TRAIN, finish, fork_ranks, kill_group, run, torchrun
+from tests.support.small_runs import odd_job, the_line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+def test_ranks_say_which_parameters_get_no_gradient_and_none_waits_for_ever(tmp_path: Path) -> None:
+    """Three ranks, of which the last has no micro-batch and would wait in DDP for the gradients of the others."""
+    ranks = fork_ranks(3, TRAIN, *odd_job("OneUnused", tmp_path / "run"))
+    try:
+        ended = finish(ranks[0])
+        assert ended.returncode == 1
+        assert "spare.weight, spare.bias" in ended.stderr.splitlines()[-1]
+        assert ended.stderr.count("spare.weight") == 1
+        others = [finish(process) for process in ranks[1:]]  # no torchrun is here to end them
+    finally:
+        for process in ranks:
+            kill_group(process)
+    assert [process.returncode for process in others] == [1, 1]
+    assert ["spare.weight" in process.stderr for process in others] == [True, False]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@pytest.mark.parametrize("reduce", ["ring", "tree"])
+def test_a_part_that_one_rank_leaves_out_in_a_later_step_commits_nothing(tmp_path: Path, reduce: str) -> None:
+    """There DDP returns from an unfinished reduction in silence, with an old gradient of an earlier micro-batch."""
+    options = ["--micro-batch", 1, "--reduce", reduce, "--checkpoint-every", 1]
+    ranks = fork_ranks(2, TRAIN, *odd_job("LeftOutLater", tmp_path / "run", *options))
+    try:
+        ended = [finish(process) for process in reversed(ranks)]
+    finally:
+        for process in ranks:
+            kill_group(process)
+    assert [process.returncode for process in ended] == [1, 1]
+    assert "parameters got no gradient from loss()" in the_line(ended[0].stderr)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+def test_torchrun_ends_with_the_line(tmp_path: Path) -> None:
+    done = run(torchrun(2, TRAIN, *odd_job("VectorLoss", tmp_path / "run")), expect=1)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: loss() returned")]
+    assert lines  # of each rank that has come so far

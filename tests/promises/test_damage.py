@@ -1,0 +1,235 @@
+"""The newest checkpoint is damaged: the run says so, uses the one before, and ends with the same weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenkeel.run.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
+from tests.run.test_checkpoint import unfit
+from tests.support.processes import TRAIN, finish, fork, read, records, run, run_forked, wait_until
+from tests.support.rooms import has
+from tests.support.small_runs import job, wait_for_step
+
+OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]
+
+
+def command(run_dir: Path) -> list[str]:
+    return [sys.executable, str(TRAIN), *job(run_dir, *OPTIONS)]
+
+
+def train(run_dir: Path) -> subprocess.CompletedProcess[str]:
+    """The same to its end, without waiting for imports."""
+    return run_forked(TRAIN, *job(run_dir, *OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Fingerprint of the weights of a run that nothing has happened to."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(run_dir)
+    return str(read(run_dir)["weights_sha256"])
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed in mid-epoch and has left three checkpoints."""
+    run_dir = tmp_path_factory.mktemp("killed") / "run"
+    process = fork(TRAIN, *job(run_dir, *OPTIONS))
+    wait_for_step(run_dir, 13, process)
+
+    def between_two() -> bool:
+        """Stop it; let it go on if it is writing a checkpoint or clearing an old one away."""
+        process.send_signal(signal.SIGSTOP)
+        complete = len(step_folders(run_dir / "checkpoints")) == len(list((run_dir / "checkpoints").iterdir())) == 3
+        if not complete:
+            process.send_signal(signal.SIGCONT)
+        return complete
+
+    wait_until(between_two, "three checkpoints and no part of another")
+    process.kill()
+    assert finish(process).returncode == -signal.SIGKILL
+    return run_dir
+
+
+def truncated(newest: Path) -> Path:
+    os.truncate(newest / STATE, (newest / STATE).stat().st_size // 2)
+    return newest / STATE
+
+
+def last_byte_missing(newest: Path) -> Path:
+    os.truncate(newest / STATE, (newest / STATE).stat().st_size - 1)
+    return newest / STATE
+
+
+def one_bit_flipped(newest: Path) -> Path:
+    flip_a_bit_of_a_weight(newest / STATE)
+    return newest / STATE
+
+
+def manifest_missing(newest: Path) -> Path:
+    (newest / MANIFEST).unlink()
+    return newest / MANIFEST
+
+
+def half_written(newest: Path) -> Path:
+    """As a file system that keeps no order leaves it: some of the state and no manifest, hidden and not."""
+    truncated(newest)
+    named = manifest_missing(newest)
+    shutil.copytree(newest, newest.with_name(f".step-{step_of(newest) + 2:08d}.elsewhere-1.tmp"))
+    return named
+
+
+def flip_a_bit_of_a_weight(file: Path) -> None:
+    """The highest bit of the exponent of the first float in the archive that torch.save wrote."""
+    with zipfile.ZipFile(file) as archive:
+        (start,) = (info.header_offset for info in archive.infolist() if info.filename.endswith("data/0"))
+    content = bytearray(file.read_bytes())
+    name, extra = struct.unpack("<HH", content[start + 26 : start + 30])
+    content[start + 30 + name + extra + 3] ^= 1 << 6
+    file.write_bytes(content)
+
+
+def without_a_model(newest: Path) -> Path:
+    """Every sum is right."""
+    unfit(newest / STATE, "no model")
+    return newest / STATE
+
+
+DAMAGES = [truncated, last_byte_missing, one_bit_flipped, manifest_missing, half_written, without_a_model]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(
+    killed: Path, undisturbed: str, tmp_path: Path, damage: Callable[[Path], Path]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+    folder = run_dir / "checkpoints"
+    before, newest = step_folders(folder)[-2:]
+    named = damage(newest)
+    contents = {file.name: file.read_bytes() for file in newest.iterdir()}
+    done = train(run_dir)
+    aside = the_one_set_aside(folder, named, done.stderr)
+    assert {file.name: file.read_bytes() for file in aside.iterdir()} == contents
+    assert list(folder.glob(".*")) == [], "what was half-written under a hidden name is cleared away"
+    assert records(run_dir, "start")[-1]["step"] == step_of(before)
+    assert read(run_dir)["weights_sha256"] == undisturbed
+
+
+def the_one_set_aside(folder: Path, named: Path, stderr: str) -> Path:
+    """The folder that now holds a damaged checkpoint; a line on stderr says so, and what was wrong."""
+    (aside,) = folder.glob("damaged-*")
+    assert aside.name.startswith(f"damaged-{named.relative_to(folder).parts[0]}-")
+    (line,) = (line for line in stderr.splitlines() if aside.name in line)
+    assert line.startswith(f"evenkeel: ERROR: {named}: ")
+    assert "Traceback" not in stderr
+    return aside
+
+
+def test_a_run_whose_newest_checkpoint_is_whole_uses_it(killed: Path, undisturbed: str, tmp_path: Path) -> None:
+    """The control: the one before is used for the damage alone."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+    newest = step_folders(run_dir / "checkpoints")[-1]
+    done = train(run_dir)
+    assert "ERROR" not in done.stderr
+    assert list((run_dir / "checkpoints").glob("damaged-*")) == []
+    assert records(run_dir, "start")[-1]["step"] == step_of(newest)
+    assert read(run_dir)["weights_sha256"] == undisturbed
+
+
+def test_a_run_whose_status_and_metrics_were_ruined_ends_with_the_same_weights(
+    killed: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+    (run_dir / "status.json").write_text("")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('null\n[1]\n{"kind": "train"}\n{"kind": "train", "step": "7", "time": 1.0}\n{"kind": "tr\n')
+    done = train(run_dir)
+    status, metrics = (line for line in done.stderr.splitlines() if not line.startswith("wandb"))
+    assert status.startswith(f"evenkeel: WARNING: {run_dir}/status.json cannot be read: ")
+    assert status.endswith("; the run goes on from its checkpoints")
+    lines = "some of its lines are not as they were written, and are left out"
+    assert metrics == f"evenkeel: WARNING: {run_dir}/metrics.jsonl: {lines}"
+    assert (read(run_dir)["weights_sha256"], read(run_dir)["restarts"]) == (undisturbed, 1)
+    for command in (["status", run_dir], ["compare", run_dir, killed], ["checkpoint", "list", run_dir]):
+        if has(command[0]):
+            assert "Traceback" not in run_forked("-m", "evenkeel", *command, expect=None).stderr
+
+
+def test_torch_load_takes_a_flipped_bit_for_a_weight(killed: Path, tmp_path: Path) -> None:
+    """The control: without the sha256, the run would go on from other weights and say nothing."""
+    newest = tmp_path / step_folders(killed / "checkpoints")[-1].name
+    shutil.copytree(step_folders(killed / "checkpoints")[-1], newest)
+    whole = load(newest)["model"]
+    flip_a_bit_of_a_weight(newest / STATE)
+    flipped = torch.load(newest / STATE, weights_only=True)["model"]
+    different = [name for name in whole if not torch.equal(whole[name], flipped[name])]
+    assert len(different) == 1
+    (worst,) = ((whole[name] - flipped[name]).abs().max().item() for name in different)
+    assert not worst < 1, "and by far"
+    with pytest.raises(Damaged, match="sha256"):
+        load(newest)
+
+
+def bound_by_permissions() -> list[str]:
+    """A prefix for commands, so that permissions bind them even if they are run by root."""
+    if os.geteuid() != 0:
+        return []
+    if not shutil.which("setpriv"):
+        pytest.skip("needs setpriv, because permissions do not bind root")
+    without = "-dac_override,-dac_read_search"
+    return ["setpriv", f"--inh-caps={without}", f"--bounding-set={without}", "--"]
+
+
+def unreadable_state(newest: Path) -> Path:
+    return newest / STATE
+
+
+def unreadable_manifest(newest: Path) -> Path:
+    return newest / MANIFEST
+
+
+def unreadable_folder(newest: Path) -> Path:
+    return newest
+
+
+@pytest.mark.parametrize("closed", [unreadable_state, unreadable_manifest, unreadable_folder])
+def test_a_run_that_may_not_read_its_newest_checkpoint_ends_with_the_same_weights(
+    killed: Path, undisturbed: str, tmp_path: Path, closed: Callable[[Path], Path]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+    folder = run_dir / "checkpoints"
+    before, newest = step_folders(folder)[-2:]
+    path = closed(newest)
+    path.chmod(0)
+    named = path / MANIFEST if path == newest else path
+    bound = bound_by_permissions()
+    seen = run([*bound, "cat", str(named)], expect=1)
+    assert "Permission denied" in seen.stderr, "the control: it may really not look"
+    done = run([*bound, *command(run_dir)])
+    aside = the_one_set_aside(folder, named, done.stderr)
+    assert f"{named}: cannot be read: Permission denied" in done.stderr
+    (aside / path.relative_to(newest)).chmod(0o755)
+    assert {file.name for file in aside.iterdir()} == {STATE, MANIFEST}
+    assert records(run_dir, "start")[-1]["step"] == step_of(before)
+    assert read(run_dir)["weights_sha256"] == undisturbed
+
+
+def test_checkpoints_that_are_gone_are_missed(killed: Path, tmp_path: Path) -> None:
+    shutil.copytree(killed, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    came = read(killed, "status.json")["step"]
+    assert f"the run had come to step {came}, but its newest checkpoint is of step 0" in train(tmp_path / "run").stderr

@@ -1,0 +1,58 @@
+"""The gradient of a step is that of the mean over the global batch, at any world size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.support import processes
+
+WORKER = processes.ROOT / "tests/support/gradient_worker.py"
+
+
+def test_any_world_size_agrees_with_one_process_and_a_naive_loop_does_not(tmp_path: Path) -> None:
+    """Weights and losses after 12 steps at W = 1, 2, 3, 4, 6 with BatchNorm, dropout, a tail and idle ranks."""
+    results = {}
+    for ranks in (1, 2, 3, 4, 6):
+        path = tmp_path / f"{ranks}.json"
+        processes.finish_all(processes.fork_ranks(ranks, WORKER, path))
+        results[ranks] = json.loads(path.read_text())
+    for ranks, result in results.items():
+        assert result["ranks_agree"], f"weights differ between the {ranks} ranks"
+        for name in ("weights", "losses", "statistics"):
+            assert distance(result["ours"][name], results[1]["ours"][name]) < 1e-5, (ranks, name)
+        # the control: batches cut by rank, as in most tutorials, agree with one process only on one process
+        assert (distance(result["naive"]["weights"], results[1]["naive"]["weights"]) < 1e-5) == (ranks == 1)
+
+
+def distance(got: list[float], expected: list[float]) -> float:
+    """Relative distance of two vectors, in the 2-norm."""
+    one, other = torch.tensor(got), torch.tensor(expected)
+    return float((one - other).norm() / other.norm())
+
+
+def test_a_resume_on_as_many_ranks_is_exact_in_every_bit_and_with_stock_ddp_it_is_not(tmp_path: Path) -> None:
+    """Four ranks, because with two the order of an addition does not matter."""
+    processes.finish_all(processes.fork_ranks(4, WORKER.with_name("resume_worker.py"), tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text()) == {"ours": True, "stock": False}
+
+
+def test_each_step_of_several_micro_batches_a_rank_is_reduced(tmp_path: Path) -> None:
+    """DDP's `static_graph` has silently stopped to in the third one, beside `no_sync`."""
+    processes.finish_all(processes.fork_ranks(2, WORKER.with_name("reduced_worker.py"), tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found == {"ours": [True] * 4, "control": [True, True, False, True]}
+
+
+def test_collectives_of_a_rank_come_in_an_order_and_their_errors_reach_the_user(tmp_path: Path) -> None:
+    """What would dead-lock NCCL, or hide an error, and shows without a GPU."""
+    processes.finish_all(processes.fork_ranks(3, WORKER.with_name("collectives_worker.py"), tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["threads"] == 1, "the tree, where parameters may be unused"
+    assert found["threads, control"] == 2
+    assert found["not waited for"] == 0, "BatchNorm gathers while DDP reduces, in another group"
+    assert found["not waited for, control"] > 0
+    assert "gloo:all_to_all" in found["recorded"]
+    assert found["failure"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"

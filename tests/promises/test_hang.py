@@ -1,0 +1,108 @@
+"""Ranks that neither die nor work: noticed, named, saved, started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import processes
+from tests.support.processes import (
+    TRAIN,
+    finish_all,
+    fork,
+    fork_ranks,
+    read,
+    records,
+    run,
+    running,
+    start,
+    torchrun,
+    wait_until_gone,
+)
+from tests.support.small_runs import PLAN, SAMPLES, job, wait_for_step, workers_of
+
+RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Fingerprint of the weights of a run that nothing has happened to."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    finish_all(fork_ranks(2, TRAIN, *job(run_dir, *RARE)))
+    return str(read(run_dir)["weights_sha256"])
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(
+    tmp_path: Path, undisturbed: str, victim: int
+) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, *RARE, "--pause", 0.1, "--hang-timeout", 5)
+    process = start(torchrun(2, TRAIN, *options, restarts=1))
+    wait_for_step(run_dir, 3, process)
+    frozen = workers_of(process)[victim]
+    os.kill(frozen, signal.SIGSTOP)
+    begun = time.monotonic()
+    wait_until_gone([frozen], 5 + 30)  # torchrun alone would take 30 s to be rid of it, once it wanted to
+    print(f"noticed, explained, saved and killed after {time.monotonic() - begun:.1f} s")
+    done = processes.finish(process)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = [line for line in done.stderr.splitlines() if "no progress for 5 s" in line]
+    assert f"rank {victim} does not answer any more" in line
+    assert f"rank {1 - victim} waits in gradient reduction of step" in line
+    logs = run_dir / "logs" / "attempt-0001"
+    assert "distributed_loss.py" in (logs / f"rank-{1 - victim}.stacks.txt").read_text()
+    assert "gloo:all_reduce" in (logs / f"rank-{1 - victim}.collectives.json").read_text()
+    starts = [record["step"] for record in records(run_dir, "start")]
+    assert len(starts) == 2
+    assert starts[1] >= 3
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+    assert read(run_dir)["weights_sha256"] == undisturbed
+    if victim == 1:
+        assert read(run_dir)["ledger"]["dead"] > 5, "a hang is not productive"
+
+
+def test_a_rank_that_is_stuck_in_its_data_says_so_itself(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--checkpoint-every", 0, "--hang-timeout", 5, "--stick-at", 20)
+    done = run(torchrun(2, TRAIN, *options, restarts=1))
+    assert "rank 1 is in data loading of step 4; rank 0 waits in gradient reduction of step 4" in done.stderr
+    assert "recording_task.py" in (run_dir / "logs" / "attempt-0001" / "rank-1.stacks.txt").read_text()
+    assert [record["step"] for record in records(run_dir, "start")] == [0, 3]
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+
+
+def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--pause", 0.1, "--hang-timeout", 0), restarts=1))
+    wait_for_step(run_dir, 3, process)
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGSTOP)
+    time.sleep(12)
+    assert all(map(running, workers.values()))
+    assert process.poll() is None
+    for pid in workers.values():
+        os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_a_job_that_was_suspended_does_not_hang(tmp_path: Path) -> None:
+    """Ctrl-Z and fg, long after: the clock went on, the job did not."""
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.05, "--hang-timeout", 4))
+    wait_for_step(run_dir, 3, process)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    process.send_signal(signal.SIGCONT)
+    assert processes.finish(process).returncode == 0
+    assert len(records(run_dir, "start")) == 1
+    # which the watch opens at each tick, for a dump without Python's help
+    assert not list(run_dir.rglob("*.stacks.txt")), "with nothing in it"

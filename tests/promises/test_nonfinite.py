@@ -1,0 +1,41 @@
+"""A step whose loss or gradient is not finite: left out or the end, alike on all ranks, and never in the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run, torchrun
+from tests.support.small_runs import PLAN, job
+
+BAD = 7
+"""The step that is not finite, counted from 1."""
+
+
+def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before(tmp_path: Path) -> None:
+    """Its gradient is finite, and only rank 0 sees it; still every rank ends by itself, at the same step."""
+    run_dir = tmp_path / "run"
+    # two micro-batches of a full step on each of the 2 ranks, one on rank 0 in the last
+    options = job(run_dir, "--checkpoint-every", 0, "--nan-at", 2 * BAD)
+    done = run(torchrun(2, TRAIN, *options), expect=1)
+    assert f"evenkeel: the loss or the gradient of step {BAD} is not finite" in done.stderr
+    status = read(run_dir, "status.json")
+    assert (status["state"], status["step"]) == ("failed", BAD - 1)
+    assert "not finite" in status["reason"]
+    assert (run_dir / "checkpoints" / f"step-{BAD - 1:08d}").is_dir()
+    for rank in (0, 1):
+        log = (run_dir / "logs" / "attempt-0001" / f"rank-{rank}.log").read_text()
+        assert f"failed at step {BAD - 1}: the loss or the gradient" in log
+
+    finish_all(fork_ranks(2, TRAIN, *options, "--on-nonfinite", "skip"))
+    assert read(run_dir)["step"] == PLAN.total_steps
+
+
+def test_skip_leaves_the_step_out_on_all_ranks_and_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    finish_all(fork_ranks(2, TRAIN, *job(run_dir, "--on-nonfinite", "skip", "--nan-at", 2 * BAD)))
+    assert [(record["step"], record["skipped"]) for record in records(run_dir, "nonfinite")] == [(BAD, 1)]
+    assert read(run_dir)["step"] == PLAN.total_steps
+    weights = torch.load(run_dir / "model.pt", weights_only=True)
+    assert all(tensor.isfinite().all() for tensor in weights.values())

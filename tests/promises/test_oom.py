@@ -1,0 +1,170 @@
+"""Memory that runs out: what is said, how a run goes on, and the micro-batch that fits."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenkeel.data.plan import Plan
+from tests.support.processes import (
+    ROOT,
+    TRAIN,
+    finish,
+    finish_all,
+    fork,
+    fork_ranks,
+    free_port,
+    kill_group,
+    read,
+    records,
+    run_forked,
+    wait_until,
+)
+from tests.support.recording_task import SAMPLES
+
+TASK = f"{ROOT / 'tests' / 'support' / 'odd_tasks.py'}:Hungry"
+
+
+EPOCHS, BATCH = 2, 16
+
+
+STEPS = EPOCHS * -(-SAMPLES // BATCH)
+
+
+def job(run_dir: Path, micro_batch: object, *more: object) -> list[str]:
+    """Options of a run of a task of which 4 samples fit at a time, and 8 do not."""
+    shape = ["--batch-size", BATCH, "--micro-batch", micro_batch, "--epochs", EPOCHS, "--log-every", 1]
+    return [str(word) for word in ("--task", TASK, "--run-dir", run_dir, *shape, "--wandb", "disabled", *more)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it, and its memory counts")
+def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
+    """On 2 ranks, of which one has less memory, then on two nodes of which one has the run's folder."""
+    run_dir, known = tmp_path / "auto", tmp_path / "known"
+    hold = tmp_path / "hold"
+    hold.touch()
+    more = ["--checkpoint-every", 0, "--pause", 0.2, "--hold", hold]
+    port = str(free_port())
+    common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+
+    def rank(number: int, folder: Path, **variables: object) -> Any:
+        own = {"RANK": number, "MASTER_PORT": port, **variables}
+        return fork(TRAIN, *job(folder, "auto", *more), env=common | {key: str(value) for key, value in own.items()})
+
+    started = [rank(r, run_dir, LOCAL_RANK=r, LOCAL_WORLD_SIZE=2, ROOM=(6000, 3000)[r]) for r in range(2)]
+    try:
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir, "train")) >= 2, "step 2")
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        first, second = [finish(process) for process in started]
+    finally:
+        for process in started:
+            kill_group(process)
+    assert first.returncode == 75, first.stderr + second.stderr
+    assert "--micro-batch auto: 4 samples fit on each of 2 ranks" in first.stdout, "rank 0 alone would have taken 8"
+    assert "for rank 1, where more does not" in first.stdout
+    assert "micro_batch = 4\n" in (run_dir / "config.toml").read_text()
+
+    # there is room for all now, but the run has its number; rank 0 is on a node that has never heard of it
+    hold.unlink()
+    port = str(free_port())
+    alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "ROOM": 18000}
+    started = [rank(0, tmp_path / "new", **alone), rank(1, run_dir, **alone)]
+    try:
+        first, second = [finish(process) for process in started]
+    finally:
+        for process in started:
+            kill_group(process)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "samples fit" not in first.stdout
+    assert "micro_batch = 4\n" in (tmp_path / "new" / "config.toml").read_text()
+    summary = read(tmp_path / "new")
+    assert (summary["bits_void_from"], summary["samples_seen"]) == (None, EPOCHS * SAMPLES)
+
+    # what was tried has left no trace, and the number typed gives the same run
+    finish_all(fork_ranks(2, TRAIN, *job(known, 4, *more)))
+    assert read(known)["weights_sha256"] == summary["weights_sha256"]
+
+
+def handed_out(folder: Path, first: int, end: int) -> Counter[tuple[int, int]]:
+    """(epoch, sample) -> times, of the steps first .. end of an attempt of one rank. A step has its samples, whatever
+    the micro-batch."""
+    plan = Plan(SAMPLES, BATCH, BATCH, EPOCHS)
+    (file,) = folder.iterdir()
+    indices = iter(map(int, file.read_text().split()))
+    steps = [(plan.locate(step)[0], plan.step_samples(step)) for step in range(first, end)]
+    return Counter((epoch, next(indices)) for epoch, samples in steps for _ in range(samples))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is the host's memory that is short")
+def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batches(tmp_path: Path) -> None:
+    """Stopped by SIGTERM, out of memory in mid-run, continued as the message says: each sample once an epoch."""
+    run_dir, link = tmp_path / "run", tmp_path / "record"
+    hold = tmp_path / "hold"
+    more = ["--record", link, "--pause", 0.2, "--hold", hold, "--greedy-at", 10, "--checkpoint-every", 0]
+
+    def attempt(number: int, micro_batch: object) -> Any:
+        (folder := tmp_path / f"attempt-{number}").mkdir()
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+        return fork(TRAIN, *job(run_dir, micro_batch, *more))
+
+    tried = finish(attempt(0, 8))
+    assert tried.returncode == 1, tried.stderr
+    (line,) = tried.stderr.splitlines()
+    assert line.startswith("evenkeel: out of memory on rank 0 (the memory of host ")
+    for part in (
+        "it was in forward and backward of step 1;",
+        "4613734400 bytes more were wanted",
+        "the batch was [8, 4] float32, [8] int64",
+        "of its limit of",
+        "the same command with --micro-batch 4 instead of 8 goes on",
+        "there was no step to save",
+    ):
+        assert part in line
+
+    hold.touch()
+    process = attempt(1, 2)
+    wait_until(lambda: any(record["step"] >= 1 for record in records(run_dir, "train")), "a step")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).returncode == 75
+    hold.unlink()
+
+    failed = finish(attempt(2, 4))
+    assert failed.returncode == 1
+    warning, line = failed.stderr.splitlines()
+    stopped = [record["step"] for record in records(run_dir, "start")][-1]
+    assert (
+        f"from step {stopped} on micro-batches are of 4 instead of 2: the global batches and their samples" in warning
+    )
+    status = read(run_dir, "status.json")
+    assert status["reason"].startswith("out of memory on rank 0")
+    assert status["step"] > stopped
+    assert f"; step {status['step']} is saved" in line
+    assert (run_dir / "checkpoints" / f"step-{status['step']:08d}").is_dir()
+
+    (smaller,) = re.findall(r"--micro-batch (\d+) instead of 4", line)
+    done = finish(attempt(3, smaller))
+    assert done.returncode == 0, done.stderr
+    assert f"from step {status['step']} on micro-batches are of 2 instead of 4" in done.stderr
+
+    starts = [record["step"] for record in records(run_dir, "start")]
+    assert starts == [0, 0, stopped, status["step"]]
+    total: Counter[tuple[int, int]] = Counter()
+    for number, (first, end) in enumerate(zip(starts[1:], [*starts[2:], STEPS], strict=True), start=1):
+        total += handed_out(tmp_path / f"attempt-{number}", first, end)
+    assert total == Counter({(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)})
+    assert read(run_dir)["samples_seen"] == EPOCHS * SAMPLES
+    assert read(run_dir)["bits_void_from"] == stopped
+
+    prolonged = ["--schedule", "constant", "--max-steps"]
+    run_forked(TRAIN, *job(tmp_path / "strict", 2, *prolonged, 2))
+    refused = run_forked(TRAIN, *job(tmp_path / "strict", 4, *prolonged, 3, "--strict-bits"), expect=2)
+    assert "micro_batch 2 -> 4" in refused.stderr

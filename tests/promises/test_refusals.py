@@ -1,0 +1,89 @@
+"""Bad input is one line and one attempt, under torchrun and on two nodes as well."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import TRAIN, checked, finish, free_port, run, start, torchrun
+from tests.support.refusals import NONSENSE, REFUSER
+from tests.tasks.test_command_line import contents, once
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--batch-size", "0"], "evenkeel: --batch-size 0: must be at least 1\n"),
+        (["--run-dir", "../taken"], "evenkeel: --run-dir ../taken: is a file; name a folder\n"),
+    ],
+)
+def test_a_real_refusal(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "taken").write_text("taken")
+    before = contents(tmp_path)
+    done = run([sys.executable, str(TRAIN), *arguments], cwd=tmp_path / "here", expect=2)
+    assert (done.stdout, done.stderr) == ("", expected)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [("torch.distributed.run", -signal.SIGALRM), pytest.param("evenkeel.launch.agent", 2, marks=pytest.mark.slow)],
+)
+def test_a_real_refusal_under_torchrun(tmp_path: Path, command: str, expected: int) -> None:
+    """Once, with nothing before or after it, and no second attempt."""
+    argv = [
+        word.replace("torch.distributed.run", command) for word in torchrun(2, TRAIN, "--task=nonsense", restarts=3)
+    ]
+    done = run(argv, cwd=tmp_path, expect=expected)
+    assert (done.stdout, done.stderr) == ("", NONSENSE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_that_torchrun_starts_the_refused_again(tmp_path: Path) -> None:
+    """The control, and what is spared a launcher that only looks like torchrun: it is not ended."""
+    (tmp_path / "job.py").write_text(REFUSER)
+    (out := tmp_path / "out").mkdir()
+    wrapped = ["--no-python", "sh", "-c", f"{sys.executable} {tmp_path}/job.py 0; exit $?"]
+    done = run(torchrun(1, *wrapped, restarts=3), env={"OUT": str(out)}, expect=1)
+    assert done.stderr.count("evenkeel: no\n") == len(list(out.iterdir())) == 4
+    assert len(done.stderr.splitlines()) > 20
+
+
+MORE = [pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("0123", "01")]
+
+
+@pytest.mark.parametrize("refusing", ["23", *MORE])
+def test_two_nodes_refuse_together(tmp_path: Path, refusing: str) -> None:
+    """With one line each, whether or not the reason is on the node."""
+    script = REFUSER.replace("time.sleep(120)", "job_store_of(os.environ)")
+    (tmp_path / "job.py").write_text(script.replace("def main", TWO_NODES + "def main", 1))
+    (out := tmp_path / "out").mkdir()
+    port = free_port()
+    nodes = [
+        start(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--max-restarts=3",
+             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={int(node == 0)}",
+             "--local-addr=127.0.0.1", str(tmp_path / "job.py"), refusing],
+            env={"OUT": str(out)},
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    lines = sorted(checked(finish(node), -signal.SIGALRM).stderr for node in nodes)
+    assert once(out)
+    assert lines[0] == "evenkeel: no\n"
+    assert lines[1] in ("evenkeel: no\n", "evenkeel: refused by rank 0: no\n", "evenkeel: refused by rank 2: no\n")
+    assert (lines[1] == lines[0]) == (refusing == "0123")
+
+
+TWO_NODES = """
+def job_store_of(environ):
+    from datetime import timedelta
+    from evenkeel.distributed.rendezvous import fresh_store, job_store
+    place = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    fresh_store(job_store(*place, timedelta(minutes=2)), *place, timedelta(minutes=2))
+
+"""

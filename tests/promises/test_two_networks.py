@@ -1,0 +1,61 @@
+"""Two adversarial networks with two optimizers: all promises hold for them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import processes
+from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, wait_until
+
+TASK = "segment"
+
+
+def options(run_dir: Path, *more: object) -> list[object]:
+    small = ["--backbone", "small", "--canvas", 32, "--digit-size", 16, "--discriminator-width", 4]
+    run = ["--run-dir", run_dir, "--wandb", "disabled", "--log-every", 1, "--reduce", "tree", *more]
+    return ["--task", TASK, *small, *run]
+
+
+def stop(ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals) -> None:
+    """Wait for a step and signal all ranks."""
+
+    def there() -> bool:
+        assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
+        return (run_dir / "metrics.jsonl").exists() and any(r["step"] >= after for r in records(run_dir, "train"))
+
+    wait_until(there, f"step {after}")
+    for rank in ranks:
+        rank.send_signal(number)
+    for rank in ranks:
+        processes.finish(rank)
+
+
+def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> None:
+    """On one rank without a stop; and on 3 whole, 2 placed and 1 cut, with a SIGTERM and a SIGKILL in between."""
+    shape = ["--samples", 45, "--test-samples", 13, "--batch-size", 11, "--micro-batch", 3, "--epochs", 6]
+    shape += ["--checkpoint-every", 2, "--adversarial", 0.1, "--schedule", "poly", "--ema", 0.9]
+    undisturbed = fork_ranks(1, TRAIN, *options(tmp_path / "one", *shape))
+    run_dir = tmp_path / "run"
+    stop(fork_ranks(3, TRAIN, *options(run_dir, *shape)), run_dir, 3, signal.SIGTERM)
+    place = ["--place", "segmenter=0,discriminator=1"]
+    stop(fork_ranks(2, TRAIN, *options(run_dir, *shape, *place)), run_dir, 9, signal.SIGKILL)
+    finish_all(fork_ranks(0, TRAIN, *options(run_dir, *shape, "--model-parallel", 2)))
+    finish_all(undisturbed)
+    ours, theirs = read(run_dir), read(tmp_path / "one")
+    assert ours["world_sizes"] == [3, 2, 1]
+    assert ours["step"] == 30
+    assert ours["weights_sha256"] == theirs["weights_sha256"]
+    assert ours["metrics"] == theirs["metrics"], "to the last digit"
+    logs = "".join(path.read_text() for path in (run_dir / "logs").rglob("rank-0.log"))
+    assert "--place segmenter=0,discriminator=1: part 0 " in logs
+    assert "segmenter is cut before segmenter.classifier.0" in logs
+    assert "there is no GPU, so all is on the CPU" in logs
+    last = {record["step"]: record["train/lr"] for record in records(run_dir, "train")}
+    assert last[16] == pytest.approx(2e-3 * 0.5**0.9), "the segmenter's, at step 15 of 30"
+    saved = torch.load(run_dir / "model.pt", weights_only=True)
+    assert {name.split(".")[0] for name in saved} == {"segmenter", "discriminator"}

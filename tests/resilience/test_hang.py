@@ -1,0 +1,77 @@
+"""Ranks that neither die nor work: noticed, named, saved, started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenkeel.distributed.world import World
+from evenkeel.resilience.hang import Beat, _collectives, describe
+from tests.support import processes
+from tests.support.processes import (
+    read,
+    wait_until,
+)
+from tests.training.test_staging import Training
+
+
+def beat(step: int, phase: str) -> Beat:
+    return Beat(1, step, phase, "host", 1)
+
+
+def test_the_culprit_comes_first() -> None:
+    waiting = beat(811, "gradient reduction")
+    ranks = {0: waiting, 1: waiting, 2: waiting, 3: beat(811, "data loading")}
+    assert (
+        describe(ranks, []) == "rank 3 is in data loading of step 812; ranks 0-2 wait in gradient reduction of step 812"
+    )
+    assert describe(ranks, [3]) == (
+        "rank 3 does not answer any more, last seen in data loading of step 812; "
+        "ranks 0-2 wait in gradient reduction of step 812"
+    )
+    frozen = dict.fromkeys([0, 1, 2, 5, 7], waiting)
+    assert describe(frozen, [5, 7]).startswith("ranks 5, 7 do not answer any more, last seen in gradient reduction")
+    gpu = replace(beat(811, "data loading"), device="cuda:0 (GPU 2)")
+    assert describe({0: waiting, 3: gpu}, [3]).startswith("rank 3 (cuda:0 (GPU 2) of host) does not answer any more")
+
+
+def test_each_backend_s_recorder_is_asked() -> None:
+    """What has been recorded is in `test_a_frozen_rank_...`, for gloo, and in `tests/gpu/test_placement`."""
+    told = [json.loads(text) for text in _collectives()]
+    assert len(told) == 3
+    general = torch._C._distributed_c10d._dump_fr_trace_json
+    assert ("version" in told[2]) == ("backend" in (general.__doc__ or "")), "nccl2, if this release knows it"
+    assert "version" in told[0]
+
+
+def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) -> None:
+    """torch's own record of collectives may hang as they do: here its file does, before and after the save."""
+    training = Training(tmp_path / "run", World(0, 0, 1, 1, torch.device("cpu"), launched=False))
+    training.step()
+    training.run.watched(None, lambda: None)
+    for name in ("collectives.json", "stacks.txt"):
+        os.mkfifo(training.run.attempt.logs / f"rank-0.{name}")  # whoever opens it waits for a reader
+    threading.Thread(target=training.run.hung, daemon=True).start()
+    wait_until(lambda: read(training.run.path, "status.json")["state"] == "failed", "the end")
+    assert training.saved(1)
+    assert "no progress for 600 s" in read(training.run.path, "status.json")["reason"]
+
+
+@pytest.mark.parametrize("own", [None, "7"])
+def test_the_monitor_of_nccl_has_more_patience_than_the_watch(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+    monkeypatch.setenv(name, own or "")
+    if own is None:
+        monkeypatch.delenv(name)
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("MASTER_PORT", str(processes.free_port()))
+    with World(0, 0, 1, 1, torch.device("cpu"), launched=True).connected(timedelta(seconds=1234)):
+        assert os.environ[name] == (own or "1234")

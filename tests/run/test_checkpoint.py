@@ -1,0 +1,756 @@
+"""The state on disk: whole or absent, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+import torch
+from torch import nn
+
+from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, unpack, verify
+from evenkeel.training.state import State
+from tests.support.processes import wait_until
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", keep=2, best=("accuracy", "max"))
+
+
+def state(step: int, size: int = 10) -> dict[str, Any]:
+    """A state of which every element says the step, so that a mixture of two would show."""
+    return {"step": step, "model": {"w": torch.full((size,), float(step))}, "optimizers": []}
+
+
+def is_whole(found: dict[str, Any]) -> bool:
+    return bool((found["model"]["w"] == found["step"]).all())
+
+
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return [step_of(path) for path in checkpoints.all()]
+
+
+def best_value(checkpoints: Checkpoints) -> float | None:
+    best = checkpoints.best_path()
+    return read_manifest(best).metrics[checkpoints.best_by[0]] if best and checkpoints.best_by else None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in every bit, the types included."""
+    if isinstance(a, torch.Tensor):
+        bits = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(checkpoints: Checkpoints) -> None:
+    weird = {
+        "nan": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "ints": torch.arange(4, dtype=torch.int64).view(2, 2).t(),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+        "flag": torch.tensor(True),
+    }
+    saved = {"step": 42, "model": weird, "optimizers": [{"state": {0: {"step": torch.tensor(7.0)}}, "lr": 1e-3}]}
+    path = checkpoints.save(saved, {"accuracy": 0.5})
+    assert path == checkpoints.folder / "step-00000042"
+    assert same(load(path), saved)
+    assert same(checkpoints.load_newest(), saved)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, nesterov=True)])
+def test_a_training_goes_on_as_if_it_had_not_stopped(checkpoints: Checkpoints, optimizer: Callable[..., Any]) -> None:
+    def build() -> State:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+        return State(model, [optimizer(model.parameters(), lr=0.1)])
+
+    def advance(state: State, count: int) -> None:
+        for _ in range(count):
+            inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(state.step))
+            state.clear_gradients()
+            state.model(inputs).square().mean().backward()
+            state.commit(torch.tensor(1.0), [group.committed for group in state.buffers.groups])
+
+    uninterrupted, first, second = build(), build(), build()
+    advance(uninterrupted, 6)
+    advance(first, 3)
+    checkpoints.save(first.capture(), {})
+    found = checkpoints.load_newest()
+    assert found
+    second.restore(found)
+    assert second.step == 3
+    advance(second, 3)
+    assert same(second.capture(), uninterrupted.capture())
+    advance(second, 1)
+    assert not same(second.capture(), uninterrupted.capture())
+
+
+def test_an_empty_folder_and_none(checkpoints: Checkpoints) -> None:
+    for _ in range(2):
+        assert checkpoints.all() == []
+        assert checkpoints.newest_step() == 0
+        assert checkpoints.load_newest() is None
+        assert best_value(checkpoints) is None
+        checkpoints.folder.mkdir(exist_ok=True)
+
+
+def test_the_manifest(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(state(3), {"accuracy": 0.5, "loss": 1.5})
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert (manifest["step"], manifest["metrics"]) == (3, {"test/accuracy": 0.5, "test/loss": 1.5})
+    assert manifest["files"][STATE]["bytes"] == (path / STATE).stat().st_size
+    assert manifest["files"][STATE]["sha256"] == hashlib.sha256((path / STATE).read_bytes()).hexdigest()
+    assert (manifest["kind"], manifest["host"]) == ("checkpoint", socket.gethostname())
+    snapshot = checkpoints.rescue(state(4))
+    assert snapshot
+    assert read_manifest(snapshot).kind == "snapshot"
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    change(manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def as_it_was_before_kinds(manifest: dict[str, Any]) -> None:
+    for name in ("kind", "host", "best_by"):
+        del manifest[name]
+
+
+def test_an_older_manifest_still_counts(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(state(3), {"accuracy": 0.5})
+    edit_manifest(path, as_it_was_before_kinds)
+    manifest = read_manifest(path)
+    assert (manifest.kind, manifest.host, manifest.best_by) == ("checkpoint", "", None)
+    assert same(checkpoints.load_newest(), state(3))
+    assert best_value(checkpoints) == 0.5
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(checkpoints: Checkpoints) -> None:
+    """Its step would be taken for the newest by its name, and for an old one by what is in it."""
+    checkpoints.save(state(1), {})
+    shutil.copytree(checkpoints.folder / "step-00000001", checkpoints.folder / "step-00000009")
+    assert same(checkpoints.load_newest(), state(1))
+    assert steps(checkpoints) == [1]
+    assert len(list(checkpoints.folder.glob("damaged-step-00000009-*"))) == 1
+
+
+def snapshots(folder: Path, *numbers: int) -> Checkpoints:
+    """A folder with snapshots of this host at some steps."""
+    checkpoints = Checkpoints(folder, keep=99, best=("accuracy", "max"))
+    for step in numbers:
+        assert checkpoints.rescue(state(step))
+    return checkpoints
+
+
+def test_older_snapshots_of_this_host_are_cleared(tmp_path: Path) -> None:
+    checkpoints = snapshots(tmp_path, 1, 2, 3, 4)
+    checkpoints.clear_snapshots(before=3)
+    assert steps(checkpoints) == [3, 4]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    checkpoints.clear_snapshots(before=3)
+    Checkpoints(tmp_path / "none", keep=1, best=("accuracy", "max")).clear_snapshots(before=3)
+    assert not (tmp_path / "none").exists()
+
+
+def test_planned_checkpoints_and_those_of_other_hosts_are_not_cleared(tmp_path: Path) -> None:
+    """A shared file system: all hosts, rank 0's too, write into one folder."""
+    checkpoints = snapshots(tmp_path, 1, 2, 3, 4, 5)
+    checkpoints.save(state(6), {"accuracy": 0.5})
+    checkpoints.save(state(7), {})
+    by_step = {step_of(path): path for path in checkpoints.all()}
+    edit_manifest(by_step[1], lambda manifest: manifest.update(host="another"))
+    edit_manifest(by_step[2], as_it_was_before_kinds)
+    edit_manifest(by_step[3], lambda manifest: manifest.update(kind="pirate"))
+    truncate(by_step[4] / MANIFEST)
+    checkpoints.clear_snapshots(before=100)
+    assert steps(checkpoints) == [1, 2, 3, 4, 6, 7], "5 alone is sure to be this host's own snapshot"
+    assert best_value(checkpoints) == 0.5
+
+
+def test_a_snapshot_that_became_a_planned_checkpoint_is_not_cleared(tmp_path: Path) -> None:
+    checkpoints = snapshots(tmp_path, 1)
+    checkpoints.save(state(1), {})
+    checkpoints.clear_snapshots(before=2)
+    assert steps(checkpoints) == [1]
+
+
+def test_a_cleared_snapshot_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = snapshots(tmp_path, 1)
+    done: list[str] = []
+    observe_every_operation(monkeypatch, done.append)
+    checkpoints.clear_snapshots(before=2)
+    assert done[0] == "rename step-00000001"
+    assert f"unlink {STATE}" in done
+
+
+def test_the_newest_are_kept(checkpoints: Checkpoints) -> None:
+    for step in range(1, 6):
+        checkpoints.save(state(step), {})
+        assert steps(checkpoints) == list(range(max(1, step - 1), step + 1))
+    assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize(("direction", "best"), [("max", 0.9), ("min", 0.1)])
+def test_the_best_is_kept_besides_the_newest(tmp_path: Path, direction: Any, best: float) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, best=("score", direction))
+    values = [0.5, best, 0.6, None, 0.4, None]
+    for step, value in enumerate(values, start=1):
+        metrics = {} if value is None else {"score": value, "other": -1.0}
+        assert checkpoints.improves(metrics) == (step <= 2)
+        checkpoints.save(state(step), metrics)
+    assert steps(checkpoints) == [2, 5, 6]
+    assert best_value(checkpoints) == best
+    assert not checkpoints.improves({"score": best}), "as good is not better"
+    assert checkpoints.improves({"score": best + (1 if direction == "max" else -1)})
+
+
+def test_of_equally_good_ones_the_last_is_kept(checkpoints: Checkpoints) -> None:
+    for step in range(1, 6):
+        checkpoints.save(state(step), {"accuracy": 0.5} if step <= 2 else {})
+    assert steps(checkpoints) == [2, 4, 5]
+
+
+def test_the_best_that_is_overtaken_goes(checkpoints: Checkpoints) -> None:
+    for step in range(1, 6):
+        checkpoints.save(state(step), {"accuracy": step / 10})
+    assert steps(checkpoints) == [4, 5]
+
+
+def test_nan_is_no_best_value(checkpoints: Checkpoints) -> None:
+    """A comparison with it is false both ways, so it would stay the best for ever."""
+    nan = {"accuracy": float("nan")}
+    assert not checkpoints.improves(nan)
+    checkpoints.save(state(1), nan)
+    assert best_value(checkpoints) is None
+    assert checkpoints.improves({"accuracy": 0.1})
+    checkpoints.save(state(2), {"accuracy": 0.1})
+    for step in (3, 4, 5):
+        checkpoints.save(state(step), nan)
+    assert best_value(checkpoints) == 0.1
+    assert steps(checkpoints) == [2, 4, 5]
+
+
+def test_steps_are_numbers_and_other_folders_are_left_alone(checkpoints: Checkpoints) -> None:
+    for step in (99_999_999, 100_000_000, 100_000_001):
+        checkpoints.save(state(step), {})
+    backup = checkpoints.folder / "step-00000001.bak"
+    shutil.copytree(checkpoints.all()[0], backup)
+    assert steps(checkpoints) == [100_000_000, 100_000_001]
+    assert checkpoints.newest_step() == 100_000_001
+    checkpoints.save(state(100_000_002), {})
+    assert backup.is_dir()
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def lengthen(file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(b"\0")
+
+
+def brackets(file: Path) -> None:
+    file.write_text("{}")
+
+
+DAMAGES = [
+    (STATE, truncate), (STATE, empty), (STATE, flip_a_bit), (STATE, lengthen), (STATE, Path.unlink),
+    (MANIFEST, truncate), (MANIFEST, empty), (MANIFEST, brackets),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
+) -> None:
+    before, newest = (checkpoints.save(state(step), {"accuracy": step / 10}) for step in (1, 2))
+    damage(newest / name)
+    with pytest.raises(Damaged, match=str(newest / name)):
+        load(newest)
+    found = checkpoints.load_newest()
+    assert found
+    assert same(found, state(1))
+    assert steps(checkpoints) == [1]
+    aside = [path for path in checkpoints.folder.iterdir() if path != before]
+    assert [path.name.startswith("damaged-step-00000002-") for path in aside] == [True], "set aside, not deleted"
+    assert str(newest / name) in caplog.text
+    assert aside[0].name in caplog.text
+
+    checkpoints.save(state(2), {})  # the step comes again
+    assert steps(checkpoints) == [1, 2]
+    assert same(load(newest), state(2))
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_old_one_does_not_stand_in_the_way(
+    checkpoints: Checkpoints, name: str, damage: Callable[[Path], None]
+) -> None:
+    old = checkpoints.save(state(1), {"accuracy": 0.5})
+    damage(old / name)
+    assert checkpoints.improves({"accuracy": 0.9})
+    for step in (2, 3, 4):
+        checkpoints.save(state(step), {"accuracy": 0.9})
+    assert same(checkpoints.load_newest(), state(4))
+    assert steps(checkpoints) == [3, 4]
+
+
+def test_a_flipped_bit_anywhere_in_the_manifest(checkpoints: Checkpoints) -> None:
+    """It is whole, or reported: never another exception, which would end the training."""
+    manifest = checkpoints.save(state(1), {"accuracy": 0.5}) / MANIFEST
+    content = manifest.read_bytes()
+    for bit in range(0, 8 * len(content), 7):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(flipped)
+        checkpoints.improves({"accuracy": 0.1})
+        with contextlib.suppress(Damaged):
+            assert same(load(manifest.parent), state(1))
+
+
+def test_without_its_manifest_it_is_none(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        checkpoints.save(state(step), {})
+    (checkpoints.folder / "step-00000002" / MANIFEST).unlink()
+    assert steps(checkpoints) == [1]
+    with pytest.raises(Damaged, match=MANIFEST):
+        load(checkpoints.folder / "step-00000002")
+    assert same(checkpoints.load_newest(), state(1))
+    assert len(list(checkpoints.folder.glob("damaged-step-00000002-*"))) == 1, "set aside, not deleted"
+    checkpoints.save(state(2), {})
+    assert same(checkpoints.load_newest(), state(2))
+
+
+def test_if_all_are_damaged_there_is_none_and_all_are_still_there(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        flip_a_bit(checkpoints.save(state(step), {}) / STATE)
+    assert checkpoints.load_newest() is None
+    assert len(list(checkpoints.folder.glob("damaged-*"))) == 2
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.mark.parametrize("protocol", ["zip", "pickle"])
+def test_a_checkpoint_cannot_run_code(checkpoints: Checkpoints, tmp_path: Path, protocol: str) -> None:
+    """Even one whose manifest is right."""
+    witness = tmp_path / "witness"
+    evil = state(1) | {"evil": Malicious(witness)}
+    path = checkpoints.save(state(1), {})
+    with (path / STATE).open("wb") as file:
+        torch.save(evil, file) if protocol == "zip" else pickle.dump(evil, file, protocol=2)
+    content = (path / STATE).read_bytes()
+    seal(path)
+    with pytest.raises(Damaged, match="does not load: UnpicklingError: Weights only load failed"):
+        load(path)
+    assert not witness.exists()
+    torch.load(path / STATE, weights_only=False) if protocol == "zip" else pickle.loads(content)
+    assert witness.exists(), "it would have run"
+
+
+def seal(path: Path) -> None:
+    """Have the manifest say what the file is now."""
+    content = (path / STATE).read_bytes()
+    sealed = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit_manifest(path, lambda manifest: manifest["files"].update({STATE: sealed}))
+
+
+def unfit(file: Path, kind: str) -> None:
+    """Make a state of a checkpoint one that no run can go on from, and have the manifest say that it is right."""
+    step = step_of(file.parent)
+    if kind == "no archive":
+        file.write_bytes(b"precious")
+    elif kind == "refused by weights_only":
+        torch.save(state(step) | {"model": Path("of another library's types")}, file)
+    elif kind == "no model":
+        torch.save({"step": step, "optimizers": []}, file)
+    elif kind == "no dict":
+        torch.save([state(step)], file)
+    else:
+        torch.save(state(step + 7), file)
+    seal(file.parent)
+
+
+UNFIT = ["no archive", "refused by weights_only", "no model", "no dict", "of another step"]
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_one_that_is_what_its_manifest_says_and_no_state_is_set_aside(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    checkpoints.save(state(1), {})
+    newest = checkpoints.save(state(2), {})
+    unfit(newest / STATE, kind)
+    verify(newest)  # the control: its bytes are right
+    with pytest.raises(Damaged, match=rf"^{newest / STATE}: (does not load|is )"):
+        unpack(newest)
+    assert same(checkpoints.load_newest(), state(1))
+    assert steps(checkpoints) == [1]
+    (aside,) = checkpoints.folder.glob("damaged-step-00000002-*")
+    (line,) = caplog.messages
+    assert line.endswith(f"; set aside as {aside.name}, trying the one before")
+
+
+def test_memory_that_runs_out_is_no_damage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(state(1), {})
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:120] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "load", no_memory)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        checkpoints.load_newest()
+    assert steps(checkpoints) == [1]
+
+
+def observe_every_operation(monkeypatch: pytest.MonkeyPatch, look: Callable[[str], None]) -> None:
+    """Call ``look`` with its name after each operation of a save that changes the disk, or brings it there."""
+
+    def observed(name: str | None, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = operation(*arguments, **options)
+            if name is None:
+                mode = os.fstat(arguments[0]).st_mode
+                look("fsync folder" if stat.S_ISDIR(mode) else "fsync file")
+            else:
+                look(f"{name} {Path(arguments[0]).name}")
+            return result
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", observed(None, os.fsync))
+    monkeypatch.setattr(Path, "replace", observed("rename", Path.replace))
+    # a folder is deleted file by file, in any order
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(os, name, observed(name, getattr(os, name)))
+
+
+def test_the_order_of_operations(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is on the disk before it has its name, and its name before an old one goes."""
+    checkpoints = Checkpoints(checkpoints.folder, keep=1, best=checkpoints.best)
+    checkpoints.save(state(1), {})
+    done: list[str] = []
+    observe_every_operation(monkeypatch, done.append)
+    checkpoints.save(state(2), {})
+    (written,) = (name for name in done if re.fullmatch(r"rename \.step-00000002\..*\.tmp", name))
+    named, forgotten = done.index(written), done.index("rename step-00000001")
+    assert done[:named].count("fsync file") == 2
+    assert done[named - 1] == "fsync folder"
+    assert done[named + 1] == "fsync folder"
+    assert named + 1 < forgotten < done.index(f"unlink {STATE}")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step"])
+def test_a_kill_between_any_two_operations_loses_no_finished_checkpoint(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: bool
+) -> None:
+    """The folder as each operation leaves it is copied, and a new start is made from every copy."""
+    checkpoints = Checkpoints(checkpoints.folder, keep=1, best=checkpoints.best)
+    checkpoints.save(state(1), {})
+    copies: list[Path] = []
+
+    def copy(_operation: str) -> None:
+        copies.append(tmp_path / f"copy-{len(copies)}")
+        with pytest.MonkeyPatch.context() as undone:
+            for name, original in originals.items():
+                undone.setattr(os, name, original)
+            shutil.copytree(checkpoints.folder, copies[-1])
+
+    originals = {name: getattr(os, name) for name in ("fsync", "unlink", "rmdir")}
+    with monkeypatch.context() as patch:
+        observe_every_operation(patch, copy)
+        checkpoints.save(state(1 if again else 2), {})
+
+    found: list[int] = []
+    for folder in copies:
+        start = Checkpoints(folder, keep=1, best=checkpoints.best)
+        newest = start.load_newest()
+        assert newest
+        assert is_whole(newest)
+        found.append(newest["step"])
+        assert sorted(entry.name for entry in folder.iterdir()) == [path.name for path in start.all()], "tidied up"
+    assert len(found) > 5
+    assert found == sorted(found)
+    assert set(found) == ({1} if again else {1, 2})
+
+
+BIG = 8_000_000  # floats: long enough to write for a kill in the middle
+
+
+KILLS = 12
+
+
+def save_for_ever(folder: Path, size: int, done: Any) -> None:
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads
+    checkpoints = Checkpoints(folder, keep=1, best=("accuracy", "max"))
+    step = checkpoints.newest_step()
+    while True:
+        step += 1
+        checkpoints.save(state(step, size), {})
+        done.value = step
+
+
+def save_naively_for_ever(folder: Path, size: int, done: Any) -> None:
+    """The control: one file, written over and over."""
+    torch.set_num_threads(1)
+    while True:
+        done.value += 1
+        torch.save(state(done.value, size), folder / "checkpoint.pt")
+
+
+def kill_when(moment: Callable[[int], bool], target: Callable[..., None], folder: Path, size: int) -> int:
+    """Start a process that saves, kill it at some moment, and say which save was its last whole one.
+
+    Args:
+        moment: whether it is time; gets the number of that save so far, 0 before the first.
+        target: what the process does.
+        folder: where.
+        size: elements of the state.
+    """
+    done = FORK.Value("i", 0)
+    process = FORK.Process(target=target, args=(folder, size, done))
+    process.start()
+    try:
+        deadline = time.monotonic() + 240
+        while not moment(done.value):
+            assert time.monotonic() < deadline
+            assert process.is_alive()
+            time.sleep(0.0002)
+    finally:
+        process.kill()
+        process.join()
+    return int(done.value)
+
+
+def size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def test_a_kill_in_the_middle_damages_a_naive_checkpoint(tmp_path: Path) -> None:
+    """What the tests below would see if they could not fail."""
+    file = tmp_path / "checkpoint.pt"
+    torch.save(state(1, BIG), file)
+    whole = size_of(file)
+    for _ in range(20):  # on a busy machine the kill may come after the write
+        kill_when(lambda _: 0 < size_of(file) < whole, save_naively_for_ever, tmp_path, BIG)
+        if size_of(file) < whole:
+            break
+    with pytest.raises((RuntimeError, EOFError, pickle.UnpicklingError)):
+        torch.load(file, weights_only=True)
+
+
+def test_a_kill_in_the_middle_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    """At the same moment as in the control, which is sure to be within a write; again and again."""
+    checkpoints = Checkpoints(tmp_path, keep=1, best=("accuracy", "max"))
+    checkpoints.save(state(1, BIG), {})
+    whole = size_of(checkpoints.all()[0] / STATE)
+
+    def writing(_done: int) -> bool:
+        return any(0 < size_of(path / STATE) < whole for path in tmp_path.glob(".step-*.tmp"))
+
+    for _ in range(4):
+        before = checkpoints.newest_step()
+        done = kill_when(writing, save_for_ever, tmp_path, BIG)
+        found = checkpoints.load_newest()
+        assert found
+        assert is_whole(found)
+        assert found["step"] >= max(before, done)
+        assert list(tmp_path.glob(".*")) == []
+
+
+def rescue_step_5(folder: Path) -> float:
+    """Rescue a large state; returns the seconds that it has waited for the lock, and written."""
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    assert Checkpoints(folder, keep=2, best=("accuracy", "max")).rescue(state(5, BIG), begun + 0.2)
+    return time.monotonic() - begun
+
+
+@contextlib.contextmanager
+def frozen_writer(folder: Path) -> Iterator[None]:
+    """Another process that is stopped, with the lock, in the middle of writing step 5; at the end it goes on."""
+    process = FORK.Process(target=rescue_step_5, args=(folder,))
+    process.start()
+    try:
+        wait_until(lambda: any(map(size_of, folder.glob(f".step-*/{STATE}"))), "the first bytes")
+        os.kill(process.pid, signal.SIGSTOP)
+        assert not (folder / "step-00000005").exists(), "it has not come to its end"
+        yield
+        os.kill(process.pid, signal.SIGCONT)
+        process.join(240)
+        assert process.exitcode == 0, "it has saved the step as well"
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_frozen_writer_of_the_same_step_neither_delays_nor_spoils_a_rescue(tmp_path: Path) -> None:
+    with frozen_writer(tmp_path):
+        seconds = rescue_step_5(tmp_path)
+        assert seconds < 8, "it does not wait longer than it was told to"
+        assert is_whole(load(tmp_path / "step-00000005"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000005"]
+    assert is_whole(load(tmp_path / "step-00000005"))
+
+
+def test_the_control_writers_that_share_a_name_are_in_the_way_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evenkeel.run.checkpoint.uuid4", lambda: UUID(int=5))
+    with frozen_writer(tmp_path), pytest.raises(FileExistsError):
+        rescue_step_5(tmp_path)
+
+
+def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(checkpoints: Checkpoints) -> None:
+    """As a loader process is, beside a checkpoint in the background."""
+    with checkpoints._alone(0):
+        child = FORK.Process(target=time.sleep, args=(600,))
+        child.start()
+    try:
+        begun = time.monotonic()
+        checkpoints.save(state(1), {})
+        assert time.monotonic() - begun < 5
+    finally:
+        child.kill()
+        child.join()
+
+
+def seconds_after_the_first_save(seconds: float) -> Callable[[int], bool]:
+    first: list[float] = []
+
+    def moment(done: int) -> bool:
+        if done and not first:
+            first.append(time.monotonic())
+        return bool(first) and time.monotonic() > first[0] + seconds
+
+    return moment
+
+
+def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, best=("accuracy", "max"))
+    last, dice = 0, random.Random()
+    for _ in range(KILLS):
+        done = kill_when(seconds_after_the_first_save(dice.random() * 0.1), save_for_ever, tmp_path, 50_000)
+        for path in checkpoints.all():
+            assert is_whole(load(path))
+        found = checkpoints.load_newest()
+        last = max(last, done)
+        assert (found["step"] if found else 0) >= last, "a finished checkpoint was lost"
+    assert last >= KILLS
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of a given size, as a real disk that gets full."""
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("needs root to mount a small file system")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], timeout=30, check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path, "1m") as folder:
+        yield folder
+
+
+def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> None:
+    checkpoints = Checkpoints(disk / "checkpoints", keep=2, best=("accuracy", "max"))
+    checkpoints.save(state(1, 100_000), {"accuracy": 0.5})
+    free = shutil.disk_usage(disk).free
+    for size in (200_000, 10_000_000):
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            checkpoints.save(state(2, size), {})
+        assert caught.value.errno == errno.ENOSPC
+    assert shutil.disk_usage(disk).free == free, "what was written of it is gone"
+    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step-00000001"]
+    assert same(checkpoints.load_newest(), state(1, 100_000))
+    checkpoints.save(state(2, 100_000), {})
+    assert steps(checkpoints) == [1, 2]
+
+
+def test_a_disk_that_is_full_to_the_last_byte(disk: Path) -> None:
+    checkpoints = Checkpoints(disk / "checkpoints", keep=2, best=("accuracy", "max"))
+    checkpoints.save(state(1), {})
+    with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoints.save(state(2), {})
+    assert same(checkpoints.load_newest(), state(1))
+    (disk / "filler").unlink()
+    checkpoints.save(state(2), {})
+    assert steps(checkpoints) == [1, 2]
+
+
+def test_a_snapshot_that_cannot_be_cleared_stays(disk: Path) -> None:
+    checkpoints = snapshots(disk / "checkpoints", 1, 2)
+    remount = ["mount", "-o", "remount,ro", str(disk)]
+    subprocess.run(remount, capture_output=True, timeout=30, check=True)
+    with pytest.raises(OSError, match="Read-only file system"):
+        (disk / "file").touch()
+    checkpoints.clear_snapshots(before=2)
+    assert steps(checkpoints) == [1, 2]
+    assert same(load(checkpoints.all()[0]), state(1))
+
+
+def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkpoints) -> None:
+    checkpoints.save(state(1), {})
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        checkpoints.save(state(2) | {"function": lambda: None}, {})
+    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step-00000001"]

@@ -1,0 +1,71 @@
+"""What is not as a run has written it does not come through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenkeel.run.records import FACTS, MORE, alike, ledger, read_facts, read_record, read_records
+
+WHOLE = {"kind": "digest", "step": 3, "time": 1, "digests": {"w": "0"}, "spent": {"productive": 2}, "loss": None}
+
+
+RUINED = [
+    b"",
+    b"null",
+    b"[]",
+    b"7",
+    b'{"kind": "tr',
+    b"[" * 100_000,
+    b"\xff\xfe",
+    *(json.dumps({**WHOLE, **change}).encode() for change in (
+        {"kind": 1}, {"step": "3"}, {"step": True}, {"time": None}, {"spent": [1]}, {"spent": {"productive": "2"}},
+        {"digests": {"w": 0}}, {"differences": {"threads": ["1"]}}, {"world_size": 2.5},
+    )),
+]  # fmt: skip
+
+
+def test_whole_lines_come_through_and_no_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = json.dumps(WHOLE).encode()
+    assert read_record(whole) == WHOLE
+    assert [line for line in RUINED if read_record(line) is not None] == []
+    path.write_bytes(b"\n".join([whole, *RUINED, whole, b""]))
+    assert list(read_records(path)) == [WHOLE, WHOLE] == list(read_records(path))
+    (line,) = caplog.messages
+    assert line == f"{path}: some of its lines are not as they were written, and are left out"
+    assert list(read_records(path, tail=len(whole) + 5)) == [WHOLE]
+    assert ledger([WHOLE, {**WHOLE, "spent": {"of a later version": 5.0}}])["productive"] == 0
+
+
+def test_facts(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    assert read_facts(path) == ({}, "")
+    path.write_text('{"state": "running", "step": 7, "last_failure": null, "pid": "x", "mine": [1, "x"]}')
+    facts = {"state": "running", "step": 7, "mine": [1, "x"]}
+    assert read_facts(path) == (facts, "status.json has been changed: pid is 'x'")
+    for digests in ([1], {"training": "x"}, {"training": {"equal": "x"}}, {"training": {"equal": "x", "near": ["1"]}}):
+        path.write_text(json.dumps({"digests": digests}))
+        assert "digests is" in read_facts(path)[1]
+    path.write_text('{"digests": {"training": {"equal": "x", "near": [1.5, 0]}}}')
+    assert read_facts(path)[1] == ""
+    path.write_text("[1]")
+    assert read_facts(path) == ({}, "status.json cannot be read: a JSON list and not an object")
+
+
+def test_numbers_and_pairs() -> None:
+    assert alike(1, 0.0)
+    assert not alike(1.0, 0)
+    assert not alike(True, 0)
+    assert alike({"a": ["1", "2"]}, MORE["differences"])
+    assert alike([], [""])
+
+
+def test_digests_of_data() -> None:
+    example = FACTS["digests"]
+    assert alike({"training": {"equal": "af", "near": [0.5, -1]}}, example)
+    assert alike({}, example)
+    for damaged in (5, {"training": {}}, {"training": {"equal": "af", "near": None}}, {"training": ["af", [0.5]]}):
+        assert not alike(damaged, example)

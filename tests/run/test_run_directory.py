@@ -1,0 +1,670 @@
+"""The folder of a run: who may use it, and that two jobs never do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from evenkeel.common.errors import Ended, Refusal
+from evenkeel.common.files import read_json, write_atomically, write_json
+from evenkeel.run import run_directory
+from evenkeel.run.records import is_run, read_config, read_facts
+from evenkeel.run.run_directory import RunDirectory, check, claim, launch_token
+from evenkeel.tasks.classify import Classify
+from tests.support.processes import ROOT
+
+OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
+
+
+OPTIONS = {"schedule": "cosine", "batch_size": 64, "seed": 0, "task": "digits", "num_workers": 0}
+
+
+OPTIONS |= {"grace": 25.0, "keep": 2, "on_nonfinite": "stop"}
+
+
+NOBODY = 65534
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 0.3)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "mine"
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    """All that is below a folder, by size and time of change."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def started(path: Path, **changes: Any) -> None:
+    """Leave a run in a folder, as a process that has ended does."""
+    directory = claim(path, OPTIONS | changes, fresh=False)
+    directory.begin(OPTIONS | changes, [""])
+    directory.update("stopped", step=7)
+
+
+def refusal(path: Path, options: dict[str, Any] = OPTIONS, fresh: bool = False) -> str:
+    """The message of the refusal that must come, and that it came without touching anything."""
+    root = path.parent if path.parent.is_dir() else path.parent.parent
+    before = contents(root)
+    with pytest.raises(Refusal) as caught:
+        claim(path, options, fresh)
+    assert contents(root) == before
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"--run-dir {path}: ")
+    return message.removeprefix(f"--run-dir {path}: ")
+
+
+def test_a_new_folder_is_made_with_its_parents(path: Path) -> None:
+    directory = claim(path, OPTIONS, fresh=False)
+    assert path.is_dir()
+    assert directory.status == {}
+    assert directory.attempts == 0
+    directory.begin(OPTIONS, ["", ""])
+    assert read_config(path / "config.toml") == OPTIONS
+    assert read_json(path / "status.json") == directory.status
+    assert directory.status["state"] == "running"
+    assert directory.status["world_sizes"] == [2]
+
+
+def test_a_run_is_continued(path: Path) -> None:
+    started(path)
+    for attempt, world_size in enumerate([3, 1], start=2):
+        directory = claim(path, OPTIONS, fresh=False)
+        assert directory.status["step"] == 7
+        directory.begin(OPTIONS, [""] * world_size)
+        assert directory.attempts == attempt
+        del directory
+    assert read_json(path / "status.json")["world_sizes"] == [1, 3, 1]
+    assert read_json(path / "status.json")["step"] == 7, "facts stay until they are told anew"
+
+
+def test_the_number_of_samples_must_stay(path: Path) -> None:
+    before, now = {"training": 96, "test": 20}, {"training": 95, "test": 20}
+    started(path)
+    claim(path, OPTIONS, fresh=False, samples=now)  # the run is older than the check
+    directory = claim(path, OPTIONS, fresh=False, samples=before)
+    directory.begin(OPTIONS, [""], samples=before)
+    del directory
+    claim(path, OPTIONS, fresh=False, samples=before)
+    for check_it in (claim, check):  # rank 0, and the first rank of another node
+        with pytest.raises(Refusal, match=r"the training data had 96 samples and has 95 now, .*--fresh$"):
+            check_it(path, OPTIONS, fresh=False, samples=now)
+    with pytest.raises(Refusal, match="the test data had 20 samples and has 21 now"):
+        claim(path, OPTIONS, fresh=False, samples=before | {"test": 21})
+    claim(path, OPTIONS, fresh=True, samples=now)
+
+
+def test_an_option_that_the_task_calls_harmless_may_change(path: Path) -> None:
+    started(path, on_bad_sample="raise")
+    assert "--on-bad-sample was raise and is now skip" in refusal(path, OPTIONS | {"on_bad_sample": "skip"})
+    claim(path, OPTIONS | {"on_bad_sample": "skip"}, fresh=False, harmless=Classify.harmless)
+
+
+def test_a_reason_that_is_not_in_utf_8(path: Path) -> None:
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    directory.update("failed", reason=f"no image: {os.fsdecode(b'b' + bytes([0xE9]))}.jpg")
+    assert read_json(path / "status.json")["reason"] == r"no image: b\udce9.jpg"
+
+
+def test_a_file(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text("precious")
+    assert refusal(path) == "is a file; name a folder"
+    assert refusal(path / "below").startswith("cannot be written: Not a directory")
+    assert path.read_text() == "precious"
+
+
+def test_a_folder_that_is_no_run(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "thesis.tex").write_text("precious")
+    for fresh in (False, True):
+        assert refusal(path, fresh=fresh) == "is not empty and not a run's: holds thesis.tex; name another folder"
+
+
+def project(path: Path) -> None:
+    """Somebody's work, with a run's configuration to start from, and folders that are called as a run's."""
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(tomli_w.dumps(OPTIONS))
+    (path / "checkpoints").mkdir()
+    (path / "checkpoints" / "last.pt").write_text("precious")
+    (path / "logs").mkdir()
+    (path / "train.py").write_text("precious")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_project_with_a_config_is_no_run(path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(path)
+    told = "is not empty and not a run's: holds checkpoints and 2 more; name another folder"
+    assert refusal(path, fresh=fresh) == told
+    monkeypatch.chdir(path)
+    before = contents(path)
+    with pytest.raises(Refusal, match=f"^--run-dir .: {told}$"):
+        claim(Path(), OPTIONS, fresh)
+    assert contents(path) == before
+    (path / "status.json").write_text("{}")  # of another program, as is then the config.toml
+    (path / "config.toml").write_text("task = 1\n")
+    assert refusal(path, fresh=fresh).startswith("is not empty and not a run's: holds checkpoints and 3 more")
+
+
+@pytest.mark.parametrize("entry", ["logs/mine.txt", "precious.tmp", ".precious.tmp", "slurm/a.out"])
+def test_a_folder_with_logs_or_temporary_files_of_others_is_not_empty(path: Path, entry: str) -> None:
+    (path / entry).parent.mkdir(parents=True)
+    (path / entry).write_text("precious")
+    for fresh in (False, True):
+        assert refusal(path, fresh=fresh).startswith("is not empty and not a run's: holds ")
+
+
+@pytest.mark.parametrize("name", ["finished", "defaults", "typed", "tree"])
+@pytest.mark.parametrize("lost", ["", "status.json", "config.toml"])
+def test_a_run_of_an_older_version_is_known(tmp_path: Path, name: str, lost: str) -> None:
+    run_dir = shutil.copytree(OLD_RUNS / name, tmp_path / "run")
+    if lost:
+        (run_dir / lost).unlink()
+    assert is_run(run_dir)
+    if lost == "status.json":
+        shutil.rmtree(run_dir / "checkpoints")
+        assert not is_run(run_dir), "the control: of a copied config.toml nobody can tell"
+
+
+def test_a_run_without_its_config_is_not_continued_blindly(path: Path) -> None:
+    started(path)
+    (path / "config.toml").unlink()
+    claim(path, OPTIONS, fresh=False)  # killed before it was written: there is no step to continue
+    (path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    message = "holds a run without its config.toml, which says what run it is; put that back, name another folder"
+    assert refusal(path) == f"{message}, or start over with --fresh"
+    assert claim(path, OPTIONS, fresh=True).start_over([""])
+
+
+def test_an_empty_folder_and_what_a_start_that_came_to_nothing_left(path: Path) -> None:
+    (path / "logs" / "attempt-0001").mkdir(parents=True)
+    (path / ".lock").touch()
+    (path / ".config.toml.123.tmp").touch()
+    (path / "slurm").mkdir()
+    (path / "slurm" / "job.json").touch()
+    claim(path, OPTIONS, fresh=False)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Without the rights of root, to whom everything is allowed."""
+    user = os.geteuid()
+    os.seteuid(user or NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.fixture
+def closed() -> Iterator[Path]:
+    """A folder that can be read and not written, in one that everybody may enter."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        folder = Path(name) / "closed"
+        folder.mkdir(mode=0o555)
+        yield folder
+
+
+def test_a_folder_that_cannot_be_written(closed: Path) -> None:
+    mend = "Permission denied; mend that or name another folder"
+    with unprivileged():
+        assert refusal(closed) == f"cannot be written: {mend}"
+        assert refusal(closed / "run") == f"cannot be written: {mend}"
+
+
+def test_a_folder_that_cannot_be_read(closed: Path) -> None:
+    closed.chmod(0)
+    for path in (closed, closed / "run"):
+        with unprivileged(), pytest.raises(Refusal, match="Permission denied"):
+            claim(path, OPTIONS, fresh=False)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o744, 0o711], ids=["nothing", "read", "enter"])
+def test_a_run_whose_checkpoints_are_hidden_is_refused_and_not_started_over(closed: Path, mode: int) -> None:
+    closed.chmod(0o777)
+    started(closed)
+    (closed / ".lock").chmod(0o666)
+    (closed / "config.toml").chmod(0o644)
+    (closed / "checkpoints").mkdir()
+    (closed / "checkpoints").chmod(mode)
+    with unprivileged():
+        hidden = "its checkpoints cannot be read: Permission denied; mend that or name another folder"
+        assert refusal(closed) == hidden
+    (closed / "checkpoints").chmod(0o777)
+    with unprivileged():
+        claim(closed, OPTIONS, fresh=False)
+
+
+def test_a_run_whose_checkpoints_are_on_a_disk_that_is_not_there(path: Path, tmp_path: Path) -> None:
+    started(path)
+    (path / "checkpoints").symlink_to(tmp_path / "disk")
+    with pytest.raises(Refusal, match=f"checkpoints cannot be read: it is a link to {tmp_path}/disk, and nothing is"):
+        claim(path, OPTIONS, fresh=False)
+    (tmp_path / "disk").mkdir()
+    claim(path, OPTIONS, fresh=False)
+
+
+def test_a_run_that_cannot_be_written(closed: Path) -> None:
+    closed.chmod(0o755)
+    started(closed)
+    closed.chmod(0o555)
+    (closed / ".lock").chmod(0o444)
+    (closed / "config.toml").chmod(0o644)
+    with unprivileged():
+        assert refusal(closed).startswith("cannot be written: Permission denied")
+
+
+def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
+    started(path)
+    message = refusal(path, OPTIONS | {"batch_size": 32, "seed": 1})
+    assert message == (
+        "holds another run: --batch-size was 64 and is now 32, --seed was 0 and is now 1; "
+        "continue it with the old values, name another folder, or start over with --fresh"
+    )
+    assert "--task was digits and is now mine.py:Mine" in refusal(path, OPTIONS | {"task": "mine.py:Mine"})
+    assert "--width was unset and is now 3" in refusal(path, OPTIONS | {"width": 3})
+    started(path.with_name("other"), width=3)
+    assert "--width was 3 and is now unset" in refusal(path.with_name("other"))
+
+
+def test_harmless_changes_and_a_fresh_start_are_not_refused(path: Path) -> None:
+    started(path)
+    claim(path, OPTIONS | {"num_workers": 4}, fresh=False)
+    claim(path, OPTIONS | {"batch_size": 32}, fresh=True)
+    assert read_config(path / "config.toml") == OPTIONS, "to claim is not to change"
+
+
+def test_a_config_that_is_no_toml(path: Path) -> None:
+    started(path)
+    for text in (b"seed =\n", b"\xff\xfe"):
+        (path / "config.toml").write_bytes(text)
+        with pytest.raises(Refusal, match=r"config\.toml: not TOML: "):
+            claim(path, OPTIONS, fresh=False)
+
+
+def hold(path: Path, ready: Any) -> None:
+    """Be another job at work in the folder, for ever."""
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    ready.set()
+    signal.pause()
+
+
+@pytest.fixture
+def other_job(path: Path) -> Iterator[BaseProcess]:
+    ready = FORK.Event()
+    process = FORK.Process(target=hold, args=(path, ready))
+    process.start()
+    assert ready.wait(120)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_two_jobs_cannot_have_one_folder(path: Path, other_job: BaseProcess) -> None:
+    message = refusal(path)
+    assert message.startswith(f"is in use by process {other_job.pid} on ")
+    assert message.endswith("; stop that job or name another folder")
+    assert refusal(path, fresh=True) == message
+
+
+def test_a_killed_job_leaves_no_lock(path: Path, other_job: BaseProcess) -> None:
+    other_job.kill()
+    other_job.join()
+    assert claim(path, OPTIONS, fresh=False).attempts == 1
+
+
+def test_a_restarted_job_waits_for_its_dying_predecessor(
+    path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 60.0)
+    begun = time.monotonic()
+    assassin = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {other_job.pid}"])
+    claim(path, OPTIONS, fresh=False)
+    assassin.wait()
+    assert 0.4 < time.monotonic() - begun < 30
+
+
+def change_and_end(path: Path, ready: Any) -> None:
+    """Be another job that makes another run of the folder before it ends."""
+    directory = claim(path, OPTIONS, fresh=True)
+    ready.set()
+    time.sleep(0.4)
+    directory.begin(OPTIONS | {"seed": 5}, [""])
+
+
+def test_who_waits_looks_again_at_whose_run_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 60.0)
+    started(path)
+    ready = FORK.Event()
+    process = FORK.Process(target=change_and_end, args=(path, ready))
+    process.start()
+    try:
+        assert ready.wait(120)
+        with pytest.raises(Refusal, match="--seed was 5 and is now 0"):
+            claim(path, OPTIONS, fresh=False)
+    finally:
+        process.join(120)
+        process.kill()
+
+
+def old_ones(path: Path) -> list[Path]:
+    return sorted(path.parent.glob("mine.old-*"))
+
+
+def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
+    started(path)
+    (path / "model.pt").write_text("precious")
+    directory = claim(path, OPTIONS | {"seed": 1}, fresh=True)
+    aside = directory.start_over([""])
+    (old,) = old_ones(path)
+    assert (old / "model.pt").read_text() == "precious"
+    assert read_json(old / "status.json")["step"] == 7
+    assert [entry.name for entry in path.iterdir()] == [".lock"]
+    assert aside == old
+    assert (directory.status, directory.attempts) == ({}, 0)
+    with pytest.raises(Refusal, match="is in use"):
+        claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS | {"seed": 1}, [""])
+    assert read_config(path / "config.toml")["seed"] == 1
+
+
+def test_to_start_over_twice_in_a_second_keeps_both_old_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda _format: "20300101-000000")
+    for seed in (0, 1, 2):
+        directory = claim(path, OPTIONS, fresh=True)
+        directory.start_over([""])
+        directory.begin(OPTIONS | {"seed": seed}, [""])
+        del directory
+    assert [old.name for old in old_ones(path)] == ["mine.old-20300101-000000", "mine.old-20300101-000000-2"]
+    assert [read_config(old / "config.toml")["seed"] for old in old_ones(path)] == [0, 1]
+
+
+def test_to_start_over_leaves_alone_what_is_not_the_runs(path: Path) -> None:
+    started(path)
+    (path / "thesis.tex").write_text("precious")
+    (path / "slurm").mkdir()
+    claim(path, OPTIONS, fresh=True).start_over([""])
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "slurm", "thesis.tex"]
+    (old,) = old_ones(path)
+    assert sorted(entry.name for entry in old.iterdir()) == ["config.toml", "status.json"]
+
+
+def test_to_start_over_in_this_folder_names_the_old_one_after_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(path)
+    monkeypatch.chdir(path)
+    assert claim(Path(), OPTIONS, fresh=True).start_over([""]) == old_ones(path)[0]
+
+
+def test_to_start_over_behind_a_link_to_another_file_system(path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as there:
+        if Path(there).stat().st_dev == path.parent.parent.stat().st_dev:
+            pytest.skip("/dev/shm is no other file system here")
+        target = Path(there) / "target"
+        target.mkdir()
+        path.parent.mkdir()
+        path.symlink_to(target)
+        started(path)
+        with pytest.raises(OSError, match="cross-device"):  # the control: beside the link there is no way
+            (target / "config.toml").rename(path.parent / "config.toml")
+        aside = claim(path, OPTIONS, fresh=True).start_over([""])
+        assert aside
+        assert aside.parent == target.parent
+        assert read_config(aside / "config.toml") == OPTIONS
+        assert path.is_symlink()
+
+
+MOUNT = """
+import sys
+from pathlib import Path
+from tests.run.test_run_directory import OPTIONS, claim, read_config, started
+path = Path(sys.argv[1])
+started(path)
+for _ in range(2):
+    aside = claim(path, OPTIONS, fresh=True).start_over([""])
+    assert aside.parent == path and read_config(aside / "config.toml") == OPTIONS, aside
+    claim(path, OPTIONS, fresh=False).begin(OPTIONS, [""])
+assert sorted(entry.name for entry in path.parent.iterdir()) == ["mine"]
+"""
+
+
+@pytest.mark.parametrize("options", ["-t tmpfs tmpfs", "--bind ."], ids=["disk", "bind"])
+def test_to_start_over_on_a_mount(path: Path, options: str) -> None:
+    """In a name space of mounts that ends with the test. A bind mount may be of the very same file system."""
+    path.mkdir(parents=True)
+    script = f'mount {options} "$1" && shift && exec "$@"'
+    command = ["unshare", "--mount", "bash", "-c", script, "bash", path, sys.executable, "-c", MOUNT, path]
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], check=False, timeout=60).returncode:
+        pytest.skip("needs root and name spaces of mounts")
+    source = path.parent.parent / "source"
+    source.mkdir()
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=120, check=False,
+        cwd=source, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_moved_is_left_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(path)
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "status.json" and self.parent == path:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    before = contents(path)
+    with pytest.raises(Ended, match="cannot be moved aside: Device or resource busy; move it away yourself"):
+        claim(path, OPTIONS, fresh=True).start_over([""])
+    assert contents(path) == before
+    assert old_ones(path) == []
+
+
+def test_to_start_over_where_nothing_was_moves_nothing(path: Path) -> None:
+    claim(path, OPTIONS, fresh=True).start_over([""])
+    assert old_ones(path) == []
+
+
+def attempt(path: Path, tokens: list[str]) -> RunDirectory:
+    """A start with --fresh by processes of these launches."""
+    directory = claim(path, OPTIONS, fresh=True)
+    directory.start_over(tokens)
+    directory.begin(OPTIONS, tokens)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "moved"),
+    [
+        (["a"], ["a"], False),
+        (["a", "b"], ["b"], False),
+        (["a"], ["a", "c"], False),
+        (["a"], ["b"], True),
+        (["a", "b"], ["c", "d"], True),
+        ([""], [""], True),
+        (["a", ""], [""], True),
+    ],
+)
+def test_a_restart_by_torchrun_does_not_start_over_again(
+    path: Path, first: list[str], second: list[str], moved: bool
+) -> None:
+    """Else each lost node would cost the whole training; without torchrun there are no restarts."""
+    attempt(path, first)
+    directory = attempt(path, second)
+    assert len(old_ones(path)) == moved
+    assert directory.attempts == (1 if moved else 2)
+
+
+def test_a_node_that_comes_and_goes_belongs_to_the_same_launch(path: Path) -> None:
+    for agents in (["a"], ["a", "b"], ["a"], ["b"]):
+        attempt(path, agents)
+    assert old_ones(path) == []
+
+
+def test_a_launch_is_known_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launch_token() == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    token = launch_token()
+    host, parent, begun = token.rsplit(":", 2)
+    assert host
+    assert int(parent) == os.getppid()
+    assert int(begun) > 0
+    assert launch_token() == token
+
+    monkeypatch.setattr(os, "getppid", os.getpid)  # as a child of this process would see it
+    assert launch_token() != token
+
+
+def test_the_status_is_whole_at_any_moment(path: Path) -> None:
+    """A reader in a loop, while the status changes its length from write to write."""
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    stop, looked = FORK.Event(), FORK.Value("i", 0)
+
+    def look() -> None:
+        while not stop.is_set():
+            json.loads((path / "status.json").read_text())
+            looked.value += 1
+
+    process = FORK.Process(target=look)
+    process.start()
+    deadline = time.monotonic() + 120
+    for number in range(200):
+        directory.update("running", reason="x" * (number % 2) * 200_000)
+    while looked.value < 20 and time.monotonic() < deadline:
+        directory.update("running", reason="x" * (looked.value % 2) * 200_000)
+    stop.set()
+    process.join(120)
+    assert process.exitcode == 0
+    assert looked.value >= 20
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "config.toml", "status.json"]
+
+
+def test_a_file_is_written_in_the_order_that_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content to the disk, then the name, then the folder to the disk."""
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_fsync(descriptor: int) -> None:
+        done.append("fsync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "fsync file")
+        fsync(descriptor)
+
+    def note_replace(self: Path, target: Path) -> Path:
+        done.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    write_json(tmp_path / "a.json", {"x": 1})
+    assert done == ["fsync file", "rename", "fsync folder"]
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+    assert read_json(tmp_path / "b.json") == {}
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o600), (0o077, 0o600), (0o002, 0o660), (0o007, 0o660)])
+def test_options_are_for_the_user_and_a_group_that_shares_its_files(path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        started(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((path / "config.toml").stat().st_mode) == mode
+    assert stat.S_IMODE((path / "status.json").stat().st_mode) == 0o666 & ~mask, "the control"
+
+
+def test_a_folder_that_is_deleted_under_a_run_is_a_run_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    shutil.rmtree(path)
+    directory.update("running", step=7)
+    (told,) = caplog.messages
+    assert told == f"{path} was deleted while the run is at work; what is written from now on is there again"
+    with pytest.raises(Refusal, match="is in use"):
+        claim(path, OPTIONS, fresh=False)
+    directory.update("finished", step=9)
+    del directory
+    assert claim(path, OPTIONS, fresh=False).status["step"] == 9
+    assert len(caplog.messages) == 1
+
+
+RUINED = [
+    "",
+    "[]",
+    "null",
+    "7",
+    "{",
+    "\\x00",
+    "[" * 100_000,
+    '{"world_sizes": "x"}',
+    '{"world_sizes": ["x"], "step": []}',
+]
+
+
+@pytest.mark.parametrize("text", RUINED, ids=range(len(RUINED)))
+def test_a_status_that_was_ruined_costs_what_was_only_there(path: Path, text: str) -> None:
+    started(path)
+    (path / "status.json").write_text(text)
+    record = {"kind": "start", "step": 0, "time": 1.0, "world_size": 3}
+    lines = [json.dumps(line) for line in (record, None, record | {"world_size": "3"}, record)]
+    (path / "metrics.jsonl").write_text("\n".join(lines))
+    directory = claim(path, OPTIONS, fresh=False)
+    assert directory.trouble.startswith("status.json ")
+    assert directory.status == {"world_sizes": [3, 3]}
+    directory.begin(OPTIONS, [""])
+    assert read_facts(path / "status.json")[1] == ""
+    del directory
+    assert claim(path, OPTIONS, fresh=False).attempts == 3
+
+
+def test_a_fact_of_another_type_is_left_out_and_the_others_stay(path: Path) -> None:
+    started(path)
+    facts = read_json(path / "status.json") | {"launch": [1], "samples": {"training": "x"}, "step": True, "seconds": 3}
+    write_json(path / "status.json", facts | {"of a later version": [{}]})
+    directory = claim(path, OPTIONS, fresh=False, samples={"training": 5})
+    assert directory.trouble == "status.json has been changed: launch is [1]"
+    assert not {"launch", "samples", "step"} & directory.status.keys()
+    assert (directory.attempts, directory.status["seconds"], directory.status["of a later version"]) == (1, 3, [{}])
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": 1})
+
+    def half(file: Any) -> None:
+        file.write(b"{")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a.json", half)
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]

@@ -1,0 +1,182 @@
+"""Start the real thing: torchrun and train.py as a user would, with a time limit and no survivors."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.forked import Forked
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "train.py"
+LIMIT = 240.0
+"""Seconds after which something does not come any more. Far more than it takes on a busy machine: only a failure waits
+so long."""
+
+
+def torchrun(ranks: int, *arguments: object, restarts: int = 0) -> list[str]:
+    """The command a user types on one node."""
+    options = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *map(str, arguments)]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, with one thread a rank, and without W&B accounts, make's options, a terminal's size, what pytest
+    says, and what torch sets in it when its compiler is imported."""
+    private = ("WANDB_", "MAKE", "MFLAGS", "ARGS", "COLUMNS", "LINES", "PYTEST_", "TORCHINDUCTOR_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(private)}
+    return kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull} | dict(extra or {})
+
+
+def start(command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own."""
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def fork(*arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """As `start([sys.executable, ...])`, but forked from a process that has imported torch."""
+    started: Any = Forked([str(argument) for argument in arguments], environment(env), ROOT)
+    return started  # as much of a Popen as is needed here
+
+
+def fork_ranks(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
+    """Start the ranks of a job without torchrun, which is not what is tested then. 0 ranks: one process by itself."""
+    if ranks == 0:
+        return [fork(*arguments)]
+    port, size = str(free_port()), str(ranks)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return [fork(*arguments, env=common | variables) for variables in own]
+
+
+def refused_ranks(ranks: int, *arguments: object) -> list[subprocess.CompletedProcess[str]]:
+    """Ranks without torchrun that all refuse, each by itself, with exit code 2."""
+    return [checked(done, 2) for done in [finish(rank) for rank in fork_ranks(ranks, *arguments)]]
+
+
+def finish_all(started: Sequence[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
+    """Wait for the ranks of a job, all of which must end well."""
+    try:
+        return [checked(finish(process), 0) for process in started]
+    finally:
+        for process in started:
+            kill_group(process)
+
+
+def finish(process: subprocess.Popen[str], limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
+    """Wait for a process and end what is left of its group."""
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        kill_group(process)
+        out, err = process.communicate()
+        raise AssertionError(f"no end after {limit} s\n{out}\n{err}") from None
+    finally:
+        kill_group(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run(
+    command: Sequence[str],
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    limit: float = LIMIT,
+    expect: int | None = 0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and check its exit code (None: any)."""
+    return checked(finish(start(command, cwd, env), limit), expect)
+
+
+def run_forked(*arguments: object, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """As `run([sys.executable, ...])`, but forked from a process that has imported torch."""
+    return checked(finish(fork(*arguments)), expect)
+
+
+def checked(done: subprocess.CompletedProcess[str], expect: int | None) -> subprocess.CompletedProcess[str]:
+    """A process with the exit code that was expected (None: any)."""
+    if expect is not None:
+        assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done
+
+
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL everything a process started that is still in its group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def wait_until(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+    """Wait for a condition.
+
+    Args:
+        condition: is asked again and again.
+        what: to say of it if it does not come.
+        limit: seconds.
+    """
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit:g} s: {what}"
+        time.sleep(0.01)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and not a zombie, which nobody may ever bury in a container."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids: Sequence[int], limit: float = LIMIT) -> None:
+    """Wait for the end of processes that are not children of this one."""
+    wait_until(lambda: not any(map(running, pids)), f"the end of {pids}", limit)
+
+
+def free_port() -> int:
+    """A port that nobody has. Not one that the kernel gives away: it might give it to the next who asks."""
+    for port in random.SystemRandom().sample(range(20000, 29500), 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port")
+
+
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind in a run's metrics.jsonl, without one that is being written just now."""
+    whole, _, _ = (run_dir / "metrics.jsonl").read_text().rpartition("\n")
+    return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == kind]
+
+
+def contents_of(folder: Path) -> dict[Path, tuple[int, int]]:
+    """All that is below a folder, by size and time of change."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in [folder, *folder.rglob("*")]}
+
+
+def read(run_dir: Path, name: str = "summary.json") -> dict[str, Any]:
+    """One of a run's JSON files."""
+    value: dict[str, Any] = json.loads((run_dir / name).read_text())
+    return value

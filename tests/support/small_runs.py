@@ -1,0 +1,111 @@
+"""Small runs that many tests start, and how far they have come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from evenkeel.data.plan import Plan
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, fork_ranks, read, records
+from tests.support.recording_task import SAMPLES
+
+SUPPORT = ROOT / "tests" / "support"
+OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
+
+TASK = f"{SUPPORT / 'recording_task.py'}:Recorded"
+ODD_TASKS = SUPPORT / "odd_tasks.py"
+
+EPOCHS, BATCH, MICRO = 3, 12, 3  # 9 steps an epoch, the last of 5 samples
+PLAN = Plan(SAMPLES, BATCH, MICRO, EPOCHS)
+
+
+def options(task: str, run_dir: Path, *more: object) -> list[str]:
+    """Options of a run without W&B."""
+    return [str(word) for word in ("--task", task, "--run-dir", run_dir, "--wandb", "disabled", *more)]
+
+
+def job(run_dir: Path, *more: object) -> list[str]:
+    """Options of a run of the recording task: 27 steps."""
+    shape = ["--epochs", EPOCHS, "--batch-size", BATCH, "--micro-batch", MICRO, "--log-every", 1]
+    return options(TASK, run_dir, *shape, *more)
+
+
+def recipe_job(run_dir: Path, *more: object) -> list[str]:
+    """The same with BatchNorm and dropout."""
+    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1]
+    return options(f"{SUPPORT / 'recipe_task.py'}:Recipe", run_dir, *shape, *more)
+
+
+def odd_job(task: str, run_dir: Path, *more: object) -> list[str]:
+    """Options of a run of a task of odd_tasks.py: four steps, the last of one sample."""
+    return options(f"{ODD_TASKS}:{task}", run_dir, "--batch-size", 4, "--micro-batch", 2, "--epochs", 1, *more)
+
+
+def small_job(ranks: int, run_dir: Path, *more: object, task: str = "Small") -> list[subprocess.Popen[str]]:
+    """Start eight steps of a task of small_task.py on so many ranks; 0: without a process group."""
+    shape = ["--epochs", 2, "--batch-size", 24, "--micro-batch", 4, "--reduce", "tree", "--log-every", 1]
+    return fork_ranks(ranks, TRAIN, *options(f"{SUPPORT / 'small_task.py'}:{task}", run_dir, *shape, *more))
+
+
+def weights_of(run_dir: Path) -> str:
+    """The sha256 of a finished run's weights."""
+    return str(read(run_dir)["weights_sha256"])
+
+
+def the_line(err: str) -> str:
+    """The only line of stderr."""
+    (line,) = err.splitlines()
+    assert line.startswith("evenkeel: ")
+    return line.removeprefix("evenkeel: ")
+
+
+def told_step(run_dir: Path) -> int:
+    """The last step in a run's metrics; 0 if there is none."""
+    steps = records(run_dir, "train") if (run_dir / "metrics.jsonl").exists() else []
+    return max((record["step"] for record in steps), default=0)
+
+
+def saved_step(run_dir: Path) -> int:
+    """The newest step that has a checkpoint or a snapshot; 0 if none has."""
+    return max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=0)
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until a step stands in the metrics of a run."""
+    deadline = time.monotonic() + processes.LIMIT
+    while time.monotonic() < deadline:
+        if told_step(run_dir) >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} did not come")
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, all threads' together."""
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for some in found for child in some]
+
+
+def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
+    """Rank -> pid of the workers of a torchrun agent."""
+    found = {}
+    for pid in children(agent.pid):
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has just ended
+        ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
+        found.update(dict.fromkeys(ranks, pid))
+    return found
+
+
+def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
+    """SIGKILL a whole job at once: torchrun puts each worker into a session of its own."""
+    for pid in [*children(process.pid), process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()

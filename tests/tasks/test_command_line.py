@@ -1,0 +1,606 @@
+"""The command line: what it understands, and that a refusal is one line, exit code 2, and nothing touched."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import Field, asdict, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import tomli_w
+import torch
+
+import train
+from evenkeel.__main__ import subcommands
+from evenkeel.common.errors import Ended, Refusal
+from evenkeel.common.processes import can_lose_a_node
+from evenkeel.config import GROUPS, Config, flag, saved_options
+from evenkeel.distributed.devices import explain_devices
+from evenkeel.distributed.exits import exit_code
+from evenkeel.launch.agent import first_error
+from evenkeel.launch.launchers import MultiNode, SingleNode
+from evenkeel.tasks.classify import Classify
+from evenkeel.tasks.command_line import BY_NAME, SYNONYMS, parse
+from evenkeel.tasks.registry import built_in, load_task
+from evenkeel.training.task import option_name
+from tests.support.processes import (
+    wait_until,
+)
+from tests.support.rooms import optional
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch asks for a real stderr
+
+TASK = """
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Optional
+
+from evenkeel.tasks.classify import Classify
+
+
+@dataclass
+class Rich(Classify):
+    depth: int = 3
+    \"\"\"Layers of my network.\"\"\"
+    rate: float = 0.5
+    sizes: tuple[int, ...] = (1, 2)
+    pair: tuple[int, str] = (1, "a")
+    names: list[str] = field(default_factory=lambda: ["a"])
+    roots: list[Path] = field(default_factory=list)
+    root: Path = Path("data")
+    maybe: Optional[int] = None
+    mode: Literal["x", "y", 3] = "x"
+    loud: bool = False
+
+    def __post_init__(self) -> None:
+        if self.depth > 99:
+            raise ValueError(f"depth {self.depth}: is too deep")
+
+
+class Undecorated(Classify):
+    depth: int = 3
+
+
+class OtherDefault(Rich):
+    depth = 4
+
+
+@dataclass
+class NotAnnotated(Rich):
+    depth = 4
+
+
+@dataclass
+class Below(Undecorated):
+    pass
+
+
+class Constants(Rich):
+    calls = 0
+    deep: ClassVar[int] = 3
+    best: Any = None
+    net: object
+
+
+@dataclass
+class BothDecorated(Rich):
+    depth: int = 4
+
+
+class BestOfNothing(Classify):
+    best = "accuracy"
+
+
+class Resolves(Classify):
+    def resolved(self, recorded):
+        pass
+
+
+@dataclass
+class Collides(Classify):
+    batch_size: int = 3
+
+
+@dataclass
+class Demands(Classify):
+    must: int = field(kw_only=True)
+
+
+@dataclass
+class Unsavable(Classify):
+    table: dict[str, int] = field(default_factory=lambda: {"a": 1})
+
+
+class Plain(Classify):
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; the tasks above are in a file beside it."""
+    (tmp_path / "tasks_of_mine.py").write_text(TASK)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "tasks_of_mine", raising=False)
+    return tmp_path / "here"
+
+
+def mine(name: str) -> list[str]:
+    return ["--task", f"../tasks_of_mine.py:{name}"]
+
+
+def toml(folder: Path, **options: Any) -> list[str]:
+    """A configuration file beside the working directory, as options."""
+    path = folder.parent / "options.toml"
+    path.write_text(tomli_w.dumps(options))
+    return ["--config", "../options.toml"]
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    """All that is below a folder, by size and time of change."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run train.py's main program, which must refuse: one line on stderr, exit code 2, no group, nothing touched."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("it was not refused")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", forbidden)
+    monkeypatch.setattr(train, "train", forbidden)
+
+    def call(*arguments: str) -> str:
+        before = contents(folder.parent)
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        assert exit_code(lambda: train.main(list(arguments))) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("evenkeel: ")
+        assert captured.err.endswith("\n")
+        assert captured.err.count("\n") == 1
+        after = contents(folder.parent)
+        after = {path: facts for path, facts in after.items() if "__pycache__" not in path.parts}
+        assert {p: f for p, f in before.items() if p in after} == before
+        assert [p for p in after if p not in before] == []
+        return captured.err.removeprefix("evenkeel: ").rstrip("\n")
+
+    return call
+
+
+def test_no_options_at_all_are_the_defaults(folder: Path) -> None:
+    config, task = parse([])
+    assert config == Config().resolved()
+    assert task == Classify().resolved(None)
+
+
+def another_value(option: Field[Any], hint: Any, file: Path) -> Any:
+    """Not the default."""
+    if get_origin(hint) is Literal:
+        return next(value for value in get_args(hint) if value != option.default)
+    if Path in get_args(hint):
+        return file
+    if hint == tuple[str, ...]:
+        return ("one.*", "two")
+    if option.name == "loss_scale":  # a power of two
+        return 2 * option.default
+    (kind,) = [kind for kind in get_args(hint) or (hint,) if kind in (int, float)]  # or a word, as in int | "auto"
+    return option.default + {int: 1, float: 0.5}[kind]
+
+
+def test_every_option_by_its_flag(folder: Path) -> None:
+    file = folder.parent / "model.pt"
+    file.touch()
+    hints = get_type_hints(Config)
+    on = ("fresh", "other_data", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
+    switches = dict.fromkeys((*on, "channels_last"), True)
+    # --compile, --place and --model-parallel exclude each other, and so do the last two
+    apart = ("task", "config", "eval_only", "strategy", "compile", "place", *switches, "micro_batches")
+    options = [option for option in fields(Config) if option.name not in apart]
+    expected = {option.name: another_value(option, hints[option.name], file) for option in options}
+    several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
+    arguments = [text for name, values in several.items() for text in (flag(name), *map(str, values))]
+    config, _ = parse([*arguments, *map(flag, switches)])
+    assert asdict(config) == asdict(Config()) | expected | switches
+    assert parse(["--eval-only"])[0].eval_only
+    assert parse(["--compile"])[0].compile
+    config, _ = parse(["--strategy", "dp", "--micro-batch", "auto"])  # the first does not go with --reduce tree
+    assert (config.strategy, config.micro_batch) == ("dp", "auto")
+    assert parse(["--place", "a=0,b=1"])[0].place == "a=0,b=1"
+    assert parse(["--micro-batches", "4"])[0].micro_batches == 4
+
+
+def test_the_options_of_a_task(folder: Path) -> None:
+    config, task = parse([*mine("Rich"), "--depth", "5", "--sizes", "7", "8", "9", "--mode", "y", "--lr", "1"])
+    assert task.options() | {"depth": 5, "sizes": (7, 8, 9), "mode": "y", "rate": 0.5, "width": 32} == task.options()
+    assert config.lr == 1.0
+    assert config.run_dir == Path("runs/Rich")
+
+
+def test_a_task_that_is_no_dataclass_of_its_own_has_its_parents_options(folder: Path) -> None:
+    assert parse([*mine("Plain"), "--width", "5"])[1].options()["width"] == 5
+
+
+@pytest.mark.parametrize("name", ["Undecorated", "OtherDefault", "NotAnnotated", "Below"])
+def test_what_looks_like_an_option_and_is_none_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(Refusal, match=r"^task \w+: its depth has no effect as an option; decorate the class with"):
+        parse(mine(name))
+    assert parse(mine("Constants"))[1].options() == parse(mine("Rich"))[1].options()
+    assert parse(mine("BothDecorated"))[1].options()["depth"] == 4
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [*mine("Rich"), "--help"], ["-h"]])
+def test_help_lists_every_option_with_its_default(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    for option in fields(Config):
+        assert flag(option.name) in text
+    assert "Samples of one optimizer step, over all processes" in text
+    assert "--width" in text
+    assert ("--depth" in text and "Layers of my network." in text) == ("--task" in arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--nonsense"], ["--nonsense"]),
+        (["--batch-sise", "64"], ["--batch-sise", "perhaps --batch-size?"]),
+        (["--amp"], ["--amp: here it is --precision bf16 or --precision fp16"]),
+        (["--learning_rate=3"], ["--learning_rate: here it is --lr ("]),
+        (["--resume", "auto"], ["--resume: nothing to type: the same command continues where it stopped"]),
+        (["-b", "64"], ["-b: here it is --batch-size, of all processes together"]),
+        (
+            ["--task", "tests.support.recording_task:Recorded", "--model", "x"],
+            ["--model: a part of the task: its class makes the network"],
+        ),
+        (["stray"], ["stray"]),
+        (["--depth", "3"], ["--depth"]),
+        (["--epochs"], ["--epochs"]),
+        (["--task"], ["--task"]),
+        (["--epochs", "many"], ["--epochs", "many"]),
+        (["--epochs", "1.5"], ["--epochs", "1.5"]),
+        (["--lr", "high"], ["--lr", "high"]),
+        (["--optimizer", "lion"], ["--optimizer", "lion", "adamw"]),
+        (["--wandb", "yes"], ["--wandb", "yes", "offline"]),
+        (["--fresh", "yes"], ["yes"]),
+        (["--task", "digitz"], ["--task digitz: unknown; built in: classify"]),
+        (["--task", "none.py:Mine"], ["--task none.py:Mine: no file none.py"]),
+        (["--batch-size", "0"], ["--batch-size 0: must be at least 1"]),
+        (["--batch-size", "-8"], ["--batch-size -8: must be at least 1"]),
+        (["--batch-size", "1438"], ["--batch-size 1438: the training data has only 1437 samples"]),
+        (["--batch-size", "8", "--micro-batch", "9"], ["--micro-batch 9: is above --batch-size 8"]),
+        (["--epochs", "0"], ["--epochs 0: must be at least 1"]),
+        (["--width", "0"], ["--width 0"]),
+        (["--init-from", "none.pt"], ["--init-from none.pt: no such file"]),
+        (["--init-from", "../tasks_of_mine.py"], ["--init-from ../tasks_of_mine.py: is no file of torch.save"]),
+        (["--init-from", ".."], ["--init-from ..: a folder without checkpoints"]),
+        (["--task", ""], ["--task is empty (an unset shell variable?): give a value or leave it out"]),
+        (["--task="], ["--task is empty"]),
+        (["--run-dir", ""], ["--run-dir is empty"]),
+        (["--run_dir="], ["--run_dir is empty"]),
+        (["--data-dir", "", "--epochs", "1"], ["--data-dir is empty"]),
+        (["--init-from", ""], ["--init-from is empty"]),
+        (["--config", ""], ["--config is empty"]),
+        (["--dataset", ""], ["--dataset is empty"]),
+        (["--freeze", ""], ["--freeze is empty"]),
+        ([""], ["an argument is empty"]),
+        ([*mine("BestOfNothing")], ["the task's `best` is 'accuracy': it must be a metric's name and", "None"]),
+        ([*mine("Constants"), "--patience", "2"], ["--patience 2: the task's `best` is None; name the metric"]),
+        ([*mine("Resolves")], ["resolved() returned None: it must return a task"]),
+        (["--init-partial"], ["--init-partial: there is no --init-from"]),
+        (["--config", "none.toml"], ["--config none.toml: No such file"]),
+        (["--config", "."], ["--config .: Is a directory"]),
+        (["--config", "../tasks_of_mine.py"], ["--config ../tasks_of_mine.py: not TOML"]),
+        (["--run-dir", "../tasks_of_mine.py"], ["--run-dir ../tasks_of_mine.py: is a file; name a folder"]),
+        (["--run-dir", "../tasks_of_mine.py/run"], ["--run-dir ../tasks_of_mine.py/run: cannot be written: Not a dir"]),
+        (["--run-dir", ".."], ["--run-dir ..: is not empty and not a run"]),
+        (["--run-dir", "/proc/run"], ["--run-dir /proc/run: cannot be written"]),
+        (mine("Collides"), ["task Collides: its option --batch-size exists already", "rename the field"]),
+        (mine("Demands"), ["task Demands: its option --must has no default; give it one"]),
+        (mine("Unsavable"), ["--table: config.toml cannot hold its value of type dict"]),
+        ([*mine("Rich"), "--depth", "100"], ["depth 100: is too deep"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input(refused: Refused, arguments: list[str], expected: list[str]) -> None:
+    message = refused(*arguments)
+    assert [text for text in expected if text not in message] == [], message
+
+
+def test_what_a_synonym_names_exists_and_the_synonym_does_not() -> None:
+    ours = {flag(option_name(option.name)) for cls in (Config, Classify) for option in fields(cls)}
+    assert [name for here in SYNONYMS.values() for name in re.findall(r"--[a-z-]+", here) if name not in ours] == []
+    assert ours & BY_NAME.keys() == {"--model", "--dataset", "--data-dir"}, "which other tasks have not"
+    asked = "--learning-rate --gradient-accumulation-steps --resume --amp --fp16 --bf16 --workers --bs --batch --wd "
+    asked += (
+        "--max-epochs --num-epochs --output-dir --logdir --checkpoint --ckpt --local-rank --arch --data --data-path "
+    )
+    asked += "--print-freq --distributed --dist-url --use-env"
+    assert set(asked.split()) <= BY_NAME.keys()
+    assert len(BY_NAME) == sum(len(names.split()) for names in SYNONYMS), "each once"
+
+
+def test_a_task_may_have_an_option_of_that_name(folder: Path) -> None:
+    (folder.parent / "tasks_of_mine.py").write_text(TASK.replace("depth: int", "arch: int = 1\n    depth: int"))
+    assert parse([*mine("Rich"), "--arch", "7"])[1].options()["arch"] == 7
+
+
+OF_ROOMS = (
+    "cli.checkpoint.ExportModel",
+    "launch.docker.docker_run.ContainerNode",
+    "launch.slurm.node.NodeCommand",
+    "launch.slurm.submission.Submit",
+)
+
+
+COMMANDS = (
+    SingleNode,
+    MultiNode,
+    *(it for name in OF_ROOMS for it in optional(name)),
+    *subcommands().values(),
+)
+
+
+@pytest.mark.parametrize("options", [*GROUPS, *map(load_task, built_in()), *COMMANDS])
+def test_no_help_text_is_broken_in_the_midst_of_a_sentence(options: type) -> None:
+    """tyro keeps the line breaks of a docstring below a field."""
+    (cls,) = ast.parse(inspect.getsource(options)).body
+    assert isinstance(cls, ast.ClassDef)
+    texts = [ast.literal_eval(it.value) for it in cls.body[1:] if isinstance(it, ast.Expr)]
+    assert [text for text in texts if "\n" in text] == []
+
+
+class Terminal(io.TextIOWrapper):
+    """A stdout that shows colours."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.TextIOWrapper, Terminal])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_one_line_is_left_of_the_framed_message_on_any_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[io.TextIOWrapper], encoding: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", kind(io.BytesIO(), encoding=encoding))
+    with pytest.raises(Refusal) as caught:
+        parse(["--batch-sise", "4"])
+    expected = "Unrecognized options: --batch-sise, 4; perhaps --batch-size? (--help lists all options)"
+    assert str(caught.value) == expected
+    with pytest.raises(Refusal) as caught:
+        parse(["--keep", "one"])
+    assert str(caught.value).startswith("Error parsing --keep: ")
+    assert str(caught.value).endswith(": 'one' (--help lists all options)")
+
+
+def test_another_runs_directory_is_refused_by_name_with_both_values(folder: Path, refused: Refused) -> None:
+    config, task = parse([])
+    (folder / "runs/classify").mkdir(parents=True)
+    (folder / "runs/classify/config.toml").write_text(tomli_w.dumps(saved_options(config, task.options())))
+    (folder / "runs/classify/status.json").touch()
+    message = refused("--batch-size", "32", "--micro-batch", "8", "--seed", "1", "--width", "16")
+    for change in ("--batch-size was 64 and is now 32", "--seed was 0 and is now 1", "--width was 32 and is now 16"):
+        assert change in message
+    assert "--micro-batch" not in message
+    assert "--fresh" in message
+    assert "--task was classify and is now" in refused(*mine("Plain"), "--run-dir", "runs/classify")
+
+
+def test_a_broken_config_in_the_run_directory(folder: Path, refused: Refused) -> None:
+    (folder / "runs/classify").mkdir(parents=True)
+    (folder / "runs/classify/config.toml").write_text("epochs = \n")
+    (folder / "runs/classify/status.json").write_text('{"world_sizes": [1]}')
+    assert refused().startswith("runs/classify/config.toml: not TOML")
+
+
+def test_more_local_ranks_than_gpus(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    message = refused()
+    assert message == explain_devices(3, 2)
+    assert message.startswith("3 processes on this node but 2 visible GPUs (CUDA_VISIBLE_DEVICES=5,3)")
+    assert "local rank 1 -> cuda:1 (GPU 3), local rank 2 -> none" in message
+
+
+def test_half_an_environment_of_torchrun(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert "incomplete torchrun environment: RANK=0 LOCAL_RANK=(unset) WORLD_SIZE=two" in refused()
+
+
+def test_a_file_lies_under_the_command_line(folder: Path) -> None:
+    config, _ = parse([*toml(folder, batch_size=32, seed=5, run_dir="there"), "--seed", "6"])
+    assert (config.batch_size, config.seed, config.run_dir) == (32, 6, Path("there"))
+    assert config.lr == Config().lr
+    file = toml(folder, micro_batch=0, micro_batches=2)
+    assert [(c.micro_batch, c.micro_batches) for c, _ in (parse(file), parse([*file, "--micro-batch=8"]))] == [
+        (0, 2),
+        (8, 0),
+    ]
+
+
+def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:
+    options = toml(folder, task="../tasks_of_mine.py:Rich", depth=4, rate=2, sizes=[3], roots=["a"], loud=True)
+    config, task = parse(options)
+    assert config.task == "../tasks_of_mine.py:Rich"
+    expected = {"depth": 4, "rate": 2, "sizes": (3,), "roots": [Path("a")], "loud": True, "pair": (1, "a")}
+    assert task.options() | expected == task.options()
+    assert parse([*options, "--depth", "5"])[1].options()["depth"] == 5
+    assert parse([*toml(folder, task="nonsense"), "--task", "classify"])[1] == Classify().resolved(None)
+
+
+def test_a_whole_number_is_a_float_too(folder: Path) -> None:
+    assert parse(toml(folder, lr=1, clip_norm=2))[0].lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "value", "expected"),
+    [
+        ("classify", "batch_size", "64", "int"),
+        ("classify", "batch_size", 64.0, "int"),
+        ("classify", "batch_size", True, "int"),
+        ("classify", "batch_size", [64], "int"),
+        ("classify", "batch_size", {"of": 64}, "int"),
+        ("classify", "lr", "0.1", "float"),
+        ("classify", "lr", True, "float"),
+        ("classify", "fresh", 1, "bool"),
+        ("classify", "fresh", "true", "bool"),
+        ("classify", "optimizer", "lion", "Literal['sgd', 'adam', 'adamw']"),
+        ("classify", "schedule", 1, "Literal['constant', 'linear', 'cosine', 'step', 'poly']"),
+        ("classify", "run_dir", 1, "Path | None"),
+        ("classify", "width", 1.5, "int"),
+        ("../tasks_of_mine.py:Rich", "sizes", 3, "tuple[int, ...]"),
+        ("../tasks_of_mine.py:Rich", "sizes", [1, "b"], "tuple[int, ...]"),
+        ("../tasks_of_mine.py:Rich", "pair", [1], "tuple[int, str]"),
+        ("../tasks_of_mine.py:Rich", "pair", ["a", 1], "tuple[int, str]"),
+        ("../tasks_of_mine.py:Rich", "names", [1], "list[str]"),
+        ("../tasks_of_mine.py:Rich", "maybe", "x", "Optional[int]"),
+        ("../tasks_of_mine.py:Rich", "mode", 4, "Literal['x', 'y', 3]"),
+        ("../tasks_of_mine.py:Rich", "mode", 3.0, "Literal['x', 'y', 3]"),
+    ],
+    ids=str,
+)
+def test_a_wrong_type_in_a_file(
+    folder: Path, refused: Refused, task: str, name: str, value: Any, expected: str
+) -> None:
+    message = refused(*toml(folder, **{"task": task, name: value}))
+    start = f"--config ../options.toml: {name} = {value!r} has the wrong type; expected "
+    assert message.startswith(start)
+    assert message.removeprefix(start).replace("int | None", "Optional[int]") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"batchsize": 3}, "--config ../options.toml: unknown key 'batchsize'; keys are option names"),
+        ({"batch-size": 3}, "unknown key 'batch-size'; keys are option names, e.g. batch_size"),
+        ({"depth": 3}, "unknown key 'depth'"),
+        ({"training": {"epochs": 3}}, "unknown key 'training'"),
+        ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
+        ({"task": 3}, "--task 3: unknown"),
+        ({"task": ""}, "--task : unknown"),
+        ({"run_dir": ""}, '--config ../options.toml: run_dir = "" is empty; give a value, or leave it out'),
+        ({"task": "../tasks_of_mine.py:Rich", "depth": 100}, "--config ../options.toml: depth 100: is too deep"),
+    ],
+    ids=str,
+)
+def test_a_bad_file(folder: Path, refused: Refused, options: dict[str, Any], expected: str) -> None:
+    assert expected in refused(*toml(folder, **options))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--batch-size", "48", "--lr", "0.1", "--optimizer", "sgd", "--keep", "3", "--wandb", "offline"],
+        [*mine("Rich"), "--sizes", "4", "5", "6", "--root", "a b/c", "--maybe", "3", "--loud", "--rate", "1e-30"],
+        [*mine("Rich"), "--names", 'quo"te', "ümlaut\n", "--pair", "3", "", "--mode", "3"],
+    ],
+    ids=["defaults", "options", "task", "text"],
+)
+def test_what_a_run_saves_starts_the_same_run(folder: Path, arguments: list[str]) -> None:
+    config, task = parse(arguments)
+    saved = saved_options(config, task.options())
+    again, task_again = parse(toml(folder, **saved))
+    assert task_again.options() == task.options()
+    assert replace(again, config=None) == config
+    assert saved_options(again, task_again.options()) == saved
+
+
+def test_torchruns_report_of_a_known_end_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main() -> int:
+        raise Ended("the\nend")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert exit_code(main) == 1
+    assert first_error([tmp_path]) == "evenkeel.common.errors.Ended: the end"
+
+
+def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise Refusal("a\n  b\r\n\tc")
+
+    assert exit_code(main) == 2
+    assert capsys.readouterr().err == "evenkeel: a b c\n"
+
+
+def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch has one of its own once there was a group
+    assert exit_code(lambda: None) == 0
+    assert exit_code(lambda: 75) == 75
+    assert capsys.readouterr().err == ""
+    assert exit_code(lambda: 1 // 0) == 1
+    assert "in <lambda>\n    assert exit_code(lambda: 1 // 0) == 1" in (err := capsys.readouterr().err)
+    assert err.rstrip().endswith("ZeroDivisionError: integer division or modulo by zero")
+
+
+def once(out: Path) -> list[int]:
+    """The pids of all that were started; no rank was started twice."""
+    ranks, pids = zip(*(path.name.split("-") for path in out.iterdir()), strict=True)
+    assert len(set(ranks)) == len(ranks)
+    return [int(pid) for pid in pids]
+
+
+@pytest.mark.parametrize(
+    ("typed", "elastic"), [(["--nnodes=2"], False), (["--nnodes", "2:2", "a"], False), (["--nnodes", "1:12"], True)]
+)
+def test_a_node_that_joins_an_elastic_job_does_not_end_it(typed: list[str], elastic: bool) -> None:
+    agent = subprocess.Popen([sys.executable, "-c", "input()", *typed], stdin=subprocess.PIPE)
+    wait_until(lambda: Path(f"/proc/{agent.pid}/cmdline").read_bytes(), "a command line, which comes last in an exec")
+    try:
+        assert can_lose_a_node(agent.pid) == elastic
+    finally:
+        agent.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": 5, "WORLD_SIZE": 2}, "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=2"),
+        (
+            {"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1},
+            "RANK=5: must be a whole number from 0 to 1;",
+        ),
+        (
+            {"RANK": 0, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
+            "LOCAL_RANK=1: must be a whole number from 0 to 0;",
+        ),
+        (
+            {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 3},
+            "LOCAL_WORLD_SIZE=3: must be a whole number from 1 to 2;",
+        ),
+        ({"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_a_rank_that_cannot_be(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, variables: dict[str, int], expected: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert expected in refused()

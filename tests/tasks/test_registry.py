@@ -1,0 +1,195 @@
+"""Finding a user's class, and saying where their file broke."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenkeel.common.errors import Refusal
+from evenkeel.tasks import registry
+from evenkeel.tasks.registry import built_in, load_task
+from evenkeel.training.task import Classification, Task
+
+Write = Callable[[str, str], Path]
+
+
+GOOD = """
+from dataclasses import dataclass
+from evenkeel.tasks import Classification
+
+@dataclass
+class Mine(Classification):
+    depth: int = 3
+    model_: str = "cnn"
+    train_dataset = test_dataset = model = None
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Write a module into the working directory; afterwards Python has forgotten it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+
+    def to(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    yield to
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def refusal(task: str) -> str:
+    """The message of the refusal that must come; it starts with the flag and its value."""
+    with pytest.raises(Refusal) as caught:
+        load_task(task)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"--task {task}: ")
+    return message.removeprefix(f"--task {task}: ")
+
+
+def test_built_in_by_name() -> None:
+    before = list(sys.path)
+    for name in built_in():
+        assert load_task(name).__name__.lower() == name
+    assert sys.path == before, "a file of the working directory cannot take the place of a module of ours"
+
+
+def test_a_built_in_task_that_has_been_deleted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.BUILT_IN, "gone", "Gone")
+    assert refusal("gone").startswith(
+        f"has been deleted from this copy of Evenkeel; built in: {', '.join(built_in())}; "
+    )
+
+
+def test_the_old_name_of_the_default_task_says_what_it_is_now() -> None:
+    assert refusal("digits").startswith("is now --task classify --dataset digits, the defaults; ")
+
+
+def test_a_class_in_a_file(write: Write) -> None:
+    write("my_job.py", GOOD)
+    found = load_task("my_job.py:Mine")
+    assert issubclass(found, Classification)
+    assert found().options() == {"depth": 3, "model": "cnn"}, "the field of this option cannot have its name"
+    assert sys.modules["my_job"].Mine is found, "a loader process finds the class by the name of its module"
+
+
+def test_a_class_in_a_file_elsewhere_that_imports_its_neighbour(write: Write) -> None:
+    write("far/away/neighbour_of_mine.py", "DEPTH = 7\n")
+    write("far/away/my_far_job.py", "from neighbour_of_mine import DEPTH\n" + GOOD.replace("= 3", "= DEPTH"))
+    assert load_task("far/away/my_far_job.py:Mine")().options()["depth"] == 7
+
+
+def test_a_class_in_a_package(write: Write) -> None:
+    write("my_package/__init__.py", "")
+    write("my_package/depths.py", "DEPTH = 9\n")
+    write("my_package/job.py", "from .depths import DEPTH\n" + GOOD.replace("= 3", "= DEPTH"))
+    assert load_task("my_package.job:Mine")().options()["depth"] == 9
+
+
+@pytest.mark.parametrize("name", ["digitz", "", ":", ":Mine", "my_job.py:", "my_job.py", "Classify"])
+def test_an_unknown_name(name: str) -> None:
+    assert (
+        refusal(name) == f"unknown; built in: {', '.join(built_in())}; your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
+    )
+
+
+def test_no_such_file_class_or_module(write: Write) -> None:
+    write("there.py", GOOD)
+    write("a_folder.py/x", "")
+    assert refusal("not_there.py:Mine") == "no file not_there.py"
+    assert refusal("a_folder.py:Mine") == "no file a_folder.py"
+    assert refusal("there.py:Yours") == "Yours does not exist in there.py"
+    assert refusal("there:Yours") == "Yours does not exist in there"
+    assert refusal("not_there:Mine") == "does not import: ModuleNotFoundError: No module named 'not_there'"
+    assert refusal("there.deeper:Mine").startswith("does not import: ModuleNotFoundError: No module named 'there.deep")
+
+
+def test_a_class_that_is_no_task(write: Write) -> None:
+    write("odd.py", "class Odd: ...\nnumber = 3\ndef function(): ...\n")
+    for name in ("Odd", "number", "function"):
+        assert refusal(f"odd.py:{name}") == f"{name} is not a subclass of evenkeel.tasks.Task in odd.py"
+
+
+def test_a_class_that_lacks_methods(write: Write) -> None:
+    write(
+        "half.py",
+        "from evenkeel.tasks import Classification\nclass Half(Classification):\n    def model(self): return None\n",
+    )
+    assert refusal("half.py:Half") == "Half lacks test_dataset, train_dataset; every task defines them"
+    assert "Task lacks loss, model" in refusal("evenkeel.tasks:Task")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("x = 1\ndef f(:\n", 2, "SyntaxError: "),
+        ("\n\nimport no_such_module_anywhere\n", 3, "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+        ("from evenkeel.tasks import Nothing\n", 1, "ImportError: cannot import name 'Nothing' from 'evenkeel.tasks'"),
+        ("def f():\n    raise ValueError('two\\nlines')\n\nf()\n", 2, "ValueError: two"),
+        ("import json\n\njson.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
+        ("import numpy\nnumpy.load('no-such-file.npz')\n", 2, "FileNotFoundError: [Errno 2]"),
+        ("import sys\nsys.exit('my usage message')\n", 2, "SystemExit: my usage message"),
+    ],
+    ids=["syntax", "no module", "no name", "exception", "in the standard library", "in a library", "exit"],
+)
+def test_a_file_that_does_not_import_says_where_it_broke(write: Write, text: str, line: int, reason: str) -> None:
+    """The line of the user, not the one in a library that it led to."""
+    path = write("broken_job.py", text)
+    message = refusal("broken_job.py:Mine")
+    assert message.startswith(f"does not import: {reason}")
+    assert message.endswith(f" at {path}:{line}")
+
+
+def test_a_module_that_does_not_import_says_where_it_broke(write: Write) -> None:
+    path = write("broken_package/__init__.py", "\n1 / 0\n")
+    assert refusal("broken_package:Mine") == f"does not import: ZeroDivisionError: division by zero at {path}:2"
+
+
+def test_a_neighbour_that_does_not_import_says_where_it_broke(write: Write) -> None:
+    path = write("broken_neighbour.py", "\n\n1 / 0\n")
+    write("whole_job.py", "import broken_neighbour\n" + GOOD)
+    assert refusal("whole_job.py:Mine").endswith(f"ZeroDivisionError: division by zero at {path}:3")
+
+
+def test_a_file_named_like_a_module_in_use(write: Write) -> None:
+    write("json.py", GOOD)
+    known = sys.modules["json"]
+    assert refusal("json.py:Mine") == "the module name 'json' is taken or not allowed; rename the file"
+    assert sys.modules["json"] is known
+
+
+def test_ctrl_c_while_a_file_is_imported_is_not_an_error_in_it(write: Write) -> None:
+    write("slow.py", "raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_task("slow.py:Mine")
+
+
+def test_loss_and_metrics_of_a_classification() -> None:
+    class Fixed(Classification):
+        train_dataset = test_dataset = model = None  # type: ignore[assignment]
+
+    logits = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+    labels = torch.tensor([0, 1, 0])
+    each = torch.log1p(torch.exp(torch.tensor([-2.0, -2.0, 2.0])))
+    task, model = Fixed(), torch.nn.Identity()
+    torch.testing.assert_close(task.loss(model, (logits, labels)), each.mean())
+    metrics = task.metrics(model, (logits, labels))
+    torch.testing.assert_close(metrics["loss"], each)
+    assert metrics["accuracy"].tolist() == [True, True, False]
+    assert task.best == ("accuracy", "max")
+    assert task.options() == {}
+
+
+def test_a_task_needs_all_its_methods() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Task()  # type: ignore[abstract]

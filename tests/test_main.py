@@ -1,0 +1,47 @@
+"""The command `evenkeel`, as the package installs it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from evenkeel.moved import MOVED
+from tests.support.processes import ROOT
+
+
+@pytest.mark.parametrize(
+    ("called_as", "shown"), [("bin/evenkeel", "evenkeel"), ("evenkeel/__main__.py", "python -m evenkeel")]
+)
+def test_the_installed_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], called_as: str, shown: str
+) -> None:
+    pytest.importorskip("evenkeel.cli.plan")
+    (value,) = re.findall(r'^evenkeel = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    command = EntryPoint("evenkeel", value, "console_scripts").load()
+    monkeypatch.setattr(sys, "argv", [called_as, "plan", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        command()
+    assert capsys.readouterr().out.startswith(f"usage: {shown} plan ")
+    monkeypatch.setattr(sys, "argv", [called_as, "plan", "-w", "0"])
+    assert command() == 2
+    assert capsys.readouterr().err == "evenkeel: --world-size 0: must be at least 1\n"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("old", MOVED)
+def test_a_module_by_its_old_name_is_the_same_module(old: str) -> None:
+    pytest.importorskip(f"evenkeel.{MOVED[old]}")  # of a room that may be gone
+    module = importlib.import_module(f"evenkeel.{old}")
+    assert module is importlib.import_module(f"evenkeel.{MOVED[old]}")
+    assert module.__spec__
+    assert module.__spec__.name == f"evenkeel.{MOVED[old]}"
+
+
+def test_an_old_name_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "evenkeel.heartbeat"], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("evenkeel: ")

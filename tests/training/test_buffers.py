@@ -1,0 +1,105 @@
+"""Buffers are copied and compared a group at a time, and exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenkeel.training.buffers import Buffers
+
+GOOD = {torch.device("cpu"): torch.tensor(False)}
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations, each of which is a kernel or more on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def layers(count: int) -> dict[str, Tensor]:
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(count)))
+    return dict(model.named_buffers())
+
+
+def flat_step(live: dict[str, Tensor], buffers: Buffers) -> None:
+    changes = torch.cat([change.flatten() for change in buffers.take_changes(0.5)])
+    buffers.commit(buffers.moved_by(changes), GOOD)
+
+
+def naive_step(live: dict[str, Tensor], buffers: Buffers) -> None:
+    for name, buffer in live.items():
+        change = (buffer.double() - buffers.committed[name].double()) * 0.5
+        buffer.copy_(buffers.committed[name].double() + change)
+        buffers.committed[name].copy_(buffer)
+
+
+def operations(step: Any, count: int) -> int:
+    live = layers(count)
+    buffers = Buffers(live)
+    with torch.no_grad(), Counted() as counted:
+        step(live, buffers)
+    return counted.count
+
+
+def test_more_buffers_are_not_more_operations_and_in_a_loop_they_are() -> None:
+    assert operations(flat_step, 2) == operations(flat_step, 50)
+    assert operations(naive_step, 50) > 10 * operations(naive_step, 2)
+
+
+def test_views_of_the_committed_values_stay_and_follow() -> None:
+    live = layers(2)
+    buffers = Buffers(live)
+    seen = dict(buffers.committed)
+    assert seen.keys() == live.keys()
+    with torch.no_grad():
+        for buffer in live.values():
+            buffer.add_(4)
+    changes = torch.cat(buffers.take_changes(0.25))
+    assert all(torch.equal(live[name], seen[name]) for name in live), "back where the step began"
+    before = {name: value.clone() for name, value in seen.items()}
+    buffers.commit(buffers.moved_by(changes), GOOD)
+    for name, value in live.items():
+        assert torch.equal(value, before[name] + 1), name
+        assert torch.equal(seen[name], value), name
+        assert buffers.committed[name] is seen[name]
+
+
+def test_a_step_that_is_left_out_changes_nothing() -> None:
+    live = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3)}
+    buffers = Buffers(live)
+    buffers.commit([group.committed + 1 for group in buffers.groups], {torch.device("cpu"): torch.tensor(True)})
+    assert live["a"].tolist() == [1, 2]
+    assert live["b"] == 3
+
+
+def test_numbers_that_float64_does_not_hold_stay_what_they_are() -> None:
+    live = {
+        "hash": torch.tensor([2**62 + 1, -(2**62) - 1]),
+        "rotation": torch.tensor([1 + 2j, 3 - 4j]),
+        "mask": torch.tensor([0.0, float("-inf")]),
+        "seen": torch.tensor([True, False]),
+        "small": torch.tensor([0, 255], dtype=torch.uint8),
+    }
+    before = {name: value.clone() for name, value in live.items()}
+    flat_step(live, Buffers(live))
+    assert all(torch.equal(live[name], before[name]) for name in live)
+    # the control: by way of float64
+    assert live["hash"].double().long().tolist() != live["hash"].tolist()
+
+
+def test_flags_and_small_counts_go_up_and_down() -> None:
+    live = {"seen": torch.tensor([True, False]), "small": torch.tensor([5, 250], dtype=torch.uint8)}
+    buffers = Buffers(live)
+    live["seen"].logical_not_()
+    live["small"].copy_(torch.tensor([3, 255], dtype=torch.uint8))
+    changes = torch.cat([change.flatten() for change in buffers.take_changes(1.0)])
+    buffers.commit(buffers.moved_by(changes), GOOD)
+    assert live["seen"].tolist() == [False, True]
+    assert live["small"].tolist() == [3, 255]

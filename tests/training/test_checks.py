@@ -1,0 +1,205 @@
+"""What tasks get wrong: each works or is explained in a line, by real runs."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import default_collate
+
+from evenkeel.common.errors import Ended, Refusal
+from evenkeel.common.memory import is_out_of_memory
+from evenkeel.data.batch import Uncollated, explain_samples
+from evenkeel.training.checks import check_metrics, checked_loss, checked_optimizers, explain
+from evenkeel.training.optimization import Rates
+from tests.support.processes import (
+    free_port,
+)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_ddp_says_of_parameters_without_a_gradient(group: None) -> None:
+    """The control: not in the step itself but in the next one, a paragraph that names numbers."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(2, 2).requires_grad_(False)
+            self.used, self.spare = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.used(self.frozen(x)).sum()
+
+    model = Half()
+    ddp = DistributedDataParallel(model)
+    ddp(torch.ones(1, 2)).backward()
+    with pytest.raises(RuntimeError) as stock:
+        ddp(torch.ones(1, 2))
+    assert "Expected to have finished reduction in the prior iteration" in str(stock.value)
+    assert "spare" not in str(stock.value)
+    with pytest.raises(
+        Ended, match=r"^2 of the model's 4 parameters got no gradient.*: spare\.weight, spare\.bias; use"
+    ):
+        explain(stock.value, model)
+    explain(RuntimeError("something else"), model)
+
+
+def test_a_loss_that_is_a_vector_would_have_been_its_sum() -> None:
+    """The control: weighted and with a gradient of ones, as a step does it, autograd has nothing against it."""
+    weight = torch.ones(3, requires_grad=True)
+    part = weight * 2 * 0.5
+    part.backward(1 + 0 * part.detach())
+    with pytest.raises(Ended, match=r"of shape \[3\]"):
+        checked_loss(weight * 2)
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        (weight * 2).backward()
+    assert checked_loss((weight * 2).sum()).dim() == 0
+    assert checked_loss((weight * 2)[:1]).shape == (1,), "as good as a scalar"
+
+
+def test_metrics_are_the_same_for_all_batches() -> None:
+    rows = torch.zeros(2)
+    check_metrics({"a": rows, "b": torch.zeros(2, 5, 5)}, 2, {})
+    check_metrics({}, 2, {})
+    with pytest.raises(Ended, match=r"other names for one batch than for another \(b\)"):
+        check_metrics({"a": rows, "b": rows}, 2, {"a": [rows[0]]})
+    with pytest.raises(Ended, match=r"a tensor of shape \[3\] as 'a' for a batch of 2"):
+        check_metrics({"a": torch.zeros(3)}, 2, {})
+
+
+def model_and(make: Callable[[Any], Any]) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return model, make(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda m: None, "optimizers() returned None: it must return a list of torch.optim.Optimizer"),
+        (lambda m: iter(()), "optimizers() returned a tuple_iterator: it must return a list"),
+        (lambda m: [SGD(m.parameters())] * 2, "0.weight is in optimizers()[0] and in optimizers()[1]: both would"),
+        (lambda m: ([SGD(m.parameters())], []), "optimizers()[0] is a list: it must be a torch.optim.Optimizer"),
+        (lambda m: [LBFGS(m.parameters())], "optimizers()[0] is a LBFGS, whose step() needs a closure"),
+        (
+            lambda m: [AdamW(m.parameters(), lr=np.float64(0.1))],
+            "optimizers()[0] has lr = np.float64(0.1), a NumPy number",
+        ),
+        (lambda m: [SGD(m[0].parameters()), SGD(m[1].parameters(), lr=torch.tensor(0.1))], None),
+        (lambda m: SGD(m.parameters()), None),
+    ],
+)
+def test_optimizers(make: Callable[[Any], Any], expected: str | None) -> None:
+    model, returned = model_and(make)
+    if expected is None:
+        assert checked_optimizers(returned, model) == (returned if isinstance(returned, list) else [returned])
+        return
+    with pytest.raises(Refusal) as refused:
+        checked_optimizers(returned, model)
+    assert str(refused.value).startswith(expected)
+
+
+def test_a_learning_rate_of_numpys_would_be_saved_and_never_read() -> None:
+    """The control."""
+    _, optimizer = model_and(lambda m: AdamW(m.parameters(), lr=np.float64(0.1)))
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(saved, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_rates_are_set_and_who_else_sets_them_is_told_once(
+    kind: Callable[[float], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, optimizer = model_and(lambda m: AdamW(m.parameters(), lr=kind(0.5)))
+    rates = Rates([optimizer])
+    for factor in (1, 0.5, np.float64(0.25), torch.tensor(0.25), [np.float32(0.25)]):
+        rates.set(factor)
+    group = optimizer.param_groups[0]
+    assert float(group["lr"]) == 0.125
+    assert type(group["lr"]) in (float, torch.Tensor), "nothing of NumPy's"
+    assert not caplog.records
+    for _ in range(2):
+        group["lr"] = kind(0.1)
+        rates.set(1)
+        assert float(group["lr"]) == 0.5
+        assert [record.getMessage()[:50] for record in caplog.records] == [
+            "something other than rates() sets a learning rate,"
+        ]
+    for odd in (None, -1, float("nan"), float("inf"), "1", [1, 1], [], torch.ones(2), iter([1])):
+        with pytest.raises(Ended, match=r"^rates\(\) returned .*: it must return one factor"):
+            rates.set(odd)  # type: ignore[arg-type]
+
+
+def test_a_scheduler_is_seen_when_it_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer = model_and(lambda m: AdamW(m.parameters()))
+    LambdaLR(optimizer, lambda step: 0.1)
+    Rates([optimizer], begun=True)
+    assert not caplog.records, "in a run that goes on, the peak is kept there"
+    Rates([optimizer])
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([(1, [2, 3]), (1, [2])], "sample[1] has 1 parts in one sample and 2 in another"),
+        (
+            [{"a": {"b": torch.zeros(2)}}, {"a": {"b": torch.zeros(3)}}],
+            "sample['a']['b'] has different sizes, [2] and [3]",
+        ),
+        ([object(), object()], "a sample is an object: return tensors, arrays, numbers, texts"),
+        ([1, "one"], "a sample is of different types: int, str"),
+        ([np.array([object()])] * 2, "a sample is a ndarray: return tensors"),
+    ],
+)
+def test_samples_that_make_no_batch(samples: list[Any], expected: str) -> None:
+    with pytest.raises((TypeError, RuntimeError)) as stock:
+        default_collate(samples)
+    assert explain_samples(samples, stock.value).startswith(
+        f"the data set's samples cannot be made a batch: {expected}"
+    )
+
+
+def test_the_traceback_of_a_loading_process_is_taken_off() -> None:
+    text = "Caught Uncollated in DataLoader worker process 0.\nOriginal:\n  ...\nevenkeel.data.batch.Uncollated: why\n"
+    assert str(Uncollated(text)) == "why"
+    assert str(Uncollated("why")) == "why"
+
+
+def beyond_all_memory() -> object:
+    return torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [
+        (beyond_all_memory, True),
+        (lambda: bytearray(1 << 60), True),
+        (lambda: np.empty(1 << 60, dtype=np.uint8), True),
+        (lambda: torch.zeros(2) @ torch.zeros(3), False),
+        (lambda: [][1], False),
+    ],
+)
+def test_which_errors_are_for_want_of_memory(fails: Callable[[], object], expected: bool) -> None:
+    with pytest.raises((RuntimeError, MemoryError, IndexError)) as caught:
+        fails()
+    assert is_out_of_memory(caught.value) == expected
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))

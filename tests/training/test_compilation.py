@@ -1,0 +1,171 @@
+"""`--compile` and `--channels-last`: the same bits through kills and resumes, and a start that calls no compiler."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from evenkeel.common.errors import Refusal
+from evenkeel.config import Config, validate
+from evenkeel.distributed.placement import channels_last
+from evenkeel.run import compiled_code
+from evenkeel.run.compiled_code import CompiledCode
+from evenkeel.training import compilation
+from evenkeel.training.optimization import load_optimizer
+
+
+@pytest.mark.parametrize(
+    "option", [{"strategy": "dp"}, {"model_parallel": 2}, {"place": "a=0"}, {"sync_batchnorm": True}]
+)
+def test_what_cannot_be_compiled_is_refused(option: dict[str, object]) -> None:
+    with pytest.raises(Refusal, match=r"^--compile --(strategy dp|model-parallel|place|sync-batchnorm): "):
+        validate(Config(compile=True, **option).resolved())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledCode:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setattr(compiled_code, "ASKED", "")  # which an earlier test's compiler may have set
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "run").mkdir()
+    code = CompiledCode(tmp_path / "run", {"torch": "2"})
+    code.unpack(begins=True)
+    library = code.folder / "ab" / "cab.main.so"
+    library.parent.mkdir()
+    library.write_bytes(b"machine code")
+    return code
+
+
+def kept(code: CompiledCode) -> list[str]:
+    return [name for name in zipfile.ZipFile(code.archive).namelist() if name.endswith(".so")]
+
+
+def test_what_is_kept_comes_back_on_another_node(code: CompiledCode) -> None:
+    code.pack()
+    assert code.archive.stat().st_mode & 0o777 == 0o600
+    code.clear()
+    assert code.unpack(begins=False) == ""
+    assert (code.folder / "ab" / "cab.main.so").read_bytes() == b"machine code"
+    code.unpack(begins=True)
+    assert not list(code.folder.iterdir()), "a run that begins takes nothing"
+
+
+def test_code_that_is_not_ours_or_not_whole_is_not_run(code: CompiledCode) -> None:
+    code.pack()
+    archive = code.archive
+    whole = archive.read_bytes()
+
+    def refused(because: str) -> None:
+        assert because in code.unpack(begins=False)
+        assert not list(code.folder.iterdir())
+
+    archive.chmod(0o644)
+    refused("open to others")
+    archive.chmod(0o600)
+    archive.write_bytes(whole[:-1])
+    refused("not a zip file")
+    middle = whole.index(b"cab.main.so") + 15
+    archive.write_bytes(whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :])
+    refused("it is not used")
+    archive.write_bytes(whole)
+    assert code.unpack(begins=False) == "", "the control"
+    elsewhere = archive.rename(archive.with_name("elsewhere"))
+    archive.symlink_to(elsewhere)
+    refused("symbolic link")
+    archive.unlink()
+    if os.geteuid() == 0:
+        elsewhere.rename(archive)
+        os.chown(archive, 12345, -1)
+        refused("another user")
+
+
+def test_a_library_that_is_being_linked_is_left_for_the_next_time(code: CompiledCode) -> None:
+    locks = code.folder / "locks"
+    locks.mkdir()
+    with (locks / "cab.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code.pack()
+    assert kept(code) == []
+    code.pack()
+    assert kept(code) == ["ab/cab.main.so"]
+
+
+def test_a_folder_where_others_may_write_is_refused(code: CompiledCode, tmp_path: Path) -> None:
+    code.folder.parent.chmod(0o777)
+    with pytest.raises(Refusal, match="others may write there"):
+        CompiledCode(tmp_path / "run", {})
+
+
+def test_dynamo_says_in_one_line_that_there_are_too_many_shapes(caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    record = logging.LogRecord("x", 30, "x", 1, "torch._dynamo hit config.%s (%s)", ("recompile_limit", 64), None)
+    assert not compilation._tell_of_too_many_shapes(record)
+    assert "64 shapes" in caplog.text
+
+
+def test_an_optimizer_takes_up_a_state_whose_memory_has_another_order() -> None:
+    def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 5, 3)
+        channels_last(model)
+        return model, torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        model(torch.linspace(0, 1, 2 * 3 * 6 * 6).view(2, 3, 6, 6)).square().mean().backward()
+        optimizer.step()
+        return next(model.parameters()).detach().clone()
+
+    model, optimizer = network()
+    step(model, optimizer)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = optimizer.state_dict()
+    saved["state"] = {  # as a broadcast leaves it
+        number: {name: value.clone().contiguous() for name, value in values.items()}
+        for number, values in saved["state"].items()
+    }
+    optimizer.zero_grad()
+    expected = step(model, optimizer)
+    for load, same in ((load_optimizer, True), (lambda o, s, _: o.load_state_dict(s), False)):
+        resumed, its = network()
+        resumed.load_state_dict(weights)
+        load(its, saved, resumed)
+        assert torch.equal(step(resumed, its), expected) is same
+
+
+def test_what_a_task_has_compiled_stays_compiled_without_a_name_of_its_own() -> None:
+    torch.manual_seed(0)
+    graphs: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(len(module.graph.nodes))
+        return module.forward
+
+    inner, called = nn.Linear(3, 4), []
+    model = nn.Sequential(torch.compile(inner, backend=backend), nn.Linear(4, 2))  # type: ignore[arg-type]
+    model[0].register_forward_hook(lambda *_: called.append(1))  # of the wrapper
+    whole = torch.compile(model, backend=backend)
+    assert any("_orig_mod" in name for name in whole.state_dict()), "the control"
+    expected = whole(torch.ones(2, 3))
+    torch._dynamo.reset()
+    graphs.clear(), called.clear()
+
+    found = compilation.in_place(whole)  # type: ignore[arg-type]
+    assert list(found.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert found is model
+    assert found[0] is inner  # type: ignore[index]
+    assert torch.equal(found(torch.ones(2, 3)), expected)
+    assert graphs
+    assert called
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    assert compilation.in_place(plain) is plain
+    graphs.clear()
+    plain(torch.ones(2, 3))
+    assert not graphs

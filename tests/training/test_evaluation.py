@@ -1,0 +1,311 @@
+"""Every test sample once: in one process, where the result can be compared with a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from contextlib import nullcontext
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from evenkeel.common.errors import Ended
+from evenkeel.config import Config
+from evenkeel.data.dataset import InMemory, SizedDataset
+from evenkeel.data.randomness import seed_host
+from evenkeel.distributed.world import World
+from evenkeel.training.checks import checked_summary
+from evenkeel.training.evaluation import Evaluation
+from evenkeel.training.task import Classification, Task
+
+ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), launched=False)
+
+
+CLASSES = 3
+
+
+SAMPLES = 37  # micro-batches of 5: seven, and one of 2
+
+
+@pytest.fixture
+def test_set() -> InMemory:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return InMemory(images, torch.randint(CLASSES, (SAMPLES,), generator=generator))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """With layers that behave differently in training."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, CLASSES)
+    ).double()
+
+
+class Classify(Classification):
+    """Cross-entropy and accuracy of whatever it is given."""
+
+    def train_dataset(self) -> SizedDataset:
+        raise NotImplementedError
+
+    def test_dataset(self) -> SizedDataset:
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+
+def evaluation(
+    task: Task, model: nn.Module, test_set: SizedDataset, micro_batch: int = 5, workers: int = 0
+) -> Evaluation:
+    return Evaluation(task, model, test_set, Config(micro_batch=micro_batch, num_workers=workers), ALONE)
+
+
+def plain_loop(model: nn.Module, test_set: InMemory) -> dict[str, float]:
+    """One sample at a time."""
+    model.eval()
+    losses, right = [], 0
+    for image, label in test_set:
+        with torch.no_grad():
+            logits = model(image.unsqueeze(0))
+        losses.append(F.cross_entropy(logits, label.unsqueeze(0)).item())
+        right += int(logits.argmax(1).item() == label.item())
+    model.train()
+    return {"loss": math.fsum(losses) / len(losses), "accuracy": right / len(losses)}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 8, 36, 37, 64])
+def test_metrics_are_those_of_a_plain_loop(model: nn.Module, test_set: InMemory, micro_batch: int) -> None:
+    expected = plain_loop(model, test_set)
+
+    found = evaluation(Classify(), model, test_set, micro_batch)()
+
+    assert found["accuracy"] == expected["accuracy"]  # counts are exact
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-13)
+    assert all(type(value) is float for value in found.values())
+
+
+def test_control_the_mean_of_batch_means_is_another_number(model: nn.Module, test_set: InMemory) -> None:
+    """The usual mistake counts the samples of the short last batch too much; the test above would notice."""
+    model.eval()
+    batches = [test_set.__getitems__(list(range(i, min(i + 5, SAMPLES)))) for i in range(0, SAMPLES, 5)]
+    with torch.no_grad():
+        means = [F.cross_entropy(model(images), labels).item() for images, labels in batches]
+    wrong = sum(means) / len(means)
+
+    assert wrong != pytest.approx(plain_loop(model, test_set)["loss"], rel=1e-6)
+
+
+def test_low_precision_values_are_added_in_high_precision(model: nn.Module) -> None:
+    class InHalfPrecision(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            return {"count": torch.ones(len(batch[0]), dtype=torch.bfloat16), "value": batch[0].to(torch.bfloat16)}
+
+    many = InMemory(torch.full((3001,), 0.1))
+    found = evaluation(InHalfPrecision(), model, many, micro_batch=999)()
+
+    assert found["count"] == 1  # bfloat16 cannot count beyond 256
+    assert found["value"] == pytest.approx(torch.tensor(0.1, dtype=torch.bfloat16).item(), rel=1e-13)
+
+
+def test_metrics_that_draw_do_not_depend_on_the_kind_of_data_set_or_on_who_loads_it(test_set: InMemory) -> None:
+    class Noisy(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            return {"noise": torch.rand(len(batch[0]), dtype=torch.float64)}
+
+    collated, listed = TensorDataset(*test_set.tensors), Subset(cast(Any, list(test_set)), range(SAMPLES))
+    found: list[float] = []
+    for dataset, workers in ((test_set, 0), (collated, 0), (listed, 0), (test_set, 2)):
+        torch.manual_seed(len(found))
+        found.append(evaluation(Noisy(), nn.Linear(1, 1), dataset, workers=workers)()["noise"])
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_evaluated_in_evaluation_mode_without_gradients_and_left_as_it_was(
+    model: nn.Module, test_set: InMemory, training: bool
+) -> None:
+    modes = []
+
+    class Watching(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            modes.append(
+                (any(m.training for m in model.modules()), torch.is_grad_enabled(), model(batch[0]).requires_grad)
+            )
+            return super().metrics(model, batch)
+
+    model.train(training)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    evaluation(Watching(), model, test_set)()
+
+    assert modes == [(False, False, False)] * 8
+    assert {m.training for m in model.modules()} == {training}
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # BatchNorm's as well
+
+
+def test_a_frozen_part_of_the_model_stays_in_evaluation_mode(model: nn.Module, test_set: InMemory) -> None:
+    """As fine-tuning does with BatchNorm. Otherwise training after an evaluation differs from training before."""
+    model[1].eval()
+    evaluation(Classify(), model, test_set)()
+    assert [m.training for m in model] == [True, False, True, True, True]
+
+
+def test_summarize_turns_means_of_any_shape_into_numbers(model: nn.Module, test_set: InMemory) -> None:
+    """Mean intersection over union from a confusion matrix for each sample, which no mean over batches gives."""
+
+    class Segmentation(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            images, labels = batch
+            truth, guess = F.one_hot(labels, CLASSES), F.one_hot(model(images).argmax(1), CLASSES)
+            return {"confusion": truth.unsqueeze(2) * guess.unsqueeze(1)}
+
+        def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
+            confusion = means["confusion"]
+            assert confusion.shape == (CLASSES, CLASSES)
+            assert confusion.dtype == torch.float64
+            both = confusion.diagonal()
+            return {"iou": float((both / (confusion.sum(0) + confusion.sum(1) - both)).mean())}
+
+    found = evaluation(Segmentation(), model, test_set)()
+
+    model.eval()
+    images, labels = test_set.tensors
+    guesses = model(images).argmax(1)
+    ious = [
+        ((guesses == c) & (labels == c)).sum().item() / ((guesses == c) | (labels == c)).sum().item()
+        for c in range(CLASSES)
+    ]
+    assert found == {"iou": pytest.approx(sum(ious) / CLASSES, rel=1e-13)}
+
+
+def test_every_sample_comes_once_and_in_its_own_order(model: nn.Module) -> None:
+    seen: list[int] = []
+
+    class Recording(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            seen.extend(batch[0].tolist())
+            return {"one": torch.ones(len(batch[0]))}
+
+    evaluate = evaluation(Recording(), model, InMemory(torch.arange(SAMPLES)))
+    assert evaluate() == evaluate() == {"one": 1.0}
+    assert seen == 2 * list(range(SAMPLES))
+
+
+class Noisy(Dataset[Any]):
+    """A test set with random crops, say."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float, float]:
+        return torch.rand(()), random.random(), np.random.rand()
+
+
+class MeanNoise(Classify):
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return dict(zip(("torch", "python", "numpy"), batch, strict=True))
+
+
+def test_a_random_test_set_is_the_same_every_time_and_for_any_cut_and_workers(model: nn.Module) -> None:
+    first = evaluation(MeanNoise(), model, Noisy())()
+    assert all(0.3 < value < 0.7 for value in first.values())  # samples differ from each other
+
+    torch.rand(1), random.random(), np.random.rand()
+    assert evaluation(MeanNoise(), model, Noisy())() == first
+    assert evaluation(MeanNoise(), model, Noisy(), workers=2)() == first
+    assert evaluation(MeanNoise(), model, Noisy(), micro_batch=8)() == pytest.approx(first, rel=1e-13)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rehearsal_is_the_first_micro_batch_and_leaves_no_trace(
+    model: nn.Module, test_set: InMemory, workers: int
+) -> None:
+    seen: list[int] = []
+
+    class Careless(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            seen.append(len(batch[0]))
+            model.train()
+            with torch.enable_grad():
+                found = super().metrics(model.requires_grad_(False), batch)
+            return found | {"noise": torch.rand(len(batch[0])) + random.random() + np.random.rand()}
+
+    def everything() -> list[Any]:
+        generators = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+        flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
+        return [*generators, *flags, [value.tolist() for value in model.state_dict().values()]]
+
+    undisturbed = evaluation(Careless(), copy.deepcopy(model), test_set, workers=workers)()
+    seen.clear()
+    evaluate = evaluation(Careless(), model, test_set, workers=workers)
+    seed_host(12345)  # not where an evaluation leaves the generators
+    before = everything()
+    assert (evaluate.rehearse() or {}).keys() == {"loss", "accuracy", "noise"}
+    assert everything() == before
+    assert seen == [5], "and no other"
+    assert evaluate() == undisturbed
+    assert seen == [5] * 8 + [2]
+    assert everything() != before, "the control: an evaluation of this task does leave traces"
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(ZeroDivisionError, False), (ValueError, False), (KeyError, True)])
+def test_a_class_that_the_first_micro_batch_lacks_ends_no_run(
+    model: nn.Module, test_set: InMemory, kind: type[Exception], ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Summary(Classify):
+        def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
+            raise kind("1")
+
+    evaluate = evaluation(Summary(), model, test_set)
+    with pytest.raises(kind) if ends else nullcontext():
+        assert evaluate.rehearse() is None
+        assert f"for the first 5 test samples at {__file__}:" in caplog.text
+    with pytest.raises(kind):
+        evaluate()
+
+
+def test_numbers_of_all_kinds_are_plain_ones_afterwards() -> None:
+    numbers = [1, 0.5, True, np.float32(0.5), np.int64(3), np.ones(1), torch.tensor(2), torch.tensor([math.nan])]
+    plain = checked_summary(dict(zip("abcdefgh", numbers, strict=True)))
+    assert [type(value) for value in plain.values()] == [int, float, float, float, int, float, int, float]
+    assert json.dumps(plain).startswith('{"a": 1, "b": 0.5, "c": 1.0, "d": 0.5, "e": 3,')
+    for odd in (None, "0.5", 1j, [1.0], torch.zeros(2), torch.tensor(1j)):
+        with pytest.raises(Ended, match=r"^summarize\(\) returned .* as 'a': it must be one real number$"):
+            checked_summary({"a": odd})
+    with pytest.raises(TypeError, match="not JSON serializable"):  # the control
+        json.dumps({"d": np.float32(0.5)})
+
+
+def test_ranks_whose_metrics_do_not_fit_together_are_told(model: nn.Module, test_set: InMemory) -> None:
+    class TwoRanks(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {"loss": torch.zeros(1, 3), "accuracy": torch.zeros(1)}]
+
+    world = TwoRanks(rank=0, local_rank=0, world_size=2, local_world_size=2, device=ALONE.device, launched=False)
+    with pytest.raises(Ended, match=r"rows of shape \[\] as 'loss' for one batch and of \[3\] for another"):
+        Evaluation(Classify(), model, test_set, Config(micro_batch=5), world)()
+
+
+class OnlyALoss(Classify):
+    """Leaves `metrics` out."""
+
+    metrics = Task.metrics
+
+
+def test_a_scalar_is_the_mean_of_its_micro_batch_however_uneven_these_are(model: nn.Module, test_set: InMemory) -> None:
+    found = evaluation(OnlyALoss(), model, test_set)()
+    assert found["loss"] == pytest.approx(plain_loop(model, test_set)["loss"], rel=1e-12)
+    images, labels = test_set.tensors
+    parts = [nn.functional.cross_entropy(model(images[i : i + 5]), labels[i : i + 5]).item() for i in range(0, 37, 5)]
+    assert sum(parts) / len(parts) != pytest.approx(found["loss"], rel=1e-6), "the control: a mean of means"

@@ -1,0 +1,96 @@
+"""A step whose loss or gradient is not finite: left out or the end, alike on all ranks, and never in the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from evenkeel.config import Config
+from evenkeel.training.distributed_loss import clip_grad_norm
+from evenkeel.training.nonfinite import NonFinite
+from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.state import State, sha256
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "ours, adamw": lambda p: build_optimizer(p, Config(optimizer="adamw")),
+    "ours, adam": lambda p: build_optimizer(p, Config(optimizer="adam")),
+    "ours, sgd": lambda p: build_optimizer(p, Config(optimizer="sgd")),
+    "a user's own": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
+}
+
+
+def take(state: State, gradient: float) -> None:
+    """One step with the same number everywhere in the gradient, and a new value of the buffers."""
+    state.clear_gradients()
+    for parameter in state.model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    buffers = [group.committed + gradient for group in state.buffers.groups]
+    state.commit(clip_grad_norm(state.parameters, 0.0), buffers)
+
+
+def everything(state: State) -> str:
+    captured = state.capture()
+    tensors: dict[str, Tensor] = dict(captured["model"])
+    for i, (parameter, values) in enumerate(captured["optimizers"][0]["state"].items()):
+        tensors |= {f"{i} {parameter} {name}": v for name, v in values.items() if isinstance(v, Tensor)}
+    return sha256(tensors)
+
+
+def new_state(optimizer: str, skip: bool) -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+    return State(model, [OPTIMIZERS[optimizer](list(model.parameters()))], skip)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("good_before", [0, 2])
+def test_a_skipped_step_changes_nothing_but_the_count(optimizer: str, bad: float, good_before: int) -> None:
+    with_bad, without = new_state(optimizer, skip=True), new_state(optimizer, skip=True)
+    for state in (with_bad, without):
+        for _ in range(good_before):
+            take(state, 0.5)
+    take(with_bad, bad)
+    assert (with_bad.step, with_bad.skipped, with_bad.last_skipped) == (good_before + 1, 1, good_before + 1)
+    if good_before:
+        assert everything(with_bad) == everything(without)
+    for state in (with_bad, without):
+        take(state, 0.25)
+    assert everything(with_bad) == everything(without), "nor does anything of it come back later"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_stop_leaves_the_state_of_the_step_before(optimizer: str) -> None:
+    state = new_state(optimizer, skip=False)
+    take(state, 0.5)
+    before = everything(state)
+    with pytest.raises(NonFinite, match="step 2 is not finite"):
+        take(state, math.nan)
+    assert state.step == 1
+    assert state.capture()["step"] == 1
+    assert everything(state) == before
+    take(state, 0.5)
+    assert state.step == 2
+
+
+def test_the_control_an_optimizer_by_itself_takes_the_poison() -> None:
+    for optimizer in (SGD, Adam, AdamW):
+        model = nn.Linear(3, 3)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        optimizer(model.parameters(), lr=0.1).step()
+        assert not model.weight.isfinite().any()
+
+
+def test_clip_gives_the_norm_and_scales_only_on_request() -> None:
+    model = nn.Linear(1, 2, bias=False)
+    model.weight.grad = torch.tensor([[3.0], [4.0]])
+    assert clip_grad_norm(model.parameters(), 0.0) == 5
+    assert model.weight.grad.tolist() == [[3.0], [4.0]]
+    assert clip_grad_norm(model.parameters(), 1.0) == 5
+    assert torch.allclose(model.weight.grad.norm(), torch.tensor(1.0))
