@@ -131,7 +131,7 @@ def measure(name: str, saves: int, folder: Path) -> None:
     attempt = Attempt(config, Classify(), Plan(1437, 64, 8, epochs=10**6), World.from_environment())
     attempt.begin()
     run = Run(attempt, Classify(), state)
-    run.resume()
+    run.attempt.resume(run.state)
 
     def passes() -> None:
         model(batch).square().mean().backward()

@@ -11,10 +11,10 @@ import pytest
 
 from evenkeel.common.errors import Refusal
 from evenkeel.run import run_directory
-from evenkeel.run.run_directory import claim
 from tests.run.test_run_directory import (
     FORK,
     OPTIONS,
+    claim,
     path,  # noqa: F401  (a fixture)
     started,
 )

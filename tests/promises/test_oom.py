@@ -68,8 +68,7 @@ def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
         for process in started:
             kill_group(process)
     assert first.returncode == 75, first.stderr + second.stderr
-    assert "--micro-batch auto: 4 samples fit on each of 2 ranks" in first.stdout, "rank 0 alone would have taken 8"
-    assert "for rank 1, where more does not" in first.stdout
+    assert "--micro-batch auto: 4 samples fit, on rank 1 no more" in first.stdout, "rank 0 alone would have taken 8"
     assert "micro_batch = 4\n" in (run_dir / "config.toml").read_text()
 
     # there is room for all now, but the run has its number; rank 0 is on a node that has never heard of it

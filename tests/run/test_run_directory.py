@@ -26,7 +26,7 @@ from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.run import run_directory
 from evenkeel.run.records import is_run, read_config, read_facts
-from evenkeel.run.run_directory import RunDirectory, check, claim, launch_token
+from evenkeel.run.run_directory import Identity, RunDirectory, check, launch_token
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
 
@@ -43,6 +43,10 @@ NOBODY = 65534
 
 
 FORK = multiprocessing.get_context("fork")
+
+
+def claim(path: Path, options: dict[str, Any], fresh: bool, **more: Any) -> RunDirectory:
+    return run_directory.claim(path, Identity(options, **more), fresh)
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +116,9 @@ def test_the_number_of_samples_must_stay(path: Path) -> None:
     directory.begin(OPTIONS, [""], samples=before)
     del directory
     claim(path, OPTIONS, fresh=False, samples=before)
-    for check_it in (claim, check):  # rank 0, and the first rank of another node
+    for check_it in (run_directory.claim, check):  # rank 0, and the first rank of another node
         with pytest.raises(Refusal, match=r"the training data had 96 samples and has 95 now, .*--fresh$"):
-            check_it(path, OPTIONS, fresh=False, samples=now)
+            check_it(path, Identity(OPTIONS, samples=now), fresh=False)
     with pytest.raises(Refusal, match="the test data had 20 samples and has 21 now"):
         claim(path, OPTIONS, fresh=False, samples=before | {"test": 21})
     claim(path, OPTIONS, fresh=True, samples=now)

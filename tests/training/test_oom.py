@@ -181,7 +181,7 @@ def test_the_probe_finds_what_fits_and_leaves_no_trace(fit: int) -> None:
     if fit:
         found, said = probe()
         assert found == {64: 40, 7: 5}[fit]
-        assert said.startswith(f"--micro-batch auto: {found} samples fit here")
+        assert said.startswith(f"--micro-batch auto: {found} samples fit")
         assert task.seen == {64: [40, 40], 7: [40, 20, 10, 5, 5]}[fit], "two passes where the first one fits"
     else:
         with pytest.raises(OutOfMemory, match=r"the batch was \[2, 6\] float32, \[2\] int64"):

@@ -12,6 +12,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenkeel.common.background import Background
 from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
@@ -224,7 +224,7 @@ class Training:
             attempt.begin()
         self.run = Run(attempt, task, self.state)
         if world.rank == 0:
-            self.run.resume()
+            self.run.attempt.resume(self.run.state)
         for parameter in model.parameters():
             parameter.data.zero_()
 
@@ -276,12 +276,12 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
 
 def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2, best=("accuracy", "max"))
-    staging, writer = Staging(CPU), Background[Path]("checkpoint")
+    staging, writer = Staging(CPU), ThreadPoolExecutor()
     captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
     with slow_disk(tmp_path):
-        writer.start(lambda: checkpoints.save(captured, {}))
+        saved = writer.submit(checkpoints.save, captured, {})
         copy(staging, {"step": 2, "model": {"w": torch.full((10,), 2.0)}, "optimizers": []})
-    assert (load(writer.result())["model"]["w"] == 2).all(), "a checkpoint of step 1 with the weights of step 2"
+    assert (load(saved.result())["model"]["w"] == 2).all(), "a checkpoint of step 1 with the weights of step 2"
 
 
 def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path, rank_0: World) -> None:

@@ -1,7 +1,7 @@
 """What any other part may use. Nothing here knows of models, data or ranks.
 
     arguments   command lines: empty words, tyro's errors as one line
-    background  slow work in a thread, and deadlines for waiting
+    deadlines   moments until which somebody waits
     display     the live line on a terminal
     errors      errors that end a program with one line, and exit codes
     files       files that are whole or absent, locks, growing files

@@ -23,17 +23,8 @@ class SizedDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class InMemory(Dataset[Any]):
-    """Tensors of equal length, each of shape [N, ...]; a micro-batch is one indexing of each tensor."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor[index] for tensor in self.tensors)
+class InMemory(TensorDataset):
+    """Tensors of equal length, each of shape [N, ...]; a micro-batch is one indexing of each tensor, and a tuple."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """Return a collated micro-batch, each tensor of shape [len(indices), ...]."""
@@ -53,17 +44,8 @@ def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] 
     return Limited(dataset, [i * size // samples for i in range(samples)])
 
 
-class Limited(Dataset[Any]):
+class Limited(Subset[Any]):
     """The samples at some indices. Unlike torch's `Subset`, it leaves collation to a data set that does its own."""
-
-    def __init__(self, dataset: SizedDataset, indices: Sequence[int]) -> None:
-        self.dataset, self.indices = dataset, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[self.indices[index]]
 
     def __getitems__(self, indices: Indices) -> Any:
         """Return what the base data set makes of a micro-batch, or a list of samples."""

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -88,43 +87,25 @@ def refuse_missing(gpus: int, control: Path = GPU_DEVICES) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Device:
-    """What a rank computes on; `model` is empty and `memory` 0 for a CPU."""
-
-    host: str
-    name: str
-    model: str
-    memory: int
-    """Bytes."""
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.host}" + (f", {self.model}, {self.memory / GIB:.1f} GiB" if self.model else "")
-
-
-def describe(device: torch.device) -> Device:
-    """Describe a device of this process."""
-    host, name = socket.gethostname(), device_name(device)
+def describe(device: torch.device) -> tuple[str, str]:
+    """Describe a device of this process: a line for messages, and its kind, as far as ranks should have the same."""
+    line = f"{device_name(device)} of {socket.gethostname()}"
     if device.type != "cuda":
-        return Device(host, name, "", 0)
+        return line, "a CPU"
     found = torch.cuda.get_device_properties(device)
-    return Device(host, name, found.name, found.total_memory)
+    gib = found.total_memory / GIB  # the kind's are whole, because a driver keeps a few MiB more on one card
+    return f"{line}, {found.name}, {gib:.1f} GiB", f"{found.name} with {gib:.0f} GiB"
 
 
-def explain_uneven(devices: Sequence[Device]) -> str:
+def explain_uneven(kinds: Sequence[str]) -> str:
     """Return a line if the devices of all ranks, in order, are not of one kind; empty if they are."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for rank, device in enumerate(devices):  # in whole GiB, because a driver keeps a few MiB more on one card
-        groups.setdefault((device.model or "a CPU", round(device.memory / GIB)), []).append(rank)
+    groups = {kind: [rank for rank, its in enumerate(kinds) if its == kind] for kind in dict.fromkeys(kinds)}
     if len(groups) < 2:
         return ""
-    largest_first = sorted(groups.items(), key=lambda group: -group[0][1])
-    kinds = [
-        f"{name_ranks(ranks)}: {model}" + (f" with {gib} GiB" if gib else "") for (model, gib), ranks in largest_first
-    ]
+    shown = "; ".join(f"{name_ranks(ranks)}: {kind}" for kind, ranks in groups.items())
     return (
-        f"the devices of this job differ ({'; '.join(kinds)}): the smallest memory limits --micro-batch, and all ranks "
-        "wait for the slowest"
+        f"the devices of this job differ ({shown}): the smallest memory limits --micro-batch, and all ranks wait for "
+        "the slowest"
     )
 
 

@@ -39,7 +39,7 @@ from .checkpoint import Checkpoints, Manifest
 from .compiled_code import CompiledCode
 from .fingerprint import Differences, describe, differences, differences_among_ranks, fingerprint
 from .records import read_facts, read_records, recorded_options
-from .run_directory import MAX_FRUITLESS, adopt, check, claim, launch_token, refuse_other_data
+from .run_directory import MAX_FRUITLESS, Identity, adopt, check, claim, launch_token, refuse_other_data
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +83,10 @@ class Attempt:
         self.path, self.config, self.plan, self.world = config.run_dir, config, plan, world
         self.options = saved_options(config, task.options())
         self.samples = {"training": plan.samples} | ({} if test_set is None else {"test": len(test_set)})
-        mine = (self.path, self.options, config.fresh, task.harmless, self.samples, task.earlier)
-        self.directory = claim(*mine) if world.rank == 0 else None
+        run = Identity(self.options, task.harmless, self.samples, task.earlier)
+        self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
-            check(*mine)
+            check(self.path, run, config.fresh)
         kept = fingerprint(task, world.device)
         if (gpus := len(replicas(config.strategy, world.device))) > 1:
             kept["strategy"] = f"dp on {gpus} GPUs"
@@ -141,18 +141,18 @@ class Attempt:
             return True
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
         ready = self._written(lambda: self._open_here(status))
-        mine = describe_device(self.world.device)
-        log.info("this rank has %s", mine)
+        line, kind = describe_device(self.world.device)
+        log.info("this rank has %s", line)
         if note:
             log.warning("%s", note)
-        everywhere = self.world.gather((mine, ready))
+        everywhere = self.world.gather((kind, ready))
         for _, ended in everywhere:
             if ended:
                 raise ended
         if status["fruitless"] > MAX_FRUITLESS:
             self._end_crash_loop()
         if self.directory:
-            self._start_tracking(explain_uneven([device for device, _ in everywhere]), said)
+            self._start_tracking(explain_uneven([kind for kind, _ in everywhere]), said)
         return False
 
     def _open(self, tokens: list[str], newest: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -234,7 +234,7 @@ class Attempt:
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)
         settled = {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
-        self.checkpoints = replace(self.checkpoints, fingerprint=self.checkpoints.fingerprint | settled)
+        self.checkpoints.fingerprint |= settled
         return said or passes(self.plan, self.world) if is_open and not recorded and config.reduce == "tree" else said
 
     def _refuse_other_data(self, before: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ class Attempt:
             )
         if other_bits and void_from is None:
             void_from = step
-        self.checkpoints = replace(self.checkpoints, fingerprint=present[0], bits_void_from=void_from)
+        self.checkpoints.fingerprint, self.checkpoints.bits_void_from = present[0], void_from
         return other_bits
 
     def _finished(self, status: dict[str, Any]) -> bool:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 from uuid import uuid4
 
-from ..common.background import FOREVER
+from ..common.deadlines import FOREVER
 from ..common.files import lock, sync_folder, write_json
 from ..common.naming import TEST, full_name, named
 
@@ -78,7 +78,7 @@ class Manifest:
     """By name; state.pt is among them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoints:
     """The folder of a run's checkpoints. Rank 0 writes it; another rank only what it has survived."""
 

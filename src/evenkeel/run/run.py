@@ -135,7 +135,7 @@ class Run:
                     yield run
                     return
                 interruption.rescue_with(run.stopped)
-                run.resume()
+                attempt.resume(state)
                 with run.watched(store, interruption):
                     try:
                         with operations_named(), no_exit():
@@ -149,11 +149,6 @@ class Run:
                         interruption.settle()  # after a signal other ranks leave, which is no failure
                         run.failed(error)
                         raise
-
-    def resume(self) -> None:
-        """Load the newest whole state of any node, if there is one."""
-        self.attempt.resume(self.state)
-        self.saver.checkpoints = self.attempt.checkpoints
 
     def watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank tells the others what it does, so that one that hangs is named.

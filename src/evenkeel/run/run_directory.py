@@ -6,7 +6,6 @@ apart from the other ranks' logs.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
 from ..config import differences, flag
 from .checkpoint import step_folders
-from .records import is_run, read_config, read_facts, read_record
+from .records import is_run, read_config, read_facts, read_records
 
 log = logging.getLogger(__name__)
 
@@ -154,23 +153,27 @@ class RunDirectory:
         log.error("%s was deleted while the run is at work; what is written from now on is there again", self.path)
 
 
-def check(
-    path: Path,
-    options: dict[str, Any],
-    fresh: bool,
-    harmless: frozenset[str] = frozenset(),
-    samples: Mapping[str, int] = {},
-    earlier: Mapping[str, Any] = {},
-) -> None:
+@dataclass(frozen=True)
+class Identity:
+    """What says which run a start means. Two starts of one run may differ only in what is harmless."""
+
+    options: dict[str, Any]
+    """As `config.saved_options` gives them."""
+    harmless: frozenset[str] = frozenset()
+    """Options of the task that may change."""
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """How many there are, of the "training" data and of the "test" data."""
+    earlier: Mapping[str, Any] = field(default_factory=dict)
+    """What options of the task were in runs that are older than the option (`Task.earlier`)."""
+
+
+def check(path: Path, run: Identity, fresh: bool) -> None:
     """Check that a run may use a folder, and create it if need be. Changes nothing in a run there.
 
     Args:
         path: the folder.
-        options: as `config.saved_options` gives them.
+        run: the run that wants it.
         fresh: a run there will be moved aside.
-        harmless: options of the task that may change.
-        samples: how many there are, of the "training" data and of the "test" data.
-        earlier: what options of the task were in runs that are older than the option (`Task.earlier`).
 
     Raises:
         Refusal: it is a file, cannot be written, is not a run's, is another run's, or the run had other data.
@@ -182,7 +185,7 @@ def check(
             holds = foreign[0] + f" and {len(foreign) - 1} more" * (len(foreign) > 1)
             raise Refusal(f"--run-dir {path}: is not empty and not a run's: holds {holds}; name another folder")
         if not fresh:
-            _refuse_another_run(path, options, harmless, samples, earlier)
+            _refuse_another_run(path, run)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # says now whether files can be written here
     except OSError as error:
@@ -191,24 +194,16 @@ def check(
         ) from None
 
 
-def claim(
-    path: Path,
-    options: dict[str, Any],
-    fresh: bool,
-    harmless: frozenset[str] = frozenset(),
-    samples: Mapping[str, int] = {},
-    earlier: Mapping[str, Any] = {},
-) -> RunDirectory:
+def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
     """As :func:`check`, and lock the folder for rank 0 of this job, or refuse if it is in use."""
-    check(path, options, fresh, harmless, samples, earlier)
+    check(path, run, fresh)
     held = _lock(path)
     if not fresh:  # again: the last holder of the lock may have started over
-        _refuse_another_run(path, options, harmless, samples, earlier)
+        _refuse_another_run(path, run)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
-        with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
-            found = filter(None, map(read_record, file))
-            status["world_sizes"] = [it.get("world_size", 1) for it in found if it["kind"] == "start"]
+        records = read_records(path / "metrics.jsonl")
+        status["world_sizes"] = [it.get("world_size", 1) for it in records if it["kind"] == "start"]
     return RunDirectory(path, status, held, trouble)
 
 
@@ -295,13 +290,7 @@ def _foreign(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if not ours(entry))
 
 
-def _refuse_another_run(
-    path: Path,
-    options: dict[str, Any],
-    harmless: frozenset[str],
-    samples: Mapping[str, int],
-    earlier: Mapping[str, Any],
-) -> None:
+def _refuse_another_run(path: Path, run: Identity) -> None:
     """Refuse options or data that are not those of the run there, and checkpoints that cannot be read."""
     folder, config = path / "checkpoints", path / "config.toml"
     # they would count as none, and the run would start over
@@ -314,8 +303,8 @@ def _refuse_another_run(
             f"--run-dir {path}: holds a run without its config.toml, which says what run it is; put that back, "
             "name another folder, or start over with --fresh"
         )
-    before = read_config(config) if config.exists() else options
-    if changed := differences({**earlier, **before}, {**earlier, **options}, harmless):
+    before = read_config(config) if config.exists() else run.options
+    if changed := differences({**run.earlier, **before}, {**run.earlier, **run.options}, run.harmless):
         shown = ", ".join(
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
             for name, old, new in changed
@@ -324,4 +313,4 @@ def _refuse_another_run(
             f"--run-dir {path}: holds another run: {shown}; continue it with the old values, name another folder, "
             "or start over with --fresh"
         )
-    refuse_other_data(path, read_facts(path / "status.json")[0].get("samples", {}), samples)
+    refuse_other_data(path, read_facts(path / "status.json")[0].get("samples", {}), run.samples)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from ..common.background import Background
 from ..common.phases import CHECKPOINT, activity
 from ..training.seqlock import Torn
 from ..training.staging import Staging
@@ -33,7 +33,8 @@ class Saver:
         self, checkpoints: Checkpoints, devices: Sequence[torch.device], grace: float, written: Callable[[int], None]
     ) -> None:
         self.checkpoints, self._devices, self._grace, self._written = checkpoints, devices, grace, written
-        self._writer: Background[float] = Background("checkpoint")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._work: Future[float] | None = None
         self._staging = Staging(*devices)
         self.step = 0
         """Of the checkpoint that is being written."""
@@ -41,12 +42,12 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether :meth:`result` has something to tell."""
-        return self._writer.busy
+        return self._work is not None
 
     @property
     def done(self) -> bool:
         """Whether :meth:`result` would answer at once."""
-        return self._writer.done
+        return self._work is not None and self._work.done()
 
     def result(self) -> float:
         """Seconds that the last checkpoint took; waits for it.
@@ -54,7 +55,9 @@ class Saver:
         Raises:
             OSError: it could not be written.
         """
-        return self._writer.result()
+        assert self._work
+        work, self._work = self._work, None
+        return work.result()
 
     def pin(self, state: State) -> None:
         """Page-lock the memory for copies from a GPU, once; on rank 0 only, for all ranks would need too much."""
@@ -63,6 +66,7 @@ class Saver:
 
     def start(self, state: State, metrics: dict[str, float]) -> None:
         """Begin a checkpoint of the state as it is now. The result of the last one must have been taken."""
+        assert not self.busy
         begun = time.perf_counter()
         with activity.during(CHECKPOINT):
             self._staging.take()
@@ -72,7 +76,7 @@ class Saver:
             self._staging.give_back()
             raise
         self.step = state.step
-        self._writer.start(lambda: self._save(held, metrics, begun))
+        self._work = self._thread.submit(self._save, held, metrics, begun)
 
     def _save(self, held: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:

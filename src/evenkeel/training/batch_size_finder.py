@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,19 +39,17 @@ RESERVE = 0.03
 """Part of a GPU's memory that must be left: NCCL takes some, and what is free is never in one piece."""
 
 
+@dataclass
 class Probe:
-    """Finds the micro-batch of a run. Call it once, on all ranks together.
+    """Finds the micro-batch of a run, with the samples of the first step. Call it once, on all ranks together."""
 
-    Args:
-        config: with --micro-batch auto.
-        task: its loss.
-        world: who takes part.
-        train_set: the samples of the first step are tried, as a loader would make them.
-        state: model and optimizers as the run begins.
-    """
-
-    def __init__(self, config: Config, task: Task, world: World, train_set: SizedDataset, state: State) -> None:
-        self.config, self.task, self.world, self.train_set, self.state = config, task, world, train_set, state
+    config: Config
+    """With --micro-batch auto."""
+    task: Task
+    world: World
+    train_set: SizedDataset
+    state: State
+    """Model and optimizers as the run begins."""
 
     def __call__(self) -> tuple[int, str]:
         """The largest of --batch-size / world size, a half of it, ... that fits on every rank; and a line about it.
@@ -81,15 +80,9 @@ class Probe:
             raise OutOfMemory(explained(last, self.world.device, self.config)) from last
         if not found:
             raise OutOfMemory("--micro-batch auto: another rank has not even the memory for one sample")
-        ranks = f"on each of {self.world.world_size} ranks" if self.world.world_size > 1 else "here"
-        more = f", and {', '.join(map(str, failed))} did not" if failed else ""
-        if max(sizes) > found:
-            bound = name_ranks([rank for rank, fits in enumerate(sizes) if fits == found])
-            more += f", for {bound}, where more does not"
-        return found, (
-            f"--micro-batch auto: {found} samples fit {ranks}{more} (forward, backward and optimizer, tried with "
-            "real samples); the run keeps that number"
-        )
+        bound = name_ranks([rank for rank, fits in enumerate(sizes) if fits == found])
+        more = f", on {bound} no more" if max(sizes) > found else f", not {failed[-1]}" if failed else ""
+        return found, f"--micro-batch auto: {found} samples fit{more}, tried with real ones; the run keeps that number"
 
     def _try(self, size: int) -> BaseException | None:
         """The error for want of memory, if there is one. Without its traceback, which would keep that memory."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..common.background import FOREVER, left
+from ..common.deadlines import FOREVER, left
 
 STUCK = 3.0
 """Seconds that a rescue waits for the end of the last commit before it takes a GPU to hang."""

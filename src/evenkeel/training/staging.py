@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.background import FOREVER, left
+from ..common.deadlines import FOREVER, left
 
 Path = tuple[object, ...]
 """The keys and indices that lead to a tensor in a tree."""

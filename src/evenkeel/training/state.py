@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..common.background import FOREVER
+from ..common.deadlines import FOREVER
 from ..common.phases import CHECKPOINT, COMMIT, activity
 from .buffers import Buffers
 from .early_stopping import Stopping

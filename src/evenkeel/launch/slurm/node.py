@@ -143,8 +143,8 @@ def check_job(train_args: Sequence[str]) -> Config:
 
     config, task = parse(train_args)
     assert config.run_dir is not None  # resolved
-    options = saved_options(config, task.options())
-    run_directory.check(config.run_dir, options, config.fresh, task.harmless, earlier=task.earlier)
+    run = run_directory.Identity(saved_options(config, task.options()), task.harmless, earlier=task.earlier)
+    run_directory.check(config.run_dir, run, config.fresh)
     return config
 
 
