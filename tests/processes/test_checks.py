@@ -112,7 +112,7 @@ def test_what_is_likely_a_mistake_is_said_once(tmp_path: Path, task: str) -> Non
 def test_a_line_about_samples_comes_out_of_a_loading_process(tmp_path: Path) -> None:
     done = run_forked(TRAIN, *odd_job("ManySizes", tmp_path / "run", "--num-workers", 1), expect=1)
     assert the_line(done.stderr).startswith(
-        "the data set's samples cannot be made a batch: sample[0] has different sizes"
+        "the data set's samples cannot be made a batch: sample[0]: RuntimeError: stack expects"
     )
 
 

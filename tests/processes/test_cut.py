@@ -95,16 +95,6 @@ def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
     assert "--seed is 0 on rank 0 and 1 on rank 1; type it, and the same on all nodes" in refused.stderr
 
 
-def test_the_tree_says_what_its_cut_costs(tmp_path: Path) -> None:
-    alone = run_forked(TRAIN, *untyped(tmp_path / "alone", "--reduce", "tree", "--max-steps", 1))
-    assert (
-        "--reduce tree cuts a step the same way on any number of ranks: 12 passes on this one process; in a new run "
-        "--micro-batch 12 is one, and faster"
-    ) in " ".join(alone.stdout.split())
-    typed = run_forked(TRAIN, *job(tmp_path / "typed", "--reduce", "tree", "--max-steps", 1))
-    assert "passes" not in typed.stdout
-
-
 def test_plan_prints_the_cut_and_why(tmp_path: Path) -> None:
     pytest.importorskip("evenkeel.cli.plan")
 

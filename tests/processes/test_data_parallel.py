@@ -26,8 +26,7 @@ DIGITS = ["--max-steps", "12", "--batch-size", "30", "--dropout", "0", "--optimi
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
 def test_the_weights_are_ddps_up_to_rounding_and_the_strategy_may_change(tmp_path: Path) -> None:
-    done = run_forked(TRAIN, *DIGITS, "--run-dir", tmp_path / "dp", "--strategy", "dp")
-    assert "--strategy dp has one device here, and nothing to divide; ddp is the default because" in done.stderr
+    run_forked(TRAIN, *DIGITS, "--run-dir", tmp_path / "dp", "--strategy", "dp")
     finish_all(fork_ranks(2, TRAIN, *DIGITS, "--run-dir", tmp_path / "ddp", "--micro-batch", 15))
     got, expected = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("dp", "ddp"))
     for name in expected:

@@ -103,14 +103,6 @@ def test_a_folder_where_others_may_write_is_refused(code: CompiledCode, tmp_path
         CompiledCode(tmp_path / "run", {})
 
 
-def test_dynamo_says_in_one_line_that_there_are_too_many_shapes(caplog: pytest.LogCaptureFixture) -> None:
-    import logging
-
-    record = logging.LogRecord("x", 30, "x", 1, "torch._dynamo hit config.%s (%s)", ("recompile_limit", 64), None)
-    assert not compilation._tell_of_too_many_shapes(record)
-    assert "64 shapes" in caplog.text
-
-
 def test_an_optimizer_takes_up_a_state_whose_memory_has_another_order() -> None:
     def network() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from ..common.errors import EndedByData
 from ..common.memory import is_out_of_memory
-from ..common.naming import kind_of
 
 
 def to_device(batch: Any, device: torch.device, copy_tensor: Callable[[Tensor], Tensor] | None = None) -> Any:
@@ -76,52 +74,27 @@ class Uncollated(EndedByData):
     """Samples that cannot be collated."""
 
 
-def explain_samples(samples: Sequence[Any], error: BaseException) -> str:
-    """Say in one line which part of the samples cannot be collated, and what to return instead."""
-    trouble = _trouble(samples, "") or f"default_collate fails: {str(error).splitlines()[0]}"
-    return f"the data set's samples cannot be made a batch: {trouble}"
+def explain_samples(samples: Sequence[Any], error: Exception) -> str:
+    """Say in one line which part of the samples cannot be collated, why, and what to return instead."""
+    path, error = _culprit(samples, "", error)
+    why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return (
+        f"the data set's samples cannot be made a batch: {f'sample{path}' if path else 'a sample'}: {why}; return "
+        "tensors, arrays, numbers, texts, or dicts, lists and tuples of them, all samples alike, or give the data set "
+        "a __getitems__ that returns a batch it has collated itself"
+    )
 
 
-def _trouble(values: Sequence[Any], path: str) -> str:
-    """What is wrong with the values at one path of all samples; empty if they can be collated."""
-    where = f"sample{path}" if path else "a sample"
-    keys: Iterable[Any] | None = None
-    if all(isinstance(value, Mapping) for value in values):
-        keys = values[0].keys()
-        for key in keys:
-            if not all(key in value for value in values):
-                return f"sample{path}[{key!r}] is not there in every sample; give all samples the same keys"
-    elif all(isinstance(value, (list, tuple)) for value in values):
-        fewest, most = min(map(len, values)), max(map(len, values))
-        if fewest < most:
-            return f"{where} has {fewest} parts in one sample and {most} in another; give all the same number"
-        keys = range(most)
-    if keys is not None:
-        found = (_trouble([value[key] for value in values], f"{path}[{key!r}]") for key in keys)
-        return next(filter(None, found), "")
-    shapes = sorted({tuple(value.shape) for value in values if isinstance(value, (Tensor, np.ndarray))})
-    if len(shapes) > 1:
-        return (
-            f"{where} has different sizes, {list(shapes[0])} and {list(shapes[-1])}: resize, crop or pad them to one, "
-            "or give the data set a __getitems__ that returns a batch it has collated itself"
-        )
-    for value in values:
-        if remedy := _remedy(value):
-            return f"{where} is {kind_of(value)}: {remedy}"
-    types = sorted({type(value).__name__ for value in values})
-    return f"{where} is of different types: {', '.join(types)}; return one type for all" if len(types) > 1 else ""
-
-
-def _remedy(value: Any) -> str:
-    """What to return instead of a value that cannot be collated; empty if it can."""
-    if value is None:
-        return "return a number or a tensor that stands for nothing (-1, say), or leave that part out of all samples"
-    if type(value).__module__.partition(".")[0] == "PIL":
-        return "make it a tensor in the data set's transform, by torchvision.transforms.v2.ToImage() or PILToTensor()"
-    if dataclasses.is_dataclass(value):
-        return "return a dict, by dataclasses.asdict(sample), a tuple or a named tuple"
-    try:
-        default_collate([value])
-    except Exception:
-        return "return tensors, arrays, numbers, texts, or dicts, lists and tuples of them"
-    return ""
+def _culprit(values: Sequence[Any], path: str, error: Exception) -> tuple[str, Exception]:
+    """The place of the innermost part that cannot be collated, and the error that it gives alone."""
+    first = values[0]
+    for key in first if isinstance(first, Mapping) else range(len(first)) if isinstance(first, (list, tuple)) else ():
+        try:
+            part = [value[key] for value in values]
+        except (LookupError, TypeError):  # not every sample has it
+            break
+        try:
+            default_collate(part)
+        except Exception as inner:
+            return _culprit(part, f"{path}[{key!r}]", inner)
+    return path, error

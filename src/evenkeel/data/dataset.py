@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import IterableDataset, StackDataset, Subset, TensorDataset
 
 from ..common.errors import Refusal
 from ..common.naming import kind_of

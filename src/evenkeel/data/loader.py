@@ -166,13 +166,9 @@ def _shorten_temp_dir() -> None:
     A worker's thread would lose its batch to that error, and training would wait for it. Python 3.14 does the same.
     Created in this process, which removes it at exit: workers are killed.
     """
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(usual)) > LONGEST_SOCKET - len("/pymp-12345678/listener-12345678"):
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_SOCKET - len("/pymp-12345678/listener-12345678"):
         tempfile.tempdir = "/tmp"  # noqa: S108
-    try:
-        get_temp_dir()
-    finally:
-        tempfile.tempdir = usual
+    get_temp_dir()
 
 
 def _kill(workers: Iterable[BaseProcess]) -> None:

@@ -110,18 +110,6 @@ class Parallel(nn.DataParallel[Share]):
         return moved, [{}] * len(moved)
 
 
-def about(strategy: str, device: torch.device) -> str:
-    """A line for the log; empty without --strategy dp."""
-    if strategy != "dp":
-        return ""
-    gpus = len(replicas(strategy, device))
-    what = f"divides each micro-batch among {gpus} GPUs" if gpus > 1 else "has one device here, and nothing to divide"
-    return (
-        f"--strategy dp {what}; ddp is the default because with dp one Python process drives all GPUs, the weights are "
-        "sent out in each step, and BatchNorm has the statistics of the first GPU only"
-    )
-
-
 def parallel(loss: nn.Module, strategy: str, device: torch.device) -> nn.Module:
     """Return a module that computes the mean loss of a batch on all devices that the strategy gives this process."""
     devices = replicas(strategy, device)

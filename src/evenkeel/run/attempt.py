@@ -23,14 +23,14 @@ from ..config import differences as differences_of_options
 from ..data.data_digest import OFTEN, ONCE, TWICE, difference, look
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
-from ..distributed.data_parallel import about, replicas
+from ..distributed.data_parallel import replicas
 from ..distributed.devices import describe as describe_device
 from ..distributed.devices import explain_uneven
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
 from ..training import compilation
 from ..training.checks import left_out
-from ..training.cut import Cutter, passes
+from ..training.cut import Cutter
 from ..training.precision import substitute
 from ..training.state import State
 from ..training.task import Task
@@ -218,7 +218,6 @@ class Attempt:
             tokens = {token for token, _ in known if token}
             continued = [status for status in continued if tokens & set(status.get("launch", []))]
         recorded = max(continued, key=_attempts, default={})
-        is_open = not (self.config.micro_batch or self.config.micro_batches)
         config, said = self._cutter(recorded), ""
         if config.micro_batch == "auto":
             found = recorded.get("micro_batch", 0)
@@ -235,7 +234,7 @@ class Attempt:
             refuse_too_few_ranks(self.plan, self.world.world_size)
         settled = {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
         self.checkpoints.fingerprint |= settled
-        return said or passes(self.plan, self.world) if is_open and not recorded and config.reduce == "tree" else said
+        return said
 
     def _refuse_other_data(self, before: dict[str, Any]) -> None:
         """Each node has looked at its own copy of the run so far, at its own command line and at its own data."""
@@ -330,7 +329,7 @@ class Attempt:
         if damage := self.directory.trouble:
             log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
         note = substitute(config.precision, world.device)
-        for line in filter(None, (note, uneven, about(config.strategy, world.device), self._about_data())):
+        for line in filter(None, (note, uneven, self._about_data())):
             log.warning("%s", line)
         if said:
             self.tracker.say(said)

@@ -60,7 +60,6 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
     for name, value in {"cpp_cache_precompile_headers": False, **(EXACT if exact else {})}.items():
         if hasattr(inductor, name):  # not every release has all of them
             setattr(inductor, name, value)
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_tell_of_too_many_shapes)
     progress.wanted = True
     torch._dynamo.callback.callback_handler.register_start_callback(progress.begin)
     torch._dynamo.callback.callback_handler.register_end_callback(progress.end)
@@ -175,15 +174,3 @@ class Progress:
 
 progress = Progress()
 """Of this process."""
-
-
-def _tell_of_too_many_shapes(record: logging.LogRecord) -> bool:
-    """Replace a paragraph of dynamo's log by a line."""
-    if "recompile_limit" not in record.getMessage():
-        return True
-    log.warning(
-        "--compile: a network has been compiled for %d shapes; others run uncompiled from now on: slower, and with "
-        "other last bits; pad batches to a few shapes, or leave --compile out",
-        SHAPES,
-    )
-    return False

@@ -72,19 +72,6 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
-def passes(plan: Plan, world: World) -> str:
-    """A line about what the tree's cut costs where a rank has several micro-batches; empty where none has."""
-    each = -(-plan.max_world_size // world.world_size)
-    if each == 1:
-        return ""
-    one = "GPU" if world.device.type == "cuda" else "process"
-    who = f"each of {world.world_size} ranks" if world.world_size > 1 else f"this one {one}"
-    return (
-        f"--reduce tree cuts a step the same way on any number of ranks: {each} passes on {who}; in a new run "
-        f"--micro-batch {-(-plan.global_batch // world.world_size)} is one, and faster"
-    )
-
-
 def refuse_single_samples(config: Config, task: Task, model: nn.Module, plan: Plan, world: World) -> None:
     """Refuse a cut that leaves a single sample to BatchNorm that cannot be trained on one.
 

@@ -25,17 +25,11 @@ def autocast(precision: Precision, device_type: str) -> AbstractContextManager[o
 
 
 def substitute(precision: Precision, device: torch.device) -> str:
-    """A line that says what a device without this precision computes instead; empty if it has it."""
-    if device.type != "cuda":
-        wanting = precision == "tf32"
-        return f"--precision tf32: a {device.type.upper()} has no TF32 and computes in float32" if wanting else ""
-    if torch.cuda.get_device_capability(device) >= (8, 0):
+    """A line if TF32 is asked of a device that has none and computes in float32 instead; else empty."""
+    if precision != "tf32" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
         return ""
-    old = {
-        "tf32": "--precision tf32: this GPU has no TF32 and computes in float32",
-        "bf16": "--precision bf16: this GPU only emulates bfloat16, which is slow; it has fp16",
-    }
-    return old.get(precision, "")
+    name = "GPU of this kind" if device.type == "cuda" else "CPU"
+    return f"--precision tf32: a {name} has no TF32 and computes in float32"
 
 
 class Scaler:
