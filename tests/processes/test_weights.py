@@ -76,5 +76,5 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     assert records(tmp_path / "part", "start")[0]["step"] == 0
 
     flip_a_bit(steps[-1] / STATE)
-    assert load_weights(model, old).startswith(f"--init-from {old} at step-00000003 (1 newer damaged): all 4")
+    assert ": ".join(load_weights(model, old)).startswith(f"{old} at step-00000003 (1 newer damaged): all 4")
     assert f"no whole checkpoint: {steps[-1] / STATE}: sha256 is " in refusal(model, steps[-1])

@@ -137,9 +137,9 @@ def test_any_nesting_of_wrappers(name: str, kind: type[nn.Module], file: Path) -
     weights = wrapped(saved, name).state_dict()
     torch.save(weights, file)
     assert not same(saved, model), "the control"
-    told = load_weights(model, file)
+    told = ": ".join(load_weights(model, file))
     assert same(saved, model)
-    assert told == f"--init-from {file}: all {len(weights)} tensors of the model are from it"
+    assert told == f"{file}: all {len(weights)} tensors of the model are from it"
 
     file.unlink()
     save_file({name: value.clone() for name, value in weights.items()}, file)
@@ -236,9 +236,9 @@ def test_the_usual_dictionaries(place: str, file: Path) -> None:
     for part in reversed(place.split(".")):
         tree = {part: tree}
     torch.save(tree | {"epoch": 3, "best": torch.tensor(0.9), "optimizer": optimizer.state_dict()}, file)
-    told = load_weights(model, file)
+    told = ": ".join(load_weights(model, file))
     assert same(saved, model)
-    assert told.startswith(f"--init-from {file}, its {place}: all ")
+    assert told.startswith(f"{file}, its {place}: all ")
 
 
 def test_an_average_beside_the_model_is_not_taken_for_it(file: Path) -> None:
@@ -275,7 +275,7 @@ def test_names_and_shapes_that_differ_are_listed_with_the_nearest(file: Path) ->
     weights["module.seen"] = torch.tensor(0.5)
     torch.save({"state_dict": weights}, file)
     assert refusal(Net(), file) == (
-        f"--init-from {file}, its state_dict: does not fit the model: "
+        f"{file}, its state_dict: does not fit the model: "
         "1 missing: head.weight (nearest in the file: module.classifier.head_weight); "
         "1 unexpected: module.classifier.head_weight (nearest in the model: head.weight); "
         "2 of another shape: seen is float32 [], the model's int64 [], head.bias is float32 [5], the model's "
@@ -292,8 +292,8 @@ def test_partial_takes_what_fits_and_says_what_stayed_random(file: Path) -> None
     assert "1 missing: body.1.num_batches_tracked" in refusal(model, file), "buffers count"
     model = Net((4, 6, 9))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert load_weights(model, file, partial=True) == (
-        f"--init-from {file}: 12 of the model's 15 tensors are from it; 3 stayed as initialised: "
+    assert ": ".join(load_weights(model, file, partial=True)) == (
+        f"{file}: 12 of the model's 15 tensors are from it; 3 stayed as initialised: "
         "body.1.num_batches_tracked (not in the file), head.weight (float32 [3, 6], the model's float32 [9, 6]), "
         "head.bias (float32 [3], the model's float32 [9]); 1 in the file are not used: _orig_mod.extra"
     )
@@ -305,7 +305,7 @@ def test_partial_takes_what_fits_and_says_what_stayed_random(file: Path) -> None
 def test_partial_with_a_file_that_fits_says_that_it_was_not_needed(file: Path) -> None:
     saved, model = Net(), Net()
     torch.save(saved.state_dict(), file)
-    assert load_weights(model, file, partial=True).endswith("are from it; --init-partial was not needed")
+    assert load_weights(model, file, partial=True)[1].endswith("are from it; --init-partial was not needed")
     assert same(saved, model)
 
 
@@ -444,9 +444,8 @@ def truncated(file: Path) -> bytes:
         (b"\x80\x02}q\x00.", "or damaged ("),
         (b"\x10\0\0\0\0\0\0\0{}", "or damaged (SafetensorError: "),
         (truncated, "or damaged ("),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "only a pointer to a file in Git LFS"),
     ],
-    ids=["empty", "text", "pickle", "safetensors", "cut", "lfs"],
+    ids=["empty", "text", "pickle", "safetensors", "cut"],
 )
 def test_files_that_are_something_else(content: Any, expected: str, file: Path) -> None:
     torch.save(Net().state_dict(), file)

@@ -17,9 +17,9 @@ from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 
-from evenkeel.common.errors import Ended, Refusal
+from evenkeel.common.errors import Ended, EndedByData, Refusal
 from evenkeel.common.memory import is_out_of_memory
-from evenkeel.data.batch import Uncollated, explain_samples
+from evenkeel.data.batch import explain_samples
 from evenkeel.training.checks import check_metrics, checked_loss, checked_optimizers, explain
 from evenkeel.training.optimization import Rates
 from tests.support.processes import (
@@ -182,9 +182,9 @@ def test_samples_that_make_no_batch(samples: list[Any], expected: str) -> None:
 
 
 def test_the_traceback_of_a_loading_process_is_taken_off() -> None:
-    text = "Caught Uncollated in DataLoader worker process 0.\nOriginal:\n  ...\nevenkeel.data.batch.Uncollated: why\n"
-    assert str(Uncollated(text)) == "why"
-    assert str(Uncollated("why")) == "why"
+    text = "Caught EndedByData in DataLoader process 0.\nOriginal:\n  ...\nevenkeel.common.errors.EndedByData: why\n"
+    assert str(EndedByData(text)) == "why"
+    assert str(EndedByData("why")) == "why"
 
 
 def beyond_all_memory() -> object:

@@ -67,11 +67,7 @@ def collate(samples: Any) -> Any:
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        raise Uncollated(explain_samples(samples, error)) from error
-
-
-class Uncollated(EndedByData):
-    """Samples that cannot be collated."""
+        raise EndedByData(explain_samples(samples, error)) from error
 
 
 def explain_samples(samples: Sequence[Any], error: Exception) -> str:

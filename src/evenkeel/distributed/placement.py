@@ -9,8 +9,7 @@ tensors of two devices. It is no pipeline: while one device computes, the other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from ..common.errors import Ended, Refusal
+from ..common.errors import Refusal
 from ..config import Config, devices_per_rank, placed_networks
 from ..data.batch import to_device
 
@@ -339,21 +338,3 @@ def balanced(weights: Sequence[int], allowed: Sequence[int], parts: int) -> list
         return min(options, default=(inf, []))
 
     return best(parts, len(weights))[1]
-
-
-@contextmanager
-def devices_explained(model: nn.Module) -> Iterator[None]:
-    """Turn torch's error about tensors on two devices into a line, if the model is on several.
-
-    Raises:
-        Ended: instead of torch's error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "on the same device" not in str(error) or len({p.device for p in model.parameters()}) < 2:
-            raise
-        raise Ended(
-            "the model is on several devices, and its code or the task's loss combines tensors of two of them; move "
-            f"one with .to(other.device): {str(error).splitlines()[0]}"
-        ) from error

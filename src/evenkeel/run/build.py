@@ -35,7 +35,9 @@ def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.
     Raises:
         Refusal: the weights do not fit, or an option does not fit this model.
     """
-    origin = load_weights(model, config.init_from, config.init_partial) if config.init_from else ""
+    origin = ""
+    if config.init_from:
+        origin = "--init-from {}: {}".format(*load_weights(model, config.init_from, config.init_partial))
     freeze(model, config.freeze)
     refuse_single_samples(config, task, model, plan, world)
     if config.sync_batchnorm:

@@ -29,7 +29,7 @@ from ..training.precision import substitute
 from ..training.task import Task
 from .checkpoint import Checkpoints
 from .records import read_config, recorded_options
-from .weights import read_weights
+from .weights import load_weights
 
 
 def evaluate_only(
@@ -66,7 +66,7 @@ def evaluate_only(
         found: tuple[str, str] | Refusal | None = None
         if world.rank == holder:
             try:
-                found = read_weights(model, path, config.init_partial) if path else _read_newest(model, checkpoints)
+                found = load_weights(model, path, config.init_partial) if path else _read_newest(model, checkpoints)
             except Refusal as refusal:
                 found = refusal
         heard: Any = world.broadcast(found, holder)
@@ -97,7 +97,7 @@ def _read_newest(model: nn.Module, checkpoints: Checkpoints) -> tuple[str, str]:
     while True:
         newest = checkpoints.newest_name()
         try:
-            return read_weights(model, checkpoints.folder.parent)
+            return load_weights(model, checkpoints.folder.parent)
         except Refusal as refusal:
             if checkpoints.newest_name() == newest:
                 raise Refusal(str(refusal).replace("--init-from", "--run-dir", 1)) from None

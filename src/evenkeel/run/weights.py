@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import Refusal
+from ..common.naming import listed
 from ..training.ema import averaged
 from .checkpoint import STATE, Damaged, dump, is_step_folder, load, step_folders
 
@@ -41,8 +42,8 @@ CONVERT = (
 CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu').state_dict(), sys.argv[2])"
 
 
-def load_weights(model: nn.Module, path: Path, partial: bool = False) -> str:
-    """Load a file of torch.save or safetensors, or a checkpoint of ours, and return a line that reports it.
+def load_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[str, str]:
+    """Load a file of torch.save or safetensors, or a checkpoint of ours; return where it is from, and how it fits.
 
     Args:
         model: on the CPU.
@@ -53,11 +54,6 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> str:
         Refusal: the file holds no weights that can be read without running code, or they do not fit. The model may
             have some of them by then.
     """
-    return "--init-from {}: {}".format(*read_weights(model, path, partial))
-
-
-def read_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[str, str]:
-    """As :func:`load_weights`; returns where the weights are from, and how they fit, as two texts."""
     where, weights, pairs = _find(*_read(path), model.state_dict())
     own = model.state_dict(keep_vars=True)
     misfits = {name: how for name, theirs in pairs.items() if (how := _misfit(weights[theirs], own[name]))}
@@ -160,11 +156,9 @@ def _read(path: Path) -> tuple[Any, str]:
 def _read_file(path: Path) -> Any:
     try:
         with path.open("rb") as file:
-            start = file.read(64)
+            start = file.read(9)
     except OSError as error:
         raise Refusal(f"--init-from {path}: cannot be read: {error.strerror or error}") from None
-    if start.startswith(b"version https://git-lfs"):
-        raise Refusal(f"--init-from {path}: only a pointer to a file in Git LFS; get the file with `git lfs pull`")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a refusal is one line
@@ -292,7 +286,7 @@ def _nearest(names: list[str], others: Iterable[str], where: str) -> list[str]:
 
 def _some(names: Sequence[str], shown: int = SHOWN) -> str:
     """The first names and the number of the others."""
-    return ", ".join(map(_printable, names[:shown])) + f" and {len(names) - shown} more" * (len(names) > shown)
+    return listed(list(map(_printable, names)), shown)
 
 
 def _printable(name: str) -> str:

@@ -27,7 +27,6 @@ from ..data.plan import Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
 from ..distributed.data_parallel import Parallel, parallel
-from ..distributed.placement import devices_explained
 from ..distributed.reduction import Reduction, Ring, Tree
 from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
@@ -75,7 +74,7 @@ class Loss(nn.Module):
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
         model = self._whole[0] if self._whole else self.model
         # autocast is here, so that every replica has it
-        with autocast(self._precision, self._device_type), devices_explained(model):
+        with autocast(self._precision, self._device_type):
             loss = checked_loss(self._loss(model, batch))
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
