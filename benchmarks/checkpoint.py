@@ -127,8 +127,10 @@ def measure(name: str, saves: int, folder: Path) -> None:
     """Save a model's state in all ways and print what it took."""
     model, batch = (make() for make in MODELS[name])
     state = trained(model)
-    config = Config(run_dir=folder / name, checkpoint_every=1, keep=1, wandb="disabled").resolved()
-    attempt = Attempt(config, Classify(), Plan(1437, 64, 8, epochs=10**6), World.from_environment())
+    config = Config(run_dir=folder / name, epochs=10**6, checkpoint_every=1, keep=1, wandb="disabled").resolved()
+    task, world = Classify(), World.from_environment()
+    data = task.train_dataset(), task.test_dataset()
+    attempt = Attempt(config, task, Plan.of(config, 1437), world, *data, lambda _recorded: config)
     attempt.begin()
     run = Run(attempt, Classify(), state)
     run.attempt.resume(run.state)

@@ -29,8 +29,8 @@ from evenkeel.distributed.world import World
 from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.interruption import Interruption
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.distributed_loss import DistributedLoss, clip_grad_norm
-from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State
 from tests.support.steps import passes
 

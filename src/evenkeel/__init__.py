@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .launch.start import start
     from .run.run import Run, evaluate
     from .tasks.command_line import parse
-    from .training.distributed_loss import DistributedLoss, clip_grad_norm
+    from .training.distributed_loss import DistributedLoss
+    from .training.optimization import clip_grad_norm
     from .training.task import Classification, Task, constants, secret
 
 __version__ = "0.1.0"
@@ -71,7 +72,8 @@ _HOMES = {
     "launch.start": ["start"],
     "run.run": ["Run", "evaluate"],
     "tasks.command_line": ["parse"],
-    "training.distributed_loss": ["DistributedLoss", "clip_grad_norm"],
+    "training.distributed_loss": ["DistributedLoss"],
+    "training.optimization": ["clip_grad_norm"],
     "training.task": ["Classification", "Task", "constants", "secret"],
 }
 

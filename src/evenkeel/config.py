@@ -63,7 +63,7 @@ def option(
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOptions:
     """What is trained, where and for how long."""
 
     task: str = "classify"
@@ -87,7 +87,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataOptions:
     """How the data is cut and loaded. What it is, the task says."""
 
     batch_size: int = option(64, 1)
@@ -105,7 +105,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelOptions:
     """Weights, and how they are laid out and averaged."""
 
     init_from: MaybePath = None
@@ -131,7 +131,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerOptions:
     """The update of the weights."""
 
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], NAME] = "adamw"
@@ -151,7 +151,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionOptions:
     """Numbers of the forward and backward passes. Weights are in float32 always."""
 
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], NAME] = "fp32"
@@ -161,7 +161,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointsOptions:
     """What is saved, and what happens when something goes wrong."""
 
     checkpoint_every: int = option(100, 0, change="free")
@@ -177,7 +177,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Logging:
+class LoggingOptions:
     """What is reported."""
 
     log_every: int = option(10, 1, change="free")
@@ -187,7 +187,7 @@ class Logging:
 
 
 @dataclass(frozen=True)
-class Reproducibility:
+class ReproducibilityOptions:
     """What the bits of the result depend on."""
 
     seed: int = option(0, *SEEDS)
@@ -205,7 +205,10 @@ class Reproducibility:
 
 
 @dataclass(frozen=True)
-class Config(Reproducibility, Logging, Checkpoints, Precision, Optimizer, Model, Data, Run):
+class Config(
+    ReproducibilityOptions, LoggingOptions, CheckpointsOptions, PrecisionOptions, OptimizerOptions, ModelOptions,
+    DataOptions, RunOptions,
+):  # fmt: skip
     """Train a task. Runs under torchrun on any number of processes, or alone as `python train.py`.
 
     The same command continues the run at its next step. Numbers are for the job, not for a process.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evenkeel.common.errors import Ended, Refusal
+from evenkeel.common.errors import Refusal
 from evenkeel.config import Config, devices_per_rank, validate
 from evenkeel.data.plan import Plan
 from evenkeel.distributed import placement
@@ -24,8 +24,9 @@ from evenkeel.distributed.placement import Placement, balanced, cut, named
 from evenkeel.distributed.world import World
 from evenkeel.run.weights import load_weights
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.distributed_loss import DistributedLoss, Loss, clip_grad_norm
+from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.nonfinite import Verdict
+from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.precision import Scaler
 from evenkeel.training.state import State
 from tests.support.fake_devices import DEVICES, fake, spread
@@ -263,29 +264,6 @@ def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkey
             assert {name: value.device for name, value in metrics.items()} == dict.fromkeys(
                 ["confusion", "loss", "adversarial"], DEVICES[0]
             )
-
-
-def test_a_loss_that_combines_tensors_of_two_devices_is_explained() -> None:
-    Segment = pytest.importorskip("evenkeel.tasks.segment").Segment  # noqa: N806
-
-    class Careless(Segment):  # type: ignore[misc]
-        """Uses a weight that is on another device, beside the networks' outputs, which come back."""
-
-        def loss(self, model: Any, batch: Any) -> Tensor:
-            return super().loss(model, batch) + model["discriminator"][0].weight.square().sum()
-
-    task = Careless(backbone="small", canvas=32, digit_size=16)
-    with torch.device("meta"):
-        model = task.model()
-    found = named(model, {"segmenter": 0, "discriminator": 1})
-    with fake():
-        spread(model, found)
-        found.connect(model, DEVICES)
-        batch = (torch.rand(4, 1, 32, 32, device=DEVICES[0]), torch.zeros(4, 32, 32, dtype=torch.int64).to(DEVICES[0]))
-        with pytest.raises(Ended, match="the model is on several devices") as caught:
-            Loss(model, task.loss)(batch)
-        assert Segment.loss(task, model, batch).device == DEVICES[0], "without it all is well"
-    assert "\n" not in str(caught.value)
 
 
 def refused(**options: Any) -> str:

@@ -17,8 +17,7 @@ from torch import nn
 from evenkeel.config import Config
 from evenkeel.distributed.placement import place
 from evenkeel.distributed.world import World
-from evenkeel.training.distributed_loss import clip_grad_norm
-from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.staging import Staging
 from evenkeel.training.state import State, sha256
 from tests.support.processes import ROOT, TRAIN, finish, finish_all, fork_ranks, read, records, wait_until

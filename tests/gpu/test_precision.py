@@ -10,8 +10,8 @@ from torch import nn
 
 from evenkeel.config import Config
 from evenkeel.distributed.world import World
-from evenkeel.training.distributed_loss import DistributedLoss, clip_grad_norm
-from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.precision import Precision, Scaler
 from evenkeel.training.state import State
 from tests.support.steps import passes

@@ -17,8 +17,8 @@ from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.distributed_loss import DistributedLoss, clip_grad_norm
-from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.seqlock import STUCK, Torn
 from evenkeel.training.staging import Staging
 from evenkeel.training.state import State

@@ -19,7 +19,8 @@ from evenkeel.data.plan import Plan
 from evenkeel.distributed.exits import leave
 from evenkeel.distributed.world import World
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.distributed_loss import DistributedLoss, Loss, LossFunction, clip_grad_norm
+from evenkeel.training.distributed_loss import DistributedLoss, Loss, LossFunction
+from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State, sha256
 
 PLAN = Plan(samples=256, global_batch=32, micro_batch=8, epochs=1)

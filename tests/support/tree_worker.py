@@ -23,7 +23,8 @@ from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.exits import leave
 from evenkeel.distributed.world import World
 from evenkeel.training.determinism import fix_arithmetic
-from evenkeel.training.distributed_loss import DistributedLoss, clip_grad_norm
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State, sha256
 from evenkeel.training.task import Task
 

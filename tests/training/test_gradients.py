@@ -10,7 +10,8 @@ from evenkeel.common.errors import Ended
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
-from evenkeel.training.distributed_loss import DistributedLoss, clip_grad_norm
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State
 from evenkeel.training.task import Classification
 from tests.support.steps import passes

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from evenkeel.config import Config
-from evenkeel.training.distributed_loss import clip_grad_norm
 from evenkeel.training.nonfinite import NonFinite
-from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State, sha256
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {

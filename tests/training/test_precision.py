@@ -15,9 +15,9 @@ from evenkeel.data.dataset import InMemory
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.training.determinism import fix_arithmetic
-from evenkeel.training.distributed_loss import DistributedLoss, clip_grad_norm
+from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.nonfinite import NonFinite
-from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.precision import Precision, Scaler, substitute
 from evenkeel.training.state import State, sha256
 from evenkeel.training.task import Task

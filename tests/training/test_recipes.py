@@ -14,11 +14,10 @@ from evenkeel.config import Config, differences, saved_options, validate
 from evenkeel.data.dataset import InMemory, Limited, limited
 from evenkeel.training.buffers import Buffers
 from evenkeel.training.determinism import operations_named
-from evenkeel.training.distributed_loss import clip_grad_norm
 from evenkeel.training.early_stopping import Stopping
 from evenkeel.training.ema import Average, averaged
 from evenkeel.training.freezing import freeze
-from evenkeel.training.optimization import build_optimizer, load_optimizer, rate
+from evenkeel.training.optimization import build_optimizer, clip_grad_norm, load_optimizer, rate
 from evenkeel.training.state import State, sha256
 
 

@@ -54,7 +54,7 @@ class Limited(Subset[Any]):
         return fetch_all(Indices([self.indices[index] for index in indices], indices.epoch, indices.micro_batch))
 
 
-def whole_fetch(dataset: SizedDataset) -> Callable[[Indices], Any] | None:
+def whole_fetch(dataset: Any) -> Callable[[Indices], Any] | None:
     """Return a data set's method that fetches a whole micro-batch; None if it fetches sample by sample."""
     if isinstance(dataset, Limited):
         return dataset.__getitems__ if whole_fetch(dataset.dataset) else None

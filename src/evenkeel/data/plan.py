@@ -16,7 +16,7 @@ differ at every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,11 +67,6 @@ class Plan:
         """A plan with this many micro-batches in each full step."""
         largest = -(-global_batch // micro_batches)
         return Plan(samples, global_batch, largest, epochs, max_steps, micro_batches)
-
-    def cut_as(self, config: Config) -> Plan:
-        """The same steps, cut into the micro-batches of the options."""
-        other = Plan.of(config, self.samples)
-        return replace(self, micro_batch=other.micro_batch, number=other.number)
 
     @property
     def cut(self) -> str:

@@ -13,8 +13,8 @@ import os
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..common.phases import activity
 from ..common.processes import stat
@@ -31,21 +31,16 @@ LATE_AFTER = 900.0
 STATES = {"T": "it has been stopped (SIGSTOP)", "D": "it waits for a disk or a file system", "t": "in a debugger"}
 
 
-@dataclass(frozen=True)
-class Pulse:
+class Pulse(NamedTuple):
     """What a rank last wrote about itself. Times are the machine's monotonic clock, in seconds."""
 
     rank: int
     pid: int
-    started: int
-    """When its process was started, in clock ticks; the pid alone may be another process's by now."""
+    started: int | None  # when its process was, in clock ticks; the pid alone may be another process's by now
     time: float
-    progress: float
-    """When its phase last changed."""
-    patience: float
-    """Its --hang-timeout; 0: none."""
-    place: str
-    """Its phase and step."""
+    progress: float  # when its phase last changed
+    patience: float  # its --hang-timeout; 0: none
+    place: str  # its phase and step
 
 
 def folder() -> Path:
@@ -72,14 +67,14 @@ def start(rank: int, stopped: threading.Event, patience: float) -> None:
 
 
 def _beat(path: Path, rank: int, stopped: threading.Event, patience: float) -> None:
-    me, changes, progress = stat(os.getpid()), -1, 0.0
-    started, new = me.started if me else 0, path.with_suffix(".tmp")
+    me, changes, progress, new = stat(os.getpid()), -1, 0.0, path.with_suffix(".tmp")
     while True:
         now, place = time.monotonic(), f"{activity.phase} of step {activity.step + 1}"
         if activity.changes != changes:
             changes, progress = activity.changes, now
+        pulse = Pulse(rank, os.getpid(), me and me.started, now, progress, patience, place)
         with contextlib.suppress(OSError):  # the disk is full, or the folder is gone with its container
-            new.write_text(json.dumps(asdict(Pulse(rank, os.getpid(), started, now, progress, patience, place))))
+            new.write_text(json.dumps(pulse))
             new.replace(path)
         if stopped.wait(1.0):
             break
@@ -121,19 +116,14 @@ def _complaint(pulse: Pulse) -> str:
 def _read(path: Path) -> Pulse | None:
     """The pulse in a file; None if its process has ended, which is for the agent to deal with."""
     try:
-        pulse = Pulse(**json.loads(path.read_text()))
+        pulse = Pulse(*json.loads(path.read_text()))
     except FileNotFoundError:
         return None  # ended just now
     found = stat(pulse.pid)
     return pulse if found and found.started == pulse.started and found.state != "Z" else None
 
 
-def main() -> int:
-    """Print how the ranks here are."""
+if __name__ == "__main__":
     healthy, text = check(folder())
     print(f"evenkeel: {text}")
-    return 0 if healthy else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(not healthy)

@@ -59,9 +59,9 @@ class Attempt:
         task: what is trained.
         plan: how steps are cut, as far as the options say.
         world: who takes part; the process group need not exist yet.
-        train_set: whose samples are compared among ranks and with the run so far. None: they are not.
+        train_set: whose samples are compared among ranks and with the run so far.
         test_set: likewise.
-        cutter: from what the run has recorded, on whichever node, to the options with the cut. None: as `config` says.
+        cutter: from what the run has recorded, on whichever node, to the options with the cut.
 
     Raises:
         Refusal: the run directory cannot be this run's.
@@ -73,16 +73,16 @@ class Attempt:
         task: Task,
         plan: Plan,
         world: World,
-        train_set: SizedDataset | None = None,
-        test_set: SizedDataset | None = None,
-        cutter: Cutter | None = None,
+        train_set: SizedDataset,
+        test_set: SizedDataset,
+        cutter: Cutter,
     ) -> None:
         assert config.run_dir is not None  # resolved
         self.started = time.monotonic()
         self.data = train_set, test_set
         self.path, self.config, self.plan, self.world = config.run_dir, config, plan, world
         self.options = saved_options(config, task.options())
-        self.samples = {"training": plan.samples} | ({} if test_set is None else {"test": len(test_set)})
+        self.samples = {"training": plan.samples, "test": len(test_set)}
         run = Identity(self.options, task.harmless, self.samples, task.earlier)
         self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
@@ -95,10 +95,8 @@ class Attempt:
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self.tracker: tracking.Tracker | None = None
-        self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
-        self._look: Callable[[int], Any] = lambda _times: ({}, [])
-        if train_set is not None and test_set is not None:
-            self._look = partial(look, config, train_set, test_set)
+        self._harmless, self._cutter = task.harmless, cutter
+        self._look = partial(look, config, train_set, test_set)
         steady = {} if config.fresh else read_facts(self.path / "status.json")[0].get("digests", {})
         # whether samples differ at each read is found out once
         self.digests, self._unsteady = self._look(ONCE if steady.keys() >= self.samples.keys() else TWICE)
@@ -228,7 +226,7 @@ class Attempt:
             config = replace(config, micro_batch=int(found))
         if not config.threads and recorded.get("threads"):
             torch.set_num_threads(recorded["threads"])
-        self.config, self.plan = config, self.plan.cut_as(config)
+        self.config, self.plan = config, Plan.of(config, self.plan.samples)
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)

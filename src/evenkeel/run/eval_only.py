@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -56,7 +55,9 @@ def evaluate_only(
     model = network()
     with world.connected(), operations_named():
         # one rank reads: the run may be on one node only, and if it is at work, two might find different steps
-        known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, _began_from(run_dir)))
+        saved = run_dir / "config.toml"
+        began_from = str(read_config(saved).get("init_from", "")) if saved.exists() else ""
+        known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, began_from))
         steps = [step for step, _ in known]
         own_origin = steps[0] and known[0][1] == str(config.init_from)  # --eval-only added to the run's own command
         path = None if own_origin else config.init_from
@@ -86,11 +87,6 @@ def evaluate_only(
         result = {"weights": weights, "step": int(step[1]) if step else None, "samples": len(test_set)}
         print(json.dumps({"evaluation": result | {"metrics": values}}), flush=True)
     return 0
-
-
-def _began_from(run_dir: Path) -> str:
-    saved = run_dir / "config.toml"
-    return str(read_config(saved).get("init_from", "")) if saved.exists() else ""
 
 
 def _read_newest(model: nn.Module, checkpoints: Checkpoints) -> tuple[str, str]:

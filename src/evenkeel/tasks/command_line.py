@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str], task: type[Task] | None = None) -> tuple[Con
     boxes.append(task_default)
     refuse_synonyms(arguments, {flag(option_name(it.name)) for box in boxes for it in fields(box)})
     hide_prefix: Any = tyro.conf.OmitArgPrefixes  # --width, not --task.width
-    names = [*(group.__name__.lower() for group in GROUPS), "task"]
+    names = [*(group.__name__.removesuffix("Options").lower() for group in GROUPS), "task"]
     kinds = [hide_prefix[Annotated[type(box), tyro.conf.arg(help="")]] for box in boxes]
     form: Any = make_dataclass("Options", zip(names, kinds, strict=True))
     about = inspect.getdoc(Config)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..common.memory import is_out_of_memory
 from ..common.naming import name_ranks
@@ -86,34 +86,31 @@ class Probe:
 
     def _try(self, size: int) -> BaseException | None:
         """The error for want of memory, if there is one. Without its traceback, which would keep that memory."""
-        batch: Any = None
-        reserve: list[Tensor] = []
+        failure: BaseException | None = None
         try:
-            reserve += self._reserve(size)
-            batch = self._batch(size)
-            self._two_passes(batch)
+            self._try_within(size)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            note_batch(error, batch)
-            failure: BaseException = error.with_traceback(None)
+            failure = error.with_traceback(None)
             failure.__context__ = failure.__cause__ = None
-        else:
-            return None
-        finally:
-            batch = None
-            reserve.clear()
-            self.state.clear_gradients()
-            gc.collect()
-            if self.world.device.type == "cuda":
-                torch.cuda.empty_cache()
+        self.state.clear_gradients()
+        gc.collect()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
         return failure
 
-    def _batch(self, size: int) -> Any:
-        sampler = ElasticSampler(
-            self.train_set, self.config.batch_size, size, num_replicas=1, rank=0, seed=self.config.seed
-        )
-        return next(iter(loader(self.train_set, sampler, "train", 0, self.world.device)))
+    def _try_within(self, size: int) -> None:
+        """All that takes memory lives no longer than this call."""
+        _held = self._reserve(size)
+        config = self.config
+        sampler = ElasticSampler(self.train_set, config.batch_size, size, num_replicas=1, rank=0, seed=config.seed)
+        batch = next(iter(loader(self.train_set, sampler, "train", 0, self.world.device)))
+        try:
+            self._two_passes(batch)
+        except Exception as error:
+            note_batch(error, batch)
+            raise
 
     def _two_passes(self, batch: Any) -> None:
         """The second finds the gradient of the first and the state of the optimizers, as any but a run's first does."""
@@ -154,7 +151,8 @@ class Probe:
 @contextmanager
 def _no_trace(state: State) -> Iterator[None]:
     """Put weights, buffers, optimizers and generators back to where they were, in every bit."""
-    values = {name: value.detach().cpu().clone() for name, value in _tensors(state.model)}
+    live = [*state.model.parameters(), *state.model.buffers()]
+    values = [tensor.detach().cpu().clone() for tensor in live]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in state.optimizers]
     with generators_kept():
         try:
@@ -162,11 +160,7 @@ def _no_trace(state: State) -> Iterator[None]:
         finally:
             state.clear_gradients()
             with torch.no_grad():
-                for name, value in _tensors(state.model):
-                    value.copy_(values[name])
+                for tensor, value in zip(live, values, strict=True):
+                    tensor.copy_(value)
             for optimizer, saved in zip(state.optimizers, optimizers, strict=True):
                 optimizer.load_state_dict(saved)
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]

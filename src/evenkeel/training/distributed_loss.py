@@ -12,14 +12,13 @@ in the order of `distributed.tree`, so they are the same on all ranks.
 
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..common.errors import Ended
 from ..common.phases import COMPUTING, DATA, REDUCTION, activity
@@ -294,34 +293,6 @@ def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reducti
 
 def _add_to_right(left: Tensor, right: Tensor) -> Tensor:
     return right.add_(left)
-
-
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradient down to a 2-norm of at most ``max_norm`` (0: leave it as it is).
-
-    Args:
-        parameters: all of the model's.
-        max_norm: 0, or the most that the norm may be.
-
-    Returns:
-        The norm before, a scalar on the device, the same on every rank.
-
-    >>> weight = nn.Parameter(torch.zeros(2))
-    >>> weight.grad = torch.tensor([3.0, 4.0])
-    >>> clip_grad_norm([weight], max_norm=1.0).item()
-    5.0
-    """
-    parameters = list(parameters)
-    norm = get_total_norm([_aligned(p.grad) for p in parameters if p.grad is not None])
-    if max_norm:
-        clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
-
-
-def _aligned(gradient: Tensor) -> Tensor:
-    """A gradient, or a copy of one on a GPU that does not begin at a multiple of 16 bytes, as in DDP's bucket it may:
-    the squares of such a one are added up in another order."""
-    return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
 
 
 def _at_work(runs: Sequence[range]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..common.errors import Ended
@@ -51,6 +52,34 @@ def rate(config: Config, step: int, total_steps: int) -> float:
     if config.schedule == "poly":
         return float((1 - progress) ** 0.9)
     return 1 - progress if config.schedule == "linear" else (1 + cos(pi * progress)) / 2
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradient down to a 2-norm of at most ``max_norm`` (0: leave it as it is).
+
+    Args:
+        parameters: all of the model's.
+        max_norm: 0, or the most that the norm may be.
+
+    Returns:
+        The norm before, a scalar on the device, the same on every rank.
+
+    >>> weight = nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm([weight], max_norm=1.0).item()
+    5.0
+    """
+    parameters = list(parameters)
+    norm = get_total_norm([_aligned(p.grad) for p in parameters if p.grad is not None])
+    if max_norm:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """A gradient, or a copy of one on a GPU that does not begin at a multiple of 16 bytes, as in DDP's bucket it may:
+    the squares of such a one are added up in another order."""
+    return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
 
 
 class Rates:

@@ -196,15 +196,8 @@ class State:
     ) -> Callable[[], dict[str, Any]]:
         """Keep the state as it is until the function returned has captured it. Any thread may call that, once.
 
-        So a copy is made beside the forward and backward passes of the next step, and only its commit waits.
-
-        Args:
-            until: as for :meth:`capture`, which is this and the call.
-            staging: the same.
-            final: the same.
-
-        Raises:
-            Torn: a commit hangs. The function raises it as well.
+        So a copy is made beside the forward and backward passes of the next step, and only its commit waits. The
+        arguments are those of :meth:`capture`, which is this and the call; the function raises Torn as well.
         """
         with ExitStack() as stack:
             stack.enter_context(self._seqlock.hold(until, final))
@@ -220,7 +213,7 @@ class State:
             step = min(done)
             if len({*done, *begun}) != 1:
                 raise Torn(f"the optimizer step to {max(begun)} has not come to its end")
-            if self._seqlock.lags(step, asked) and _on_host(live):
+            if self._seqlock.lags(step, asked) and any(t.device.type == "cpu" for t in named_tensors(live).values()):
                 raise Torn(f"the device is at step {step}, but an optimizer has tensors on the host: use fused=True")
             return {"step": step, **captured}
 
@@ -285,13 +278,6 @@ def named_tensors(tree: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     map_tensors(tree, lambda tensor, path: found.update({".".join(map(str, path)): tensor}))
     return found
-
-
-def _on_host(tree: Any) -> bool:
-    """Whether a tree has tensors on the CPU."""
-    devices: list[str] = []
-    map_tensors(tree, lambda tensor, _path: devices.append(tensor.device.type))
-    return "cpu" in devices
 
 
 def cpu_state_dict(model: nn.Module) -> dict[str, Tensor]:
