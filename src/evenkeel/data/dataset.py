@@ -41,13 +41,13 @@ def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] 
     size = length(dataset, f"{part}_dataset")
     if not 0 < samples < size:
         return dataset
-    return Limited(dataset, [i * size // samples for i in range(samples)])
+    return Limited(dataset, [i * size // samples for i in range(samples)])  # type: ignore[arg-type]
 
 
 class Limited(Subset[Any]):
     """The samples at some indices. Unlike torch's `Subset`, it leaves collation to a data set that does its own."""
 
-    def __getitems__(self, indices: Indices) -> Any:
+    def __getitems__(self, indices: Indices) -> Any:  # type: ignore[override]
         """Return what the base data set makes of a micro-batch, or a list of samples."""
         if (fetch_all := whole_fetch(self.dataset)) is None:
             return [self[index] for index in indices]
