@@ -32,19 +32,21 @@ from .tree import Fold, Node, subtrees
 from .world import World
 
 
-class Reduction:
-    """Adds up the gradients of a step's micro-batches over all ranks."""
+class Ring:
+    """Adds up the gradients of a step's micro-batches: linear sums on each rank, and the stock all-reduce."""
 
-    def __init__(self, world: World, hooked: bool) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.hooked = hooked
+        self.hooked = world.launched
         """Whether DDP has the gradients reduced, by :meth:`hook`; otherwise :meth:`end` does."""
         self.complete = False
         """Whether DDP has passed all buckets of the step to the hook."""
+        self._under_way: list[dist.Work] = []
 
     def begin(self, runs: Sequence[range]) -> None:
-        """Begin a step with these micro-batches of each rank."""
+        """Begin a step with these micro-batches of each rank; DDP has waited for the last one's collectives."""
         self.complete = False
+        self._under_way.clear()
 
     def keep(self, micro_batch: int) -> None:
         """Keep the gradient of a micro-batch, which is in ``.grad``; another one of this rank follows."""
@@ -54,45 +56,22 @@ class Reduction:
 
     def catch_up(self) -> None:
         """Wait for the hook's collectives so far: at the same time two NCCL communicators might wait for each other."""
-
-    def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """DDP's communication hook."""
-        raise NotImplementedError
-
-    def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
-        """Begin to add up small vectors over all ranks, after the backward passes; all ranks must call it.
-
-        Takes the fold of this rank's, in float64 and of shape [numel]. Returns a function that waits for the sum.
-        """
-        raise NotImplementedError
-
-
-class Ring(Reduction):
-    """Linear sums on each rank, and the stock all-reduce."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world, hooked=world.launched)
-        self._under_way: list[dist.Work] = []
-
-    def begin(self, runs: Sequence[range]) -> None:
-        """Begin a step; DDP has waited for the last one's collectives."""
-        super().begin(runs)
-        self._under_way.clear()
-
-    def catch_up(self) -> None:
-        """Wait for the all-reduces of full buckets."""
         while self._under_way:
             self._under_way.pop().wait()
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """All-reduce a bucket without dividing it: the weights are in the loss."""
+        """DDP's communication hook. Here: all-reduce a bucket without dividing it, for the weights are in the loss."""
         self.complete |= bucket.is_last()
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         self._under_way.append(work)
         return work.get_future().then(lambda done: done.value()[0])
 
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
-        """Add up this rank's in the order of the tree, and all-reduce; last bits depend on the number of ranks."""
+        """Begin to add up small vectors over all ranks, after the backward passes; all ranks must call it.
+
+        Takes the fold of this rank's, in float64 and of shape [numel]. Returns a function that waits for the sum. Here
+        its last bits depend on the number of ranks.
+        """
         total = fold.root() if fold.sums else torch.zeros(numel, dtype=torch.float64, device=self.world.device)
         work = dist.all_reduce(total, async_op=True) if self.world.world_size > 1 else None
 
@@ -104,15 +83,16 @@ class Ring(Reduction):
         return wait
 
 
-class Tree(Reduction):
-    """Sums in the order of the tree.
+class Tree(Ring):
+    """Sums in the order of the tree, in place of the ring's.
 
     With `unused`, micro-batches may leave parameters without a gradient. Missing gradients count as +0.0; a parameter
     that no micro-batch of a step uses has none afterwards.
     """
 
     def __init__(self, model: nn.Module, world: World, unused: bool) -> None:
-        super().__init__(world, hooked=world.launched and not unused)
+        super().__init__(world)
+        self.hooked &= not unused
         self.unused = unused
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._place: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}

@@ -115,25 +115,25 @@ class Attempt:
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         first_here = self.world.local_rank == 0
-        status = {**self._recorded(), **read_facts(self.path / "status.json")[0]} if first_here else {}
-        known: Known = self.world.gather((launch_token(), status))
+        mine = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
+        known: Known = self.world.gather((launch_token(), mine))
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
         anew = self.config.fresh and not set(filter(None, tokens)) & set(newest.get("launch", []))
         note = self.compiled.unpack(begins=anew) if self.compiled and first_here else ""  # others wait below
         self._refuse_other_data({} if anew else newest)
-        finished = self._finished(newest)
         said = self._settle_cut(known, find_micro_batch)
-        if self.config.strict_bits and (self.config.fresh or not finished):
-            self._refuse_other_bits()
-        opened: tuple[bool, dict[str, Any]] | Ended | None = None
+        if self.config.strict_bits and (self.config.fresh or not self._finished(newest)):
+            manifests = self.world.gather(self.checkpoints.newest_manifest() if first_here else None)
+            before = [manifest for manifest in manifests if manifest and not self.config.fresh]
+            self._compare_bits(max(before, key=lambda manifest: manifest.step, default=None))
+        opened: dict[str, Any] | Ended | None = None
         if self.directory:
             opened = self._written(lambda: self._open(tokens, newest))
-        known_now: Any = self.world.broadcast(opened)
-        if isinstance(known_now, Ended):
-            raise known_now
-        finished, status = known_now
-        if finished:
+        status: Any = self.world.broadcast(opened)
+        if isinstance(status, Ended):
+            raise status
+        if self._finished(status):
             early = " early" * status.get("stopped_early", False)
             self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
             return True
@@ -153,8 +153,8 @@ class Attempt:
             self._start_tracking(explain_uneven([kind for kind, _ in everywhere]), said)
         return False
 
-    def _open(self, tokens: list[str], newest: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """On rank 0: begin the attempt, unless the run is finished. Returns whether it is, and its status.
+    def _open(self, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:
+        """On rank 0: begin the attempt, unless the run is finished. Returns its status.
 
         Args:
             tokens: of all ranks.
@@ -169,14 +169,14 @@ class Attempt:
             directory.status = newest
         status = directory.status
         if self._finished(status):
-            return True, status
+            return status
         facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
         facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
         if tracking.wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
         directory.begin(self.options, tokens, samples=self.samples, digests=self.digests, **facts)
-        return False, directory.status
+        return directory.status
 
     def _open_here(self, status: dict[str, Any]) -> None:
         """On every rank: its log, and on a node without rank 0 what is to be known of the run."""
@@ -198,13 +198,6 @@ class Attempt:
                 f"--run-dir {self.path}: cannot be written on {socket.gethostname()}: {error.strerror or error}; make "
                 "room or mend that, and run the same command again"
             )
-
-    def _recorded(self) -> dict[str, Any]:
-        """What this node knows of the options that were left open when the run began."""
-        recorded = recorded_options(self.path)
-        if "threads" not in recorded and (newest := self.checkpoints.newest_manifest()):  # of an older version
-            recorded |= {"threads": int(newest.fingerprint["threads"])} if "threads" in newest.fingerprint else {}
-        return recorded
 
     def _settle_cut(self, known: Known, find_micro_batch: Callable[[], tuple[int, str]] | None) -> str:
         """Decide how steps are cut, and how many threads compute: as this run has recorded; if it is new, by options.
@@ -230,8 +223,7 @@ class Attempt:
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)
-        settled = {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
-        self.checkpoints.fingerprint |= settled
+        self.checkpoints.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
         return said
 
     def _refuse_other_data(self, before: dict[str, Any]) -> None:
@@ -258,11 +250,6 @@ class Attempt:
             if self._other_data and not any(accepted for *_, accepted in everywhere):
                 raise Refusal(f"--run-dir {self.path}: {self._other_data}")
         self.digests = {**known, **self.digests}
-
-    def _refuse_other_bits(self) -> None:
-        manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
-        known = [manifest for manifest in manifests if manifest and not self.config.fresh]
-        self._compare_bits(max(known, key=lambda manifest: manifest.step, default=None))
 
     def _compare_bits(self, found: Manifest | None) -> Differences:
         """In what this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..common.errors import Refusal
 from ..common.files import read_json
+from .checkpoint import Checkpoints
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -171,6 +172,8 @@ def recorded_options(path: Path | None) -> dict[str, Any]:
     except (OSError, Refusal):
         return {}
     saved = {"threads": status.get("threads"), **{name: cut.get(name) for name in ("micro_batch", "micro_batches")}}
+    if not saved["threads"] and (newest := Checkpoints(path / "checkpoints", 1, None).newest_manifest()):
+        saved["threads"] = int(newest.fingerprint.get("threads", 0))  # of an older version
     return {name: value for name, value in saved.items() if type(value) is int and value}
 
 

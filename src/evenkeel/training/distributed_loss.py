@@ -26,7 +26,7 @@ from ..data.plan import Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
 from ..distributed.data_parallel import Parallel, parallel
-from ..distributed.reduction import Reduction, Ring, Tree
+from ..distributed.reduction import Ring, Tree
 from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
@@ -127,7 +127,7 @@ class DistributedLoss:
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
-        self.reduction: Reduction = Tree(self._network, world, unused) if reduce == "tree" else Ring(world)
+        self.reduction = Tree(self._network, world, unused) if reduce == "tree" else Ring(world)
         module = parallel(Loss(state.model, loss, precision, network), strategy, world.device)
         self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)
@@ -268,7 +268,7 @@ class DistributedLoss:
         explain(error, self._network)
 
 
-def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduction, unused: bool) -> nn.Module:
+def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Ring, unused: bool) -> nn.Module:
     """The model with its loss, under DDP where that has the gradients reduced."""
     if not world.launched:
         return module
