@@ -81,7 +81,7 @@ class Interruption:
         threading.Thread(target=self._end, args=(rescue, code), name="rescue", daemon=True).start()
         threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
 
-    def settle(self) -> None:
+    def await_end(self) -> None:
         """For the main thread after an error: if the process is ending already, wait for that and do not return.
 
         Otherwise the process ends because of the error, and signals change nothing any more.

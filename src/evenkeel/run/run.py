@@ -146,7 +146,7 @@ class Run:
                                 )
                             run.finish()
                     except BaseException as error:
-                        interruption.settle()  # after a signal other ranks leave, which is no failure
+                        interruption.await_end()  # after a signal other ranks leave, which is no failure
                         run.failed(error)
                         raise
 
