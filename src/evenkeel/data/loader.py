@@ -53,16 +53,16 @@ class Seeded(Dataset[Any]):
                 if fetch_all := whole_fetch(self.dataset):
                     self._seed(indices.epoch, indices.micro_batch.start)
                     return collate(fetch_all(indices))
-                samples = []
-                for index in indices:
-                    self._seed(indices.epoch, index)
-                    samples.append(self.dataset[index])
-                return collate(samples)
+                return collate([self._sample(indices.epoch, index) for index in indices])
         except StopIteration as error:  # would end the loop over batches
             raise EndedByData(
                 f"the data set's __getitem__ raised StopIteration{place_of(error.__traceback__)}: an iterator there is "
                 "at its end; give next() a second argument, or take samples by their numbers"
             ) from error
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        self._seed(epoch, index)
+        return self.dataset[index]
 
     def _seed(self, epoch: int, index: int) -> None:
         seed_host(derive(self.seed, self.purpose, epoch, index))
