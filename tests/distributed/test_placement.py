@@ -22,7 +22,7 @@ from evenkeel.distributed import placement
 from evenkeel.distributed.devices import explain_devices
 from evenkeel.distributed.placement import Placement, balanced, cut, named
 from evenkeel.distributed.world import World
-from evenkeel.run.weights import load_weights
+from evenkeel.run.weights import read_weights
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.nonfinite import Verdict
@@ -213,7 +213,7 @@ def test_a_cut_network_computes_the_same_in_every_bit_and_its_checkpoints_do_not
         found.append([out, *(p.grad for p in model.parameters()), *model.buffers()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     torch.save(parts.state_dict(), tmp_path / "cut.pt")
-    assert "all" in load_weights(make(), tmp_path / "cut.pt")[1]
+    assert "all" in read_weights(make(), tmp_path / "cut.pt")[1]
 
 
 HOW: dict[str, Callable[[nn.Module], Placement]] = {

@@ -7,7 +7,7 @@ from tests.distributed.test_devices import gpu
 
 
 def test_a_real_gpu() -> None:
-    line, kind = describe(gpu(0))
-    print(line)
-    assert line.startswith("cuda:0 (")
-    assert kind.endswith(" GiB")
+    found = describe(gpu(0))
+    print(found)
+    assert found.line.startswith("cuda:0 (")
+    assert found.kind.endswith(" GiB")

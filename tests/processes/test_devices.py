@@ -16,4 +16,4 @@ from tests.support.processes import TRAIN, run_forked
 def test_each_rank_writes_down_its_device(tmp_path: Path) -> None:
     run_forked(TRAIN, "--max-steps", 1, "--wandb", "disabled", "--run-dir", tmp_path)
     log = (tmp_path / "logs" / "attempt-0001" / "rank-0.log").read_text()
-    assert f"this rank has {describe(gpu(0) if torch.cuda.is_available() else CPU)[0]}\n" in log
+    assert f"this rank has {describe(gpu(0) if torch.cuda.is_available() else CPU).line}\n" in log

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evenkeel.run.checkpoint import STATE, step_folders
-from evenkeel.run.weights import load_weights
+from evenkeel.run.weights import read_weights
 from evenkeel.training.state import sha256
 from tests.run.test_checkpoint import flip_a_bit
 from tests.run.test_weights import (
@@ -30,7 +30,7 @@ def test_a_class_of_the_main_program_needs_its_name_there(file: Path, tmp_path: 
     message = refusal(nn.Linear(2, 2), file)
     assert '"from SCRIPT import Mine; import sys' in message
     convert(message.replace("SCRIPT", "my_training"), tmp_path)
-    load_weights(nn.Linear(2, 2), tmp_path / "old-weights.pt")
+    read_weights(nn.Linear(2, 2), tmp_path / "old-weights.pt")
 
 
 def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     files = [tmp_path / "bare", tmp_path / "dp", tmp_path / "safetensors", old / "model.pt"]
     for path in (old, old / "checkpoints", steps[-1], steps[-1] / STATE, *files):
         nn.init.zeros_(model[0].weight)
-        load_weights(model, path)
+        read_weights(model, path)
         assert sha256(model.state_dict()) == trained, path
-    load_weights(model, steps[0])
+    read_weights(model, steps[0])
     assert sha256(model.state_dict()) != trained, "the control"
 
     # two ranks read the file of DataParallel; with a learning rate of 0 its weights come out again
@@ -76,5 +76,5 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     assert records(tmp_path / "part", "start")[0]["step"] == 0
 
     flip_a_bit(steps[-1] / STATE)
-    assert ": ".join(load_weights(model, old)).startswith(f"{old} at step-00000003 (1 newer damaged): all 4")
+    assert ": ".join(read_weights(model, old)).startswith(f"{old} at step-00000003 (1 newer damaged): all 4")
     assert f"no whole checkpoint: {steps[-1] / STATE}: sha256 is " in refusal(model, steps[-1])

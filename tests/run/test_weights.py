@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from evenkeel.common.errors import Refusal
-from evenkeel.run.weights import SHOWN, WRAPPERS, load_weights, write
+from evenkeel.run.weights import SHOWN, WRAPPERS, read_weights, write
 from evenkeel.training.state import sha256
 from tests.support.processes import ROOT, run
 
@@ -112,7 +112,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 def refusal(model: nn.Module, path: Path, partial: bool = False) -> str:
     with pytest.raises(Refusal) as caught:
-        load_weights(model, path, partial)
+        read_weights(model, path, partial)
     message = str(caught.value)
     assert message.startswith(f"--init-from {path}")
     assert "\n" not in message
@@ -126,7 +126,7 @@ def test_the_control_a_silent_load_of_a_file_of_ddp_leaves_the_model_random(file
     before = sha256(model.state_dict())
     model.load_state_dict(torch.load(file, weights_only=True), strict=False)
     assert sha256(model.state_dict()) == before, "no error, and nothing was loaded"
-    load_weights(model, file)
+    read_weights(model, file)
     assert sha256(model.state_dict()) != before
 
 
@@ -137,14 +137,14 @@ def test_any_nesting_of_wrappers(name: str, kind: type[nn.Module], file: Path) -
     weights = wrapped(saved, name).state_dict()
     torch.save(weights, file)
     assert not same(saved, model), "the control"
-    told = ": ".join(load_weights(model, file))
+    told = ": ".join(read_weights(model, file))
     assert same(saved, model)
     assert told == f"{file}: all {len(weights)} tensors of the model are from it"
 
     file.unlink()
     save_file({name: value.clone() for name, value in weights.items()}, file)
     model = kind()
-    load_weights(model, file)
+    read_weights(model, file)
     assert same(saved, model), "as safetensors, whatever the file is called"
 
 
@@ -153,7 +153,7 @@ def test_wrappers_within_a_model(file: Path) -> None:
     parts = nn.ModuleDict({"generator": nn.DataParallel(saved.generator), "critic": compiled(ddp(saved.critic))})
     assert {name.split(".")[1] for name in parts.state_dict()} == {"module", "_orig_mod"}
     torch.save(compiled(parts).state_dict(), file)
-    load_weights(model, file)
+    read_weights(model, file)
     assert same(saved, model)
 
 
@@ -161,10 +161,10 @@ def test_a_model_that_is_wrapped_itself_takes_a_bare_file(file: Path) -> None:
     saved, model = Inner(), Inner()
     torch.save(ddp(saved).state_dict(), file)
     model.critic = compiled(model.critic)  # type: ignore[assignment]
-    load_weights(compiled(model), file)
+    read_weights(compiled(model), file)
     assert torch.equal(saved.critic.scale, model.critic.scale)
     torch.save(saved.state_dict(), file)
-    load_weights(compiled(model), file)
+    read_weights(compiled(model), file)
 
 
 def test_what_looks_like_a_wrapper_stays_where_the_model_has_it(file: Path) -> None:
@@ -173,7 +173,7 @@ def test_what_looks_like_a_wrapper_stays_where_the_model_has_it(file: Path) -> N
     names = list(ddp(saved).state_dict())
     assert [name.replace("module.", "") for name in names].count("weight") == 2
     torch.save(ddp(saved).state_dict(), file)
-    load_weights(model, file)
+    read_weights(model, file)
     assert torch.equal(model.weight, saved.weight)
     assert torch.equal(model.module.weight, saved.module.weight)
     torch.save(saved.module.state_dict(), file)
@@ -215,7 +215,7 @@ def test_random_models_with_wrappers_in_random_places(file: Path) -> None:
         if weights:
             torch.save({names[name]: value for name, value in weights.items()}, file)
             try:
-                load_weights(model, file)
+                read_weights(model, file)
             except Refusal:
                 continue
             assert same(saved, model), (seed, names)
@@ -236,7 +236,7 @@ def test_the_usual_dictionaries(place: str, file: Path) -> None:
     for part in reversed(place.split(".")):
         tree = {part: tree}
     torch.save(tree | {"epoch": 3, "best": torch.tensor(0.9), "optimizer": optimizer.state_dict()}, file)
-    told = ": ".join(load_weights(model, file))
+    told = ": ".join(read_weights(model, file))
     assert same(saved, model)
     assert told.startswith(f"{file}, its {place}: all ")
 
@@ -244,12 +244,12 @@ def test_the_usual_dictionaries(place: str, file: Path) -> None:
 def test_an_average_beside_the_model_is_not_taken_for_it(file: Path) -> None:
     saved, average, model = Net(), Net(), Net()
     torch.save({"model_ema": average.state_dict(), "model": saved.state_dict()}, file)
-    load_weights(model, file)
+    read_weights(model, file)
     assert same(saved, model)
     torch.save({"net": average.state_dict(), "model": saved.state_dict()}, file)
     assert "weights that fit are in net and in model; save those that are meant" in refusal(model, file)
     torch.save({"average": average.state_dict()}, file)
-    load_weights(model, file)
+    read_weights(model, file)
     assert same(average, model)
 
 
@@ -263,7 +263,7 @@ def test_a_file_from_a_gpu_loads_without_one(file: Path, tmp_path: Path) -> None
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="deserialize object on a CUDA device"):  # the control
             torch.load(file, weights_only=True)
-    load_weights(model, file)
+    read_weights(model, file)
     assert same(saved, model)
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
 
@@ -292,7 +292,7 @@ def test_partial_takes_what_fits_and_says_what_stayed_random(file: Path) -> None
     assert "1 missing: body.1.num_batches_tracked" in refusal(model, file), "buffers count"
     model = Net((4, 6, 9))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert ": ".join(load_weights(model, file, partial=True)) == (
+    assert ": ".join(read_weights(model, file, partial=True)) == (
         f"{file}: 12 of the model's 15 tensors are from it; 3 stayed as initialised: "
         "body.1.num_batches_tracked (not in the file), head.weight (float32 [3, 6], the model's float32 [9, 6]), "
         "head.bias (float32 [3], the model's float32 [9]); 1 in the file are not used: _orig_mod.extra"
@@ -305,7 +305,7 @@ def test_partial_takes_what_fits_and_says_what_stayed_random(file: Path) -> None
 def test_partial_with_a_file_that_fits_says_that_it_was_not_needed(file: Path) -> None:
     saved, model = Net(), Net()
     torch.save(saved.state_dict(), file)
-    assert load_weights(model, file, partial=True)[1].endswith("are from it; --init-partial was not needed")
+    assert read_weights(model, file, partial=True)[1].endswith("are from it; --init-partial was not needed")
     assert same(saved, model)
 
 
@@ -339,10 +339,10 @@ def test_tied_weights(file: Path) -> None:
     saved, model = Net(), Net()
     save_model(saved, str(file))  # which writes a tensor under one of its names
     assert len(load_file(file)) == len(saved.state_dict()) - 1
-    load_weights(model, file)
+    read_weights(model, file)
     assert same(saved, model)
     torch.save({name: value.clone() for name, value in saved.state_dict().items()}, file)
-    load_weights(model := Net(), file)
+    read_weights(model := Net(), file)
     assert same(saved, model), "under both names, as copies"
     torch.save(saved.state_dict() | {"again.weight": torch.zeros(6, 6)}, file)
     for partial in (False, True):
@@ -353,7 +353,7 @@ def test_tied_weights(file: Path) -> None:
 def test_other_types_of_numbers(file: Path) -> None:
     saved, model = Net().bfloat16(), Net()
     torch.save(saved.state_dict(), file)
-    load_weights(model, file)
+    read_weights(model, file)
     assert model.scale.dtype == torch.float32
     assert torch.equal(model.scale, saved.scale.float())
 
@@ -366,7 +366,7 @@ def test_old_names_that_the_model_itself_understands(file: Path) -> None:
     weights = ddp(saved).state_dict()
     assert "module.0.weight_g" in weights
     torch.save(weights, file)
-    load_weights(model, file)
+    read_weights(model, file)
     images = torch.randn(5, 2)
     assert torch.equal(model.eval()(images), saved.eval()(images))
 
@@ -407,7 +407,7 @@ def test_files_that_hold_code_are_refused_with_the_way_to_convert_them(what: str
     assert (f"{__name__}.Pickled" if what == "module" else "argparse.Namespace") in message
     assert "if you trust who made it, convert it once" in message
     convert(message)
-    load_weights(model, file.with_name("old-weights.pt"))
+    read_weights(model, file.with_name("old-weights.pt"))
     assert same(saved, model)
 
 
@@ -428,7 +428,7 @@ def test_a_torchscript_program_is_refused_with_the_way_to_convert_it(file: Path)
     message = refusal(saved.body, file)
     assert "a TorchScript program" in message
     convert(message)
-    load_weights(model.body, file.with_name("old-weights.pt"))
+    read_weights(model.body, file.with_name("old-weights.pt"))
     assert same(saved.body, model.body)
 
 
@@ -472,7 +472,7 @@ def test_what_is_written_loads_where_it_is_meant_to(form: str, file: Path) -> No
         target = nn.DataParallel(model) if form == "dp" else model
         target.load_state_dict(torch.load(file, weights_only=True))
     assert same(saved, model)
-    load_weights(model := Net(), file)
+    read_weights(model := Net(), file)
     assert same(saved, model)
 
 

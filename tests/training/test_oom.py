@@ -200,8 +200,7 @@ def test_whose_number_auto_means(tmp_path: Path) -> None:
     def settled(fresh: bool, *known: tuple[str, dict[str, Any]]) -> tuple[int, str]:
         task = Needy(64)
         config = Config(run_dir=tmp_path, batch_size=40, micro_batch="auto", fresh=fresh).resolved()
-        world, data = replace(ALONE, rank=1, local_rank=1), task.train_dataset()
-        run = Attempt(config, task, Plan.of(config, 50), world, data, data, lambda _recorded: config)
+        run = Attempt(config, task, Plan.of(config, 50), replace(ALONE, rank=1, local_rank=1))
         said = run._settle_cut(list(known), lambda: (10, "found"))  # type: ignore[arg-type]
         assert run.options["micro_batch"] == run.config.micro_batch == run.plan.micro_batch
         assert run.checkpoints.fingerprint["micro_batch"] == str(run.plan.micro_batch)

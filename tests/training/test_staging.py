@@ -217,8 +217,7 @@ class Training:
     def __init__(self, folder: Path, world: World, size: int = 10, grace: float = 25) -> None:
         task = Classify()
         config = Config(run_dir=folder, checkpoint_every=1, grace=grace, wandb="disabled").resolved()
-        plan, data = Plan.of(config, 1437), (task.train_dataset(), task.test_dataset())
-        attempt = Attempt(config, task, plan, world, *data, lambda _recorded: config)
+        attempt = Attempt(config, task, Plan.of(config, 1437), world)
         model = nn.Linear(size, size)
         self.state = State(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
         if world.rank == 0:  # on others it waits to hear from rank 0

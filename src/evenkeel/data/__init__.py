@@ -7,7 +7,6 @@
 - `dataset`: in-memory and limited data sets, and fetching a whole micro-batch by one indexing.
 - `loader`: a `DataLoader` whose samples have their own random numbers, in this process or in workers.
 - `batch`: batches of any structure: collated, moved to a device; why samples do not collate.
-- `decoding`: image files to pixels.
 - `data_digest`: a few samples of each set, compared among ranks and with earlier starts of the run.
 
 Not here: the built-in data sets, downloads and augmentation (`tasks/`), the choice of the micro-batch (`training/`),

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from ..common.errors import Refusal
 from ..common.naming import kind_of
@@ -41,20 +41,29 @@ def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] 
     size = length(dataset, f"{part}_dataset")
     if not 0 < samples < size:
         return dataset
-    return Limited(dataset, [i * size // samples for i in range(samples)])  # type: ignore[arg-type]
+    return Limited(dataset, [i * size // samples for i in range(samples)])
 
 
-class Limited(Subset[Any]):
+class Limited(Dataset[Any]):
     """The samples at some indices. Unlike torch's `Subset`, it leaves collation to a data set that does its own."""
 
-    def __getitems__(self, indices: Indices) -> Any:  # type: ignore[override]
+    def __init__(self, dataset: SizedDataset, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+    def __getitems__(self, indices: Indices) -> Any:
         """Return what the base data set makes of a micro-batch, or a list of samples."""
         if (fetch_all := whole_fetch(self.dataset)) is None:
             return [self[index] for index in indices]
         return fetch_all(Indices([self.indices[index] for index in indices], indices.epoch, indices.micro_batch))
 
 
-def whole_fetch(dataset: Any) -> Callable[[Indices], Any] | None:
+def whole_fetch(dataset: SizedDataset) -> Callable[[Indices], Any] | None:
     """Return a data set's method that fetches a whole micro-batch; None if it fetches sample by sample."""
     if isinstance(dataset, Limited):
         return dataset.__getitems__ if whole_fetch(dataset.dataset) else None

@@ -11,6 +11,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -87,14 +88,25 @@ def refuse_missing(gpus: int, control: Path = GPU_DEVICES) -> None:
         )
 
 
-def describe(device: torch.device) -> tuple[str, str]:
-    """Describe a device of this process: a line for messages, and its kind, as far as ranks should have the same."""
-    line = f"{device_name(device)} of {socket.gethostname()}"
+class Device(NamedTuple):
+    """What a rank computes on."""
+
+    host: str
+    line: str
+    """For messages."""
+    kind: str
+    """Of which all ranks should have the same."""
+
+
+def describe(device: torch.device) -> Device:
+    """Describe a device of this process."""
+    host = socket.gethostname()
+    line = f"{device_name(device)} of {host}"
     if device.type != "cuda":
-        return line, "a CPU"
+        return Device(host, line, "a CPU")
     found = torch.cuda.get_device_properties(device)
     gib = found.total_memory / GIB  # the kind's are whole, because a driver keeps a few MiB more on one card
-    return f"{line}, {found.name}, {gib:.1f} GiB", f"{found.name} with {gib:.0f} GiB"
+    return Device(host, f"{line}, {found.name}, {gib:.1f} GiB", f"{found.name} with {gib:.0f} GiB")
 
 
 def explain_uneven(kinds: Sequence[str]) -> str:

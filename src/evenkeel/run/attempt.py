@@ -59,9 +59,9 @@ class Attempt:
         task: what is trained.
         plan: how steps are cut, as far as the options say.
         world: who takes part; the process group need not exist yet.
-        train_set: whose samples are compared among ranks and with the run so far.
+        train_set: whose samples are compared among ranks and with the run so far. None: they are not.
         test_set: likewise.
-        cutter: from what the run has recorded, on whichever node, to the options with the cut.
+        cutter: from what the run has recorded, on whichever node, to the options with the cut. None: as `config` says.
 
     Raises:
         Refusal: the run directory cannot be this run's.
@@ -73,16 +73,16 @@ class Attempt:
         task: Task,
         plan: Plan,
         world: World,
-        train_set: SizedDataset,
-        test_set: SizedDataset,
-        cutter: Cutter,
+        train_set: SizedDataset | None = None,
+        test_set: SizedDataset | None = None,
+        cutter: Cutter | None = None,
     ) -> None:
         assert config.run_dir is not None  # resolved
         self.started = time.monotonic()
         self.data = train_set, test_set
         self.path, self.config, self.plan, self.world = config.run_dir, config, plan, world
         self.options = saved_options(config, task.options())
-        self.samples = {"training": plan.samples, "test": len(test_set)}
+        self.samples = {"training": plan.samples} | ({} if test_set is None else {"test": len(test_set)})
         run = Identity(self.options, task.harmless, self.samples, task.earlier)
         self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
@@ -95,8 +95,10 @@ class Attempt:
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self.tracker: tracking.Tracker | None = None
-        self._harmless, self._cutter = task.harmless, cutter
-        self._look = partial(look, config, train_set, test_set)
+        self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
+        self._look: Callable[[int], Any] = lambda _times: ({}, [])
+        if train_set is not None and test_set is not None:
+            self._look = partial(look, config, train_set, test_set)
         steady = {} if config.fresh else read_facts(self.path / "status.json")[0].get("digests", {})
         # whether samples differ at each read is found out once
         self.digests, self._unsteady = self._look(ONCE if steady.keys() >= self.samples.keys() else TWICE)
@@ -115,8 +117,8 @@ class Attempt:
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         first_here = self.world.local_rank == 0
-        mine = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
-        known: Known = self.world.gather((launch_token(), mine))
+        status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
+        known: Known = self.world.gather((launch_token(), status))
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
         anew = self.config.fresh and not set(filter(None, tokens)) & set(newest.get("launch", []))
@@ -130,27 +132,28 @@ class Attempt:
         opened: dict[str, Any] | Ended | None = None
         if self.directory:
             opened = self._written(lambda: self._open(tokens, newest))
-        status: Any = self.world.broadcast(opened)
-        if isinstance(status, Ended):
-            raise status
+        told: Any = self.world.broadcast(opened)
+        if isinstance(told, Ended):
+            raise told
+        status = told
         if self._finished(status):
             early = " early" * status.get("stopped_early", False)
             self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
             return True
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
         ready = self._written(lambda: self._open_here(status))
-        line, kind = describe_device(self.world.device)
-        log.info("this rank has %s", line)
+        mine = describe_device(self.world.device)
+        log.info("this rank has %s", mine.line)
         if note:
             log.warning("%s", note)
-        everywhere = self.world.gather((kind, ready))
+        everywhere = self.world.gather((mine, ready))
         for _, ended in everywhere:
             if ended:
                 raise ended
         if status["fruitless"] > MAX_FRUITLESS:
             self._end_crash_loop()
         if self.directory:
-            self._start_tracking(explain_uneven([kind for kind, _ in everywhere]), said)
+            self._start_tracking(explain_uneven([device.kind for device, _ in everywhere]), said)
         return False
 
     def _open(self, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:

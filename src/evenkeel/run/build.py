@@ -18,7 +18,7 @@ from ..training.freezing import freeze
 from ..training.precision import Scaler
 from ..training.state import State
 from ..training.task import Task
-from .weights import load_weights
+from .weights import read_weights
 
 
 def build_model(config: Config, task: Task) -> nn.Module:
@@ -37,7 +37,7 @@ def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.
     """
     origin = ""
     if config.init_from:
-        origin = "--init-from {}: {}".format(*load_weights(model, config.init_from, config.init_partial))
+        origin = "--init-from {}: {}".format(*read_weights(model, config.init_from, config.init_partial))
     freeze(model, config.freeze)
     refuse_single_samples(config, task, model, plan, world)
     if config.sync_batchnorm:

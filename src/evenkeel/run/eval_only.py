@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,7 @@ from ..training.precision import substitute
 from ..training.task import Task
 from .checkpoint import Checkpoints
 from .records import read_config, recorded_options
-from .weights import load_weights
+from .weights import read_weights
 
 
 def evaluate_only(
@@ -55,9 +56,7 @@ def evaluate_only(
     model = network()
     with world.connected(), operations_named():
         # one rank reads: the run may be on one node only, and if it is at work, two might find different steps
-        saved = run_dir / "config.toml"
-        began_from = str(read_config(saved).get("init_from", "")) if saved.exists() else ""
-        known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, began_from))
+        known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, _began_from(run_dir)))
         steps = [step for step, _ in known]
         own_origin = steps[0] and known[0][1] == str(config.init_from)  # --eval-only added to the run's own command
         path = None if own_origin else config.init_from
@@ -67,7 +66,7 @@ def evaluate_only(
         found: tuple[str, str] | Refusal | None = None
         if world.rank == holder:
             try:
-                found = load_weights(model, path, config.init_partial) if path else _read_newest(model, checkpoints)
+                found = read_weights(model, path, config.init_partial) if path else _read_newest(model, checkpoints)
             except Refusal as refusal:
                 found = refusal
         heard: Any = world.broadcast(found, holder)
@@ -89,11 +88,16 @@ def evaluate_only(
     return 0
 
 
+def _began_from(run_dir: Path) -> str:
+    saved = run_dir / "config.toml"
+    return str(read_config(saved).get("init_from", "")) if saved.exists() else ""
+
+
 def _read_newest(model: nn.Module, checkpoints: Checkpoints) -> tuple[str, str]:
     while True:
         newest = checkpoints.newest_name()
         try:
-            return load_weights(model, checkpoints.folder.parent)
+            return read_weights(model, checkpoints.folder.parent)
         except Refusal as refusal:
             if checkpoints.newest_name() == newest:
                 raise Refusal(str(refusal).replace("--init-from", "--run-dir", 1)) from None

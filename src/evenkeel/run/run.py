@@ -187,6 +187,8 @@ class Run:
         if self.finished:
             return iter(())
         train_set, test_set = self.attempt.data
+        assert train_set is not None
+        assert test_set is not None
         config, state, plan = self.config, self.state, self.plan
         sampler = ElasticSampler(
             train_set,

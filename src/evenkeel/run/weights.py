@@ -42,7 +42,7 @@ CONVERT = (
 CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu').state_dict(), sys.argv[2])"
 
 
-def load_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[str, str]:
+def read_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[str, str]:
     """Load a file of torch.save or safetensors, or a checkpoint of ours; return where it is from, and how it fits.
 
     Args:

@@ -3,7 +3,7 @@
 - `command_line.py`  the options of train.py and of the task, from the command line and --config
 - `registry.py`      from --task to a class: one of these, or yours in a file or package
 - `classify.py`      the task `classify`: images of a data set by name, by a network by name
-- `datasets.py`, `downloads.py`, `augmentation.py`, `models.py`   its data, transforms and networks
+- `datasets.py`, `decoding.py`, `downloads.py`, `augmentation.py`, `models.py`   its data, transforms and networks
 - `segment.py`       the task `segment`: two networks in one step, the pattern for several networks
 - `regress.py`       the task `regress`: a linear model on random data
 - `digits.py`        the data that comes with Evenkeel, for `classify` and `segment`
@@ -12,7 +12,7 @@ To add a task, write a subclass of `Task` (training/task.py) in any file: `--tas
 how. To give it a name of its own, add a module here and a line to `BUILT_IN` in registry.py.
 
 To delete one, delete its module, `tests/tasks/test_NAME.py` and `tests/processes/test_NAME.py`. With `classify` go its
-four modules and their tests; then set another default of --task in config.py. `digits.py` may go with the last task
+five modules and their tests; then set another default of --task in config.py. `digits.py` may go with the last task
 that uses it. Everything else stays, and --task says in a line what has been deleted. Nothing outside this folder
 imports a built-in task, but tests of other rooms use `classify` and `segment` as examples.
 """

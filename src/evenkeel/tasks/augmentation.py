@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import RandomResizedCrop, v2
 
-from ..data.decoding import Change, Look
+from .decoding import Change, Look
 
 Augment = Literal["none", "basic", "trivial", "rand"]
 Transform = Callable[[Tensor], Tensor]
@@ -37,7 +37,7 @@ def of_photographs(kind: Augment, size: int) -> Transform:
 
 
 def look_at_photographs(kind: Augment, size: int) -> Look:
-    """The same, with the same random numbers, drawn before an image is decoded (`data/decoding.py`)."""
+    """The same, with the same random numbers, drawn before an image is decoded (`decoding.py`)."""
     if kind == "none":
         return partial(_middle, size=round(size * 8 / 7), change=of_photographs(kind, size))
     return partial(_random_part, size=size, changes=_automatic(kind))

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..common.errors import Ended, Refusal
 from ..config import BELOW_1, COUNT, FINITE, NAME, Flag, check_numbers
 from ..data.dataset import SizedDataset
-from ..data.decoding import Decode
 from ..training.checks import TOO_FEW
 from ..training.task import Classification
 from . import datasets, models
 from .datasets import ABOUT
+from .decoding import Decode
 from .digits import digits
 
 PHOTOGRAPH = 224

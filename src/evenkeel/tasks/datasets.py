@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from ..common.errors import EndedByData, Refusal
 from ..data.dataset import InMemory, SizedDataset
-from ..data.decoding import Look, pixels, seen
+from .decoding import Look, pixels, seen
 from .downloads import fetch_dataset
 
 Name = Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "fake"]

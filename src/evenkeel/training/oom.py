@@ -60,7 +60,7 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
         device = torch.device("cuda", int(other[1] or other[2]))
     wanted = re.search(r"ried to allocate (\d[\d.]* \w+)", str(error))
     on_host = device.type != "cuda" or "DefaultCPUAllocator" in str(error) or isinstance(error, (MemoryError, OSError))
-    place = f"the memory of host {socket.gethostname()}" if on_host else describe(device)[0]
+    place = f"the memory of host {socket.gethostname()}" if on_host else describe(device).line
     phase = activity.phase_of(error)
     done = phase in (EVALUATION, CHECKPOINT)  # these come after their step
     batch = getattr(error, "shapes", "")

@@ -13,8 +13,8 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from evenkeel.data import decoding
 from evenkeel.data.loader import Seeded
+from evenkeel.tasks import decoding
 from evenkeel.tasks.augmentation import look_at_photographs, of_photographs
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.datasets import BadSample, ImageFolder
