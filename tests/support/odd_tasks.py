@@ -333,11 +333,6 @@ class ExhaustedSamples(Usual):
         return Exhausted()
 
 
-class NegativeLength(Usual):
-    def test_dataset(self) -> Any:
-        return type("Negative", (Exhausted,), {"__len__": lambda _: -1})()
-
-
 class NoneInside(Usual):
     def sample(self, index: int) -> Any:
         return torch.zeros(3), None

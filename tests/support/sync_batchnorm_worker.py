@@ -113,7 +113,7 @@ if __name__ == "__main__":
     world = World.from_environment()
     with world.connected():
         count = world.world_size - 1
-        peers = Peers(world)
+        peers = Peers()
         peers.connect([count, 1])
         peers.begin(count)
         found = {name: case(name, world, peers) for name in CASES}

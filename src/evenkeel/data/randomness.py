@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -28,14 +28,13 @@ def derive(seed: int, purpose: str, *where: int) -> int:
 
 
 def seed_host(seed: int) -> None:
-    """Seed the CPU generators of torch, Python and, if it is imported, NumPy (with the seed's lower 32 bits).
+    """Seed the CPU generators of torch, Python and NumPy (with the seed's lower 32 bits).
 
     The streams are those of `torch.manual_seed`, which asks every type of device and takes 150 us; this takes 10.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def seed_task(seed: int, purpose: str) -> None:
@@ -62,13 +61,11 @@ def seed_computation(seed: int, devices: Iterable[torch.device]) -> None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put the generators of the CPU and of initialized GPUs back at the end."""
-    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    python, legacy = random.getstate(), numpy and numpy.get_state()
+    python, legacy = random.getstate(), np.random.get_state()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(gpus):
         try:
             yield
         finally:
             random.setstate(python)
-            if numpy:
-                numpy.set_state(legacy)
+            np.random.set_state(legacy)

@@ -9,6 +9,7 @@ micro-batches; with `--reduce tree` the bits are the same on any number of ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ from .world import World
 class Peers:
     """The ranks with a micro-batch in the present step; all layers of a model share one."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self) -> None:
         self.count = 1
         self.group: Any = None
         self._groups: dict[int, Any] = {}
@@ -40,8 +40,9 @@ class Peers:
         """
         self._catch_up = catch_up
         for count in sorted(set(counts)):
-            # never the default group, which the reduction uses at the same time, from a thread of its own
-            self._groups[count] = self._world.new_group(count) if count > 1 else None
+            # never the default group, which the reduction uses at the same time, from a thread of its own; for a day,
+            # because torch's timeout of 10 or 30 minutes might come before the watch for hangs, and explains nothing
+            self._groups[count] = dist.new_group(range(count), timeout=timedelta(days=1)) if count > 1 else None
 
     def begin(self, count: int) -> None:
         """Begin a step in which this many ranks have a micro-batch."""
@@ -160,7 +161,7 @@ def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring"
     if not layers:
         raise Refusal("--sync-batchnorm: the model has no BatchNorm layer; leave it out")
     refuse_too_few_ranks(plan, world.world_size)
-    peers = Peers(world)
+    peers = Peers()
     for layer, kind in layers:
         layer.__class__ = kind  # keeps hooks and references to the layer
         synced: Any = layer

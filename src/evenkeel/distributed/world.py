@@ -118,11 +118,6 @@ class World:
         yield store
         dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, which wait for this rank
 
-    def new_group(self, ranks: int) -> Any:
-        """Make a process group of the first ranks. All ranks must call it, after :meth:`connected`."""
-        # a day, because torch's timeout of 10 or 30 minutes might come before the watch for hangs, and explains nothing
-        return dist.new_group(range(ranks), timeout=timedelta(days=1))
-
     def broadcast(self, value: T | None, source: int = 0) -> T:
         """Return one rank's value on all ranks; by pickle, for small things."""
         box: list[Any] = [value]

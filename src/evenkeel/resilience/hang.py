@@ -234,17 +234,22 @@ def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
     groups: dict[tuple[bool, str, int], list[int]] = {}
     for rank, beat in beats.items():
         groups.setdefault((rank in frozen, beat.phase, beat.step), []).append(rank)
+
+    def innocence(group: tuple[bool, str, int]) -> tuple[bool, bool, int]:
+        silent, phase, _ = group
+        return not silent, phase == REDUCTION, len(groups[group])
+
     parts = []
-    for (silent, phase, step), ranks in groups.items():
-        waits, one = phase == REDUCTION, len(ranks) == 1
-        does = f"do{'es' * one} not answer any more, last seen" if silent else "is" if one else "are"
-        if waits and not silent:
-            does = "waits" if one else "wait"
-        which = name_ranks(ranks)
-        if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in ranks if beats[r].device]):
+    for group in sorted(groups, key=innocence):
+        silent, phase, step = group
+        does = "does not answer any more, last seen" if silent else "waits" if phase == REDUCTION else "is"
+        if len(groups[group]) > 1:
+            does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
+        which = name_ranks(groups[group])
+        if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in groups[group] if beats[r].device]):
             which += f" ({', '.join(devices)})"  # perhaps it is the GPU that is to blame
-        parts.append((not silent, waits, len(ranks), f"{which} {does} in {phase} of step {step + 1}"))
-    return "; ".join(text for *_, text in sorted(parts, key=lambda part: part[:3]))
+        parts.append(f"{which} {does} in {phase} of step {step + 1}")
+    return "; ".join(parts)
 
 
 def _collectives() -> tuple[bytes, bytes, bytes]:
