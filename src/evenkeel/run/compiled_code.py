@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import logging
 import os
@@ -100,23 +99,21 @@ class CompiledCode:
         files = {name: path for name, path in sorted(found.items()) if not TEMPORARY.search(name)}
         if files.keys() <= self._packed:
             return
-        packed = io.BytesIO()
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            for name, path in files.items():
-                with contextlib.suppress(FileNotFoundError), self._whole(path) as whole:
-                    if whole:
-                        archive.write(path, name)
-            written = set(archive.namelist())
 
         def write(file: IO[bytes]) -> None:
             os.fchmod(file.fileno(), 0o600)
-            file.write(packed.getvalue())
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                for name, path in files.items():
+                    with contextlib.suppress(FileNotFoundError), self._whole(path) as whole:
+                        if whole:
+                            archive.write(path, name)
+                self._packed = set(archive.namelist())
 
         try:
             self.archive.parent.mkdir(mode=0o700, exist_ok=True)
             write_atomically(self.archive, write)
-            self._packed = written
         except OSError as error:
+            self._packed = set()
             log.warning("%s: %s: the next start compiles again", self.archive, error)
 
     def clear(self) -> None:
