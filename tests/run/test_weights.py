@@ -275,7 +275,7 @@ def test_names_and_shapes_that_differ_are_listed_with_the_nearest(file: Path) ->
     weights["module.seen"] = torch.tensor(0.5)
     torch.save({"state_dict": weights}, file)
     assert refusal(Net(), file) == (
-        f"{file}, its state_dict: does not fit the model: "
+        f"--init-from {file}, its state_dict: does not fit the model: "
         "1 missing: head.weight (nearest in the file: module.classifier.head_weight); "
         "1 unexpected: module.classifier.head_weight (nearest in the model: head.weight); "
         "2 of another shape: seen is float32 [], the model's int64 [], head.bias is float32 [5], the model's "
