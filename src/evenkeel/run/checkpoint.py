@@ -132,11 +132,9 @@ class Checkpoints:
         For a node without rank 0. On a shared file system the folder is rank 0's too, so planned checkpoints and the
         snapshots of other hosts stay.
         """
-        for path in self.all():
-            with contextlib.suppress(Damaged):
-                found = read_manifest(path)
-                if found.step < before and (found.kind, found.host) == ("snapshot", socket.gethostname()):
-                    self._delete(path)
+        for path, found in self._manifests():
+            if found.step < before and (found.kind, found.host) == ("snapshot", socket.gethostname()):
+                self._delete(path)
 
     @contextlib.contextmanager
     def _alone(self, until: float) -> Iterator[None]:
@@ -195,10 +193,13 @@ class Checkpoints:
 
     def newest_manifest(self) -> Manifest | None:
         """The newest readable manifest; its files are not looked at."""
+        return next((found for _, found in self._manifests()), None)
+
+    def _manifests(self) -> Iterator[tuple[Path, Manifest]]:
+        """Those that can be read, the newest first."""
         for path in reversed(self.all()):
             with contextlib.suppress(Damaged):
-                return read_manifest(path)
-        return None
+                yield path, read_manifest(path)
 
     def load_newest(self) -> dict[str, Any] | None:
         """The newest checkpoint that is whole; damaged ones are reported and set aside, not deleted."""
@@ -231,11 +232,7 @@ class Checkpoints:
 
     def _scores(self) -> dict[Path, float]:
         """Newest first."""
-        scores = {}
-        for path in reversed(self.all()):
-            with contextlib.suppress(Damaged):
-                scores[path] = self._score(read_manifest(path).metrics)
-        return scores
+        return {path: self._score(found.metrics) for path, found in self._manifests()}
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         """The metric that counts, so that greater is better; -inf if it is missing or NaN."""
