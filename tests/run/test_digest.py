@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from evenkeel.config import Config
 from evenkeel.run.digest import bit_sum, digests
-from evenkeel.training import distributed_loss
-from evenkeel.training.optimization import build_optimizer
+from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State, named_tensors
 
 sizes = st.integers(0, 70)
@@ -113,9 +112,7 @@ def test_a_state_is_named_by_its_parameters_and_holds_committed_buffers() -> Non
     state = State(model, [build_optimizer(model.parameters(), Config(optimizer="adamw"))])
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state.commit(
-        distributed_loss.clip_grad_norm(model.parameters(), 0.0), [group.committed for group in state.buffers.groups]
-    )
+    state.commit(clip_grad_norm(model.parameters(), 0.0), [group.committed for group in state.buffers.groups])
     found = digests(state.tensors())
     assert set(found) == {f"model.{name}" for name in model.state_dict()} | {
         f"optimizers.0.{name}.{kept}"
