@@ -115,16 +115,6 @@ def test_the_streams_are_those_of_the_libraries_own_functions(seed: int) -> None
         assert draw() == expected
 
 
-def test_a_seed_needs_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed_host(1)
-    expected = np.random.rand()
-    seed_host(1)
-    monkeypatch.delitem(sys.modules, "numpy")
-    seed_host(2)
-    assert "numpy" not in sys.modules
-    assert np.random.rand() == expected
-
-
 def called(function: Callable[[], object]) -> list[str]:
     """The files of torch whose Python functions a call runs."""
     files: list[str] = []
