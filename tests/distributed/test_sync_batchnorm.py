@@ -40,7 +40,7 @@ def test_what_cannot_be_synchronised_is_refused() -> None:
     with pytest.raises(Refusal, match="the model has no BatchNorm layer"):
         synchronise(nn.Linear(3, 3), plan, alone)
     on_gpu = World(0, 0, 4, 4, torch.device("cuda", 0), launched=True)
-    with pytest.raises(Refusal, match="--sync-batchnorm --reduce tree: may dead-lock on GPUs"):
+    with pytest.raises(Refusal, match="--sync-batchnorm: may dead-lock on GPUs with --reduce tree"):
         synchronise(nn.BatchNorm1d(3), plan, on_gpu, "tree")
     with pytest.raises(Refusal, match="--sync-batchnorm: may dead-lock on GPUs with a task's unused_parameters"):
         synchronise(nn.BatchNorm1d(3), plan, on_gpu, unused=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..common.errors import Ended, Refusal
 from ..data.batch import tensors_in, to_device, with_parts
 from ..data.randomness import derive
-from .devices import name_visible
+from .devices import device_name
 
 
 def replicas(strategy: str, device: torch.device) -> list[torch.device]:
@@ -32,8 +32,9 @@ def replicas(strategy: str, device: torch.device) -> list[torch.device]:
 def refuse_company(processes: int, gpus: int) -> None:
     """Refuse --strategy dp in a job of several processes: each would take all the GPUs that torch sees here."""
     if processes > 1:
+        here = ", ".join(device_name(torch.device("cuda", number)) for number in range(gpus)) or "none"
         raise Refusal(
-            f"--strategy dp: uses one process for all visible GPUs (here: {name_visible(gpus)}), and this job has "
+            f"--strategy dp: uses one process for all visible GPUs (here: {here}), and this job has "
             f"{processes} processes; start one (python train.py, -g 1), choose GPUs with CUDA_VISIBLE_DEVICES, or use "
             "the default --strategy ddp"
         )

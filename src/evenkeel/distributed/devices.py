@@ -48,11 +48,6 @@ def device_name(device: torch.device) -> str:
     return f"cuda:{index} ({f'GPU {entry}' if entry.isdigit() else entry})"
 
 
-def name_visible(gpus: int) -> str:
-    """Name all visible GPUs in both ways; "none" if there are none."""
-    return ", ".join(device_name(torch.device("cuda", i)) for i in range(gpus)) or "none"
-
-
 def explain_devices(local_world_size: int, gpus: int, each: int = 1) -> str:
     """Say why a node's processes, with `each` GPUs a process, do not fit on its GPUs, and which they would get."""
 

@@ -153,10 +153,9 @@ def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring"
             --reduce tree or where ranks may use different parameters (`unused`).
     """
     # two NCCL communicators would then be fed in an order that may differ between ranks
-    if world.device.type == "cuda" and reduce == "tree":
-        raise Refusal("--sync-batchnorm --reduce tree: may dead-lock on GPUs; leave one of them out")
-    if world.device.type == "cuda" and unused:
-        raise Refusal("--sync-batchnorm: may dead-lock on GPUs with a task's unused_parameters; leave one of them out")
+    if world.device.type == "cuda" and (reduce == "tree" or unused):
+        other = "--reduce tree" if reduce == "tree" else "a task's unused_parameters"
+        raise Refusal(f"--sync-batchnorm: may dead-lock on GPUs with {other}; leave one of them out")
     layers = [(module, _kind(module, name)) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     if not layers:
         raise Refusal("--sync-batchnorm: the model has no BatchNorm layer; leave it out")
