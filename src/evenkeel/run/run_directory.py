@@ -6,6 +6,7 @@ apart from the other ranks' logs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -24,7 +25,7 @@ from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
 from ..config import differences, flag
 from .checkpoint import step_folders
-from .records import is_run, read_config, read_facts, read_records
+from .records import is_run, read_config, read_facts, read_record
 
 log = logging.getLogger(__name__)
 
@@ -202,8 +203,9 @@ def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
         _refuse_another_run(path, run)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
-        records = read_records(path / "metrics.jsonl")
-        status["world_sizes"] = [it.get("world_size", 1) for it in records if it["kind"] == "start"]
+        with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
+            found = filter(None, map(read_record, file))
+            status["world_sizes"] = [it.get("world_size", 1) for it in found if it["kind"] == "start"]
     return RunDirectory(path, status, held, trouble)
 
 
