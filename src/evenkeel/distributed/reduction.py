@@ -41,6 +41,8 @@ class Reduction:
         """Whether DDP has the gradients reduced, by :meth:`hook`; otherwise :meth:`end` does."""
         self.complete = False
         """Whether DDP has passed all buckets of the step to the hook."""
+        self.arrived: Callable[[], None] = lambda: None
+        """Is called when DDP passes the last one: this rank has nothing more to compute."""
 
     def begin(self, runs: Sequence[range]) -> None:
         """Begin a step with these micro-batches of each rank."""
@@ -58,6 +60,11 @@ class Reduction:
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """DDP's communication hook."""
         raise NotImplementedError
+
+    def _note(self, bucket: dist.GradBucket) -> None:
+        if bucket.is_last():
+            self.complete = True
+            self.arrived()
 
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
         """Begin to add up small vectors over all ranks, after the backward passes; all ranks must call it.
@@ -86,7 +93,7 @@ class Ring(Reduction):
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """All-reduce a bucket without dividing it: the weights are in the loss."""
-        self.complete |= bucket.is_last()
+        self._note(bucket)
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         self._under_way.append(work)
         return work.get_future().then(lambda done: done.value()[0])
@@ -175,7 +182,7 @@ class Tree(Reduction):
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Fold this rank's gradients, and let the pipeline exchange them."""
-        self.complete |= bucket.is_last()
+        self._note(bucket)
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if not self._runs:  # the empty pass before the first step

@@ -35,6 +35,7 @@ from ..distributed.world import World
 from ..resilience.hang import Watch
 from ..resilience.interruption import STOPPED, Interruption
 from ..training import compilation
+from ..training.arrivals import Arrivals
 from ..training.batch_size_finder import Probe
 from ..training.cut import has_batchnorm, settle
 from ..training.determinism import fix_arithmetic, operations_named, threads_of_a_rank
@@ -51,6 +52,7 @@ from .eval_only import evaluate_only
 from .records import goodput, ledger, read_records, recorded_options
 from .run_directory import RunState
 from .saver import Saver
+from .stragglers import Stragglers
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,8 @@ class Run:
         self.saver = Saver(
             attempt.checkpoints, self.world.devices, self.config.grace, lambda step: self._update("running", step)
         )
+        self.arrivals = Arrivals(self.world)
+        self._stragglers = Stragglers(self.path / "ranks.jsonl", attempt.hosts) if self.tracker else None
         self._metrics: dict[str, float] = {}
         self._skipped_told = 0
         self._overflows_told = (0, 0)
@@ -181,7 +185,7 @@ class Run:
         config = self.config
         return DistributedLoss(
             loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
-            config.strategy, self.task.unused_parameters, network,
+            config.strategy, self.task.unused_parameters, network, self.arrivals,
         )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:
@@ -231,6 +235,7 @@ class Run:
         state = self.state
         if state.step % self.config.log_every == 0:
             self._log_step(model.loss, norm)
+            self._note_arrivals(self.arrivals.exchange(state.step))
         if state.due_for_evaluation:
             self._evaluate_and_save()
         else:
@@ -259,6 +264,10 @@ class Run:
         lr = float(state.optimizers[0].param_groups[0]["lr"])
         self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
         self._logged = state.step
+
+    def _note_arrivals(self, found: tuple[int, list[list[float]]] | None) -> None:
+        if found and self._stragglers:
+            self._stragglers.take(*found)
 
     def _tell_overflows(self, step: int, overflows: int) -> None:
         """Some overflows are part of finding the scale; where there is nothing else, nothing is learned."""
@@ -344,6 +353,7 @@ class Run:
         """
         state = self.state
         state.settle()
+        self._note_arrivals(self.arrivals.last())
         if self.directory:
             self._pack_compiled(asked=True)
         if self.compiled and self.world.local_rank == 0:

@@ -7,8 +7,6 @@ again and appear twice; a "start" record between them says from which step.
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import math
 import netrc
@@ -22,6 +20,7 @@ from urllib.parse import urlparse
 
 from ..common import display
 from ..common.arguments import lose_stdout
+from ..common.files import append_json
 from ..common.naming import TEST, TRAIN, named, shown
 from ..common.phases import START_UP, activity
 from ..config import Config
@@ -141,12 +140,7 @@ class Tracker:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | facts | {"spent": activity.spent()}
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
-            with (self.path / "metrics.jsonl").open("ab", buffering=0) as file:
-                end = file.tell()
-                line = f"{json.dumps(record)}\n".encode()
-                if file.write(line) < len(line):
-                    file.truncate(end)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append_json(self.path / "metrics.jsonl", record)
         except OSError as error:  # a full disk costs a line, not the training
             log.error("metrics.jsonl: %s", error)
 

@@ -14,6 +14,7 @@ in the order of `distributed.tree`, so they are the same on all ranks.
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -33,6 +34,8 @@ from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
 from ..distributed.world import World
+from .arrivals import BACKWARD, FORWARD, Arrivals
+from .arrivals import DATA as LOADING
 from .checks import checked_loss, explain, missing_gradients
 from .oom import note_batch
 from .precision import Precision, autocast
@@ -109,6 +112,7 @@ class DistributedLoss:
         unused: some parameters get no gradient in some steps.
         network: the part of the model that learns from this loss; default: all of it. With several losses, networks
             take turns, a step for each.
+        arrivals: times the steps of this rank; default: nobody does.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class DistributedLoss:
         strategy: Literal["ddp", "dp"] = "ddp",
         unused: bool = False,
         network: nn.Module | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
         self._network = network or state.model
@@ -133,6 +138,8 @@ class DistributedLoss:
         module = parallel(Loss(state.model, loss, precision, network), strategy, world.device)
         self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)
+        self._arrivals = arrivals or Arrivals()
+        self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
         self._peers = peers_of(state.model)
         if network and (self._peers or strategy == "dp"):
             raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
@@ -157,6 +164,7 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._parts, self._waits, self._total = Fold(_add_to_right), None, None
         runs = self.plan.runs(step.number, self.world.world_size)
+        self._arrivals.begin(step.micro_batches)
         try:
             activity.enter(DATA)
             self.reduction.begin(runs)
@@ -168,7 +176,9 @@ class DistributedLoss:
                 seed_computation(derive(self.seed, "micro-batch", step.number, micro_batch.id), self.world.devices)
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
                 with nullcontext() if self._last else self._no_reduction():
-                    yield batch if isinstance(self.module, Parallel) else self._transfer(batch)
+                    yield self._placed(batch)
+                if not (self._last and self.reduction.hooked):  # otherwise the hook has marked it
+                    self._arrivals.mark(BACKWARD)
                 self._parts.push(Node(0, micro_batch.id), self._collect())
                 if not self._last:
                     self.reduction.keep(micro_batch.id)
@@ -189,6 +199,11 @@ class DistributedLoss:
         if self.state.buffers.numel or self.state.scaler:
             self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
 
+    def _placed(self, batch: Any) -> Any:
+        placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
+        self._arrivals.mark(LOADING)
+        return placed
+
     def parameters(self) -> list[nn.Parameter]:
         """All of the model's, as torch's own `clip_grad_norm_` takes them."""
         return self.state.parameters
@@ -207,6 +222,7 @@ class DistributedLoss:
 
         The last micro-batch's pass also reduces the gradients over all ranks.
         """
+        self._arrivals.mark(FORWARD)
         self._part = part = loss.detach() * self._weight
         scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
         if self._last:
