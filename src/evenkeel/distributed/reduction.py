@@ -61,7 +61,7 @@ class Reduction:
         """DDP's communication hook."""
         raise NotImplementedError
 
-    def _note(self, bucket: dist.GradBucket) -> None:
+    def _note(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         if bucket.is_last():
             self.complete = True
             self.arrived()

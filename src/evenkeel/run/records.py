@@ -35,6 +35,7 @@ FACTS: dict[str, Any] = {
     "launch": [""],
     "world_sizes": [0],
     "samples": {"": 0},
+    "hints": {"": ""},
     "digests": {"": {"equal": "", "near": [0.0]}},
     "ledger": {"": 0.0},
 }
@@ -136,6 +137,17 @@ def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
             seconds["dead"] += max(0.0, record["time"] - sum(record["spent"].values()) - end)
         spent, end = record["spent"], record["time"]
     return {name: round(value + spent.get(name, 0.0), 3) for name, value in seconds.items()}
+
+
+def attempt_ends(path: Path) -> list[dict[str, Any]]:
+    """The first and the last record of each attempt in a metrics.jsonl: all that the ledger needs, and soon read."""
+    found, last = list[dict[str, Any] | None](), b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if b'"kind": "start"' in line:
+                found += [read_record(last), read_record(line)]
+            last = line
+    return [record for record in [*found, read_record(last)] if record]
 
 
 def goodput(seconds: dict[str, float]) -> float:

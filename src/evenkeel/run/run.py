@@ -41,6 +41,7 @@ from ..training.cut import has_batchnorm, settle
 from ..training.determinism import fix_arithmetic, operations_named, threads_of_a_rank
 from ..training.distributed_loss import DistributedLoss, LossFunction
 from ..training.evaluation import Evaluation
+from ..training.flops import per_sample
 from ..training.oom import OutOfMemory, explained
 from ..training.state import State, cpu_state_dict, sha256
 from ..training.task import Task, of_task
@@ -49,6 +50,7 @@ from .build import build_model, build_state
 from .checkpoint import dump
 from .digest import digests
 from .eval_only import evaluate_only
+from .hints import hints, measure
 from .records import goodput, ledger, read_records, recorded_options
 from .run_directory import RunState
 from .saver import Saver
@@ -101,6 +103,7 @@ class Run:
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
+        self._models = 0  # that `distribute` has made
         self._compilations = -1
         self._watch: Watch | None = None
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
@@ -183,6 +186,7 @@ class Run:
             network: the part of the model that learns from this loss; default: all of it.
         """
         config = self.config
+        self._models += 1
         return DistributedLoss(
             loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
             config.strategy, self.task.unused_parameters, network, self.arrivals,
@@ -234,8 +238,8 @@ class Run:
         """
         state = self.state
         if state.step % self.config.log_every == 0:
-            self._log_step(model.loss, norm)
             self._note_arrivals(self.arrivals.exchange(state.step))
+            self._log_step(model, norm)
         if state.due_for_evaluation:
             self._evaluate_and_save()
         else:
@@ -248,9 +252,9 @@ class Run:
         if not self.state.is_over():
             self.checkpoint(self._metrics)
 
-    def _log_step(self, loss: Tensor, norm: Tensor) -> None:
+    def _log_step(self, model: DistributedLoss, norm: Tensor) -> None:
         """A line of metrics for the last step. Reads from the device, so not for every step."""
-        state = self.state
+        state, loss = self.state, model.loss
         if not self.tracker:
             return
         if state.skipped > self._skipped_told:
@@ -262,8 +266,24 @@ class Run:
             more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
             self._tell_overflows(state.step, int(more["overflows"]))
         lr = float(state.optimizers[0].param_groups[0]["lr"])
+        if self.tracker.per_sample is None:
+            # networks that take turns cost different steps
+            known = per_sample(self.task, state.model, *model.last_micro_batch, self.config, self.world)
+            self.tracker.per_sample = known if self._models == 1 else {}
         self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
         self._logged = state.step
+        self._tell_hints()
+
+    def _tell_hints(self) -> None:
+        """Say a hint when it is new in this run, and keep in status.json those of now."""
+        if not (self.directory and self.tracker and self._stragglers):
+            return
+        told, now = self.directory.status.get("hints", {}), hints(measure(self.config, self.plan, self.world))
+        for subject in now.keys() - told.keys():
+            self.tracker.say(f"hint: {now[subject]}")
+        now |= {f"rank {rank}": text for rank, text in self._stragglers.named.items()}
+        if {subject for subject, text in told.items() if text} != now.keys():
+            self.directory.note(hints={**dict.fromkeys(told, ""), **now})
 
     def _note_arrivals(self, found: tuple[int, list[list[float]]] | None) -> None:
         if found and self._stragglers:

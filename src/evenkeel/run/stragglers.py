@@ -17,10 +17,10 @@ RATIO = 1.25
 """A rank is late if it needs this many times what the median rank needs ..."""
 DEVIATIONS = 3.0
 """... and is beyond the median by this many median absolute deviations ..."""
-TIMES = 3
+TIMES = 4
 """... in so many spans in a row; as many without end it."""
-SPAN = 3.0
-"""Seconds that are judged at once, at least. Shorter ones would show what the machine's scheduler does."""
+SPAN = 4.0
+"""Seconds that are judged at once, at least. Shorter ones show what the machine's scheduler does (docs/live.md)."""
 
 WORDS = {DATA: "data", FORWARD: "forward", BACKWARD: "backward"}
 """Names of a step's parts."""

@@ -20,6 +20,7 @@ changes the state, so between two of them another thread may copy it at any time
 - batch_size_finder: --micro-batch auto
 - oom: out-of-memory errors explained
 - determinism: --deterministic, and the threads of a rank
+- flops: what a sample costs, for MFU and tokens/s
 - compilation: --compile
 
 Not here: which sample goes where (data), how ranks exchange gradients (distributed), files and resuming (run), signals

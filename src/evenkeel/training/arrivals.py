@@ -79,7 +79,8 @@ class Arrivals:
     def _now(self) -> Any:
         if not (self._world and self._gpu):
             return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)
+        make: Any = torch.cuda.Event  # its constructor has no types
+        event = make(enable_timing=True)
         event.record(torch.cuda.current_stream(self._world.device))
         return event
 

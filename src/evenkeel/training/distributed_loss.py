@@ -148,6 +148,7 @@ class DistributedLoss:
             # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
             self._peers.connect(counts, None if unused else self.reduction.catch_up)
         self._batch: Any = None
+        self._samples = 0
         self._weight = 0.0
         self._last = False
         self._part = torch.zeros(())  # the micro-batch's, of the step's mean loss
@@ -171,7 +172,7 @@ class DistributedLoss:
             if self._peers:
                 self._peers.begin(_at_work(runs))
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, step.batches, strict=True), start=1):
-                self._batch, self._last = batch, number == len(step.micro_batches)
+                self._batch, self._samples, self._last = batch, micro_batch.size, number == len(step.micro_batches)
                 activity.enter(COMPUTING)
                 seed_computation(derive(self.seed, "micro-batch", step.number, micro_batch.id), self.world.devices)
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
@@ -203,6 +204,11 @@ class DistributedLoss:
         placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
         self._arrivals.mark(LOADING)
         return placed
+
+    @property
+    def last_micro_batch(self) -> tuple[Any, int]:
+        """This rank's last batch, as it was loaded, and its samples; (None, 0) before the first."""
+        return self._batch, self._samples
 
     def parameters(self) -> list[nn.Parameter]:
         """All of the model's, as torch's own `clip_grad_norm_` takes them."""
