@@ -22,9 +22,15 @@ def named(part: str, values: Mapping[str, V]) -> dict[str, V]:
     return {full_name(part, name): value for name, value in values.items()}
 
 
-def shown(values: Mapping[str, float]) -> str:
-    """Metrics in a line."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+def shown(values: Mapping[str, Any]) -> str:
+    """Metrics in a line; None is one that was not finite."""
+    texts = {k: f"{v:.4f}" if isinstance(v, int | float) else str(v or "nan") for k, v in values.items()}
+    return "  ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def progress(step: int, total: int | None, *facts: str) -> str:
+    """A line about a step: how far the run is, and what there is to say."""
+    return "  ".join([f"step {step}/{total or '?'}", *filter(None, facts)])
 
 
 def speeds(values: Mapping[str, Any], left: timedelta | None = None, goodput: float | None = None) -> str:

@@ -21,7 +21,7 @@ from urllib.parse import urlparse
 from ..common import display
 from ..common.arguments import lose_stdout
 from ..common.files import append_json
-from ..common.naming import TEST, TRAIN, named, shown, speeds
+from ..common.naming import TEST, TRAIN, named, progress, shown, speeds
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import Plan
@@ -135,8 +135,8 @@ class Tracker:
             self._display.figures = speeds(figures, None, productive)
         else:
             epoch, _ = self.plan.locate(step - 1)
-            text = f"epoch {epoch + 1}/{self.plan.epochs}  {self._latest()}  {speeds(values, left, productive)}"
-            self.say(f"step {step}/{self.plan.total_steps}  {text}")
+            words = f"epoch {epoch + 1}/{self.plan.epochs}", self._latest(), speeds(values, left, productive)
+            self.say(progress(step, self.plan.total_steps, *words))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation, by full names of metrics."""
@@ -145,7 +145,7 @@ class Tracker:
         self._to_wandb("log", metrics, step=step)
         if self._display:
             self._display.told = self._latest()
-        self.say(f"step {step}/{self.plan.total_steps}  {shown(metrics)}")
+        self.say(progress(step, self.plan.total_steps, shown(metrics)))
 
     def event(self, kind: str, step: int, **facts: Any) -> None:
         """Append a line to metrics.jsonl."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..config import Config
 from ..data.batch import to_device
@@ -77,6 +76,8 @@ def peak(name: str, precision: str) -> float:
 
 def flops(task: Task, model: nn.Module, batch: Any) -> int:
     """Operations of forward and backward for a batch; a multiplication and an addition are two."""
+    from torch.utils.flop_counter import FlopCounterMode  # brings Triton, so not at the start
+
     meta = torch.device("meta")
     tensors = {id(it): it.detach().to(meta).requires_grad_(it.requires_grad) for it in model.buffers()}
     tensors |= {id(it): nn.Parameter(it.detach().to(meta), it.requires_grad) for it in model.parameters()}
