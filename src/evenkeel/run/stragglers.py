@@ -38,13 +38,14 @@ def late(rows: Sequence[Row]) -> dict[int, tuple[float, str]]:
     """
     busy = [rank for rank, row in enumerate(rows) if row[MICRO_BATCHES]]
     found: list[dict[int, float]] = []
-    for unit in (SAMPLES, MICRO_BATCHES):
+    for unit in (SAMPLES, MICRO_BATCHES) if busy else ():
         taken = {rank: sum(rows[rank][part] for part in WORDS) / rows[rank][unit] for rank in busy}
         middle = median_low(taken.values())
         spread = median_low(abs(each - middle) for each in taken.values())
         least = max(RATIO * middle, middle + DEVIATIONS * spread)
         found.append({rank: each / middle for rank, each in taken.items() if each > least > 0})
-    return {rank: (ratio, _part(rows, busy, rank)) for rank, ratio in found[1].items() if rank in found[0]}
+    by_sample, by_micro_batch = found or ({}, {})
+    return {rank: (it, _part(rows, busy, rank)) for rank, it in by_micro_batch.items() if rank in by_sample}
 
 
 def _part(rows: Sequence[Row], busy: Sequence[int], rank: int) -> str:
