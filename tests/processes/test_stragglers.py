@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from evenkeel.run.stragglers import MICRO_BATCHES, SPAN, TIMES, late
 from tests.support.processes import ROOT, TRAIN, checked, finish, kill_group, read, start, torchrun, wait_until
 from tests.support.small_runs import options
 
@@ -73,7 +72,7 @@ def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
     )
     said = [line for line in done.stderr.splitlines() if " arrives " in line or " in time again" in line]
     assert len(said) == 2, said
-    assert said[0].startswith(f"evenkeel: WARNING: {named[f'rank {rank}']} (steps ")
+    assert said[0].startswith(f"evenkeel: WARNING: {text} (steps ")
     assert said[1].startswith(f"evenkeel: WARNING: rank {rank} on ")
     first = intervals(run_dir)[2]
     assert first[part][rank] == max(first[part])
@@ -81,17 +80,17 @@ def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
 
 
 def test_nobody_is_named_over_a_quiet_run(tmp_path: Path) -> None:
-    """Control: the same criterion on single intervals names somebody again and again, on a busy machine."""
+    """On a busy machine one interval in three shows a late rank; see docs/live.md, and the control in tests/run."""
     process = train(run_dir := tmp_path / "run", "--max-steps", 900)
     done = checked(finish(process), 0)
     assert " arrives " not in done.stderr
     assert not [subject for subject in hints(run_dir) if subject.startswith("rank")]
     found = intervals(run_dir)
-    assert len(found) == 900 / 5, "the last one too"
-    assert found[-1]["step"] == 900
-    rows = [[[*(it[part][r] for part in COLUMNS), 1, 4, 1] for r in range(RANKS)] for it in found]
-    assert all(len(rows[0][0]) > MICRO_BATCHES for _ in rows)
-    print(f"late in {sum(map(bool, map(late, rows)))} of {len(rows)} single intervals; judged {TIMES} x {SPAN} s")
+    assert [it["step"] for it in found] == list(range(5, 901, 5)), "the last one too"
+    for it in found:
+        assert all(len(it[name]) == RANKS for name in ("hosts", "arrival", "data_wait", *COLUMNS))
+        # to the microsecond, in which they are written
+        assert it["arrival"] == [pytest.approx(sum(parts), abs=3e-6) for parts in zip(*(it[c] for c in COLUMNS))]
 
 
 def test_one_rank_measures_nothing(tmp_path: Path) -> None:

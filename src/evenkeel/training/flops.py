@@ -82,6 +82,7 @@ def flops(task: Task, model: nn.Module, batch: Any) -> int:
     tensors = {id(it): it.detach().to(meta).requires_grad_(it.requires_grad) for it in model.buffers()}
     tensors |= {id(it): nn.Parameter(it.detach().to(meta), it.requires_grad) for it in model.parameters()}
     twin = copy.deepcopy(model, tensors)  # takes these for the copies of its own
-    with generators_kept(), FlopCounterMode(display=False) as counter:
+    eager: Any = torch.compiler.set_stance("force_eager")  # or --compile would compile for the device meta
+    with eager, generators_kept(), FlopCounterMode(display=False) as counter:
         task.loss(twin, to_device(batch, meta)).backward()  # type: ignore[no-untyped-call]
     return int(counter.get_total_flops())
