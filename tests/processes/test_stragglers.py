@@ -89,8 +89,8 @@ def test_nobody_is_named_over_a_quiet_run(tmp_path: Path) -> None:
     assert [it["step"] for it in found] == list(range(5, 901, 5)), "the last one too"
     for it in found:
         assert all(len(it[name]) == RANKS for name in ("hosts", "arrival", "data_wait", *COLUMNS))
-        # to the microsecond, in which they are written
-        assert it["arrival"] == [pytest.approx(sum(parts), abs=3e-6) for parts in zip(*(it[c] for c in COLUMNS))]
+        sums = [sum(parts) for parts in zip(*(it[name] for name in COLUMNS), strict=True)]
+        assert it["arrival"] == pytest.approx(sums, abs=3e-6), "written to the microsecond"
 
 
 def test_one_rank_measures_nothing(tmp_path: Path) -> None:

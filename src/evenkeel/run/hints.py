@@ -27,20 +27,14 @@ MOST = 2
 class Figures:
     """What hints depend on. Shares are 0 .. 1."""
 
-    seconds: float
-    """Of this attempt, without its start-up."""
-    shares: Mapping[str, float]
-    """Of that time: "data", "evaluation" and "checkpoint"."""
-    memory: float | None = None
-    """The largest share of the GPU's memory that was in use; None: no GPU."""
-    micro_batches: int = 1
-    """Of one rank in a step."""
+    seconds: float  # of this attempt, without its start-up
+    shares: Mapping[str, float]  # of that time: "data", "evaluation", "checkpoint"
+    memory: float | None = None  # the largest share of the GPU's memory that was in use; None: no GPU
+    micro_batches: int = 1  # of one rank in a step
     num_workers: int = 0
-    cores: int = 8
-    """CPU cores of each rank."""
-    eval_every: int = 1
+    cores: int = 8  # of each rank
+    eval_every: int = 1  # steps
     checkpoint_every: int = 1
-    """Steps between two of them."""
 
 
 def hints(it: Figures) -> dict[str, str]:

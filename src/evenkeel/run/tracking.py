@@ -131,8 +131,7 @@ class Tracker:
         if self._display:
             self._display.told = self._latest()
             # its own speed and time left are newer
-            figures = {name: value for name, value in values.items() if not name.endswith("samples_per_s")}
-            self._display.figures = speeds(figures, None, productive)
+            self._display.figures = speeds(values | {f"{TRAIN}/samples_per_s": None}, None, productive)
         else:
             epoch, _ = self.plan.locate(step - 1)
             words = f"epoch {epoch + 1}/{self.plan.epochs}", self._latest(), speeds(values, left, productive)
