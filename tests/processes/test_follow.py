@@ -31,7 +31,7 @@ def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(tmp_path: 
     try:
         wait_for_step(run_dir, 3, job)
         with Terminal([*FOLLOW, str(run_dir)], columns=220) as terminal:
-            line = r"step (\d+)/10000 ━\S* running  epoch 1/10000  train/loss \d\.\d{4}  \d+ samples/s  ETA [\d:]+"
+            line = r"step (\d+)/10000 \S+ running  epoch \d+/10000  train/loss \d\.\d{4}  \d+ samples/s  ETA [\d:]+"
             terminal.read_until(line)
             first = int(re.findall(line, terminal.text)[-1])
             terminal.read_until(line.replace(r"(\d+)", rf"(?!{first}/)\d+"))

@@ -67,9 +67,8 @@ def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
     finally:
         kill_group(process)
     assert {subject for subject in named if subject.startswith("rank")} == {f"rank {rank}"}, done.stderr[-3000:]
-    assert re.fullmatch(
-        rf"rank {rank} on \S+ arrives [\d.]+ times later than the median, in {part}", named[f"rank {rank}"]
-    )
+    text = named[f"rank {rank}"]
+    assert re.fullmatch(rf"rank {rank} on \S+ arrives [\d.]+ times later than the median, in {part}", text)
     said = [line for line in done.stderr.splitlines() if " arrives " in line or " in time again" in line]
     assert len(said) == 2, said
     assert said[0].startswith(f"evenkeel: WARNING: {text} (steps ")
