@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT, TRAIN, checked, finish, kill_group, read, start, torchrun, wait_until
+from tests.support.processes import ROOT, TRAIN, checked, finish, kill_group, read, run, start, torchrun, wait_until
 from tests.support.small_runs import options
 
 RANKS = 3
@@ -41,9 +42,9 @@ def hints(run_dir: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("rank", "part", "more"),
     [
-        (1, "data", {}),
+        (0, "data", {}),
         (2, "forward", {"--reduce": "tree"}),
-        (0, "backward", {}),
+        (1, "backward", {}),
         (1, "backward", {"--reduce": "tree", "slow_unused": 1}),
     ],
 )
@@ -59,6 +60,10 @@ def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
     process = train(run_dir, *flags, **given)
     try:
         wait_until(lambda: hints(run_dir).get(f"rank {rank}") or process.poll() is not None, "a name")
+        if part == "data":  # of the rank that reports it
+            wait_until(lambda: hints(run_dir).get("data") or process.poll() is not None, "a hint")
+            seen = run([sys.executable, "-m", "evenkeel", "status", str(run_dir)]).stdout
+            assert f"{run_dir}: hint: {hints(run_dir)['data']}" in seen.splitlines()
         named = hints(run_dir)
         hold.unlink()
         wait_until(lambda: hints(run_dir).get(f"rank {rank}") == "" or process.poll() is not None, "an end")
@@ -73,6 +78,7 @@ def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
     assert len(said) == 2, said
     assert said[0].startswith(f"evenkeel: WARNING: {text} (steps ")
     assert said[1].startswith(f"evenkeel: WARNING: rank {rank} on ")
+    assert part != "data" or re.findall("hint: .*", done.stdout) == [f"hint: {named['data']}"], "once"
     first = intervals(run_dir)[2]
     assert first[part][rank] == max(first[part])
     assert len(first["arrival"]) == len(first["hosts"]) == len(first["data_wait"]) == RANKS

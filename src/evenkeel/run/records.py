@@ -141,13 +141,15 @@ def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 def attempt_ends(path: Path) -> list[dict[str, Any]]:
     """The first and the last record of each attempt in a metrics.jsonl: all that the ledger needs, and soon read."""
-    found, last = list[dict[str, Any] | None](), b""
+    found, last = list[bytes](), b""
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file:
             if b'"kind": "start"' in line:
-                found += [read_record(last), read_record(line)]
-            last = line
-    return [record for record in [*found, read_record(last)] if record]
+                found += [last, line]
+                last = b""
+            elif line.endswith(b"}\n"):  # whole
+                last = line
+    return [record for line in [*found, last] if (record := read_record(line))]
 
 
 def goodput(seconds: dict[str, float]) -> float:

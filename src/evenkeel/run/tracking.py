@@ -69,7 +69,7 @@ class Tracker:
         self._wandb: Any = None
         self.per_sample: dict[str, float] | None = None
         """Factors from samples/s to other figures (`training.flops`); None: nobody has asked."""
-        self._ends: list[dict[str, Any]] = []  # of earlier attempts, which the goodput needs
+        self._ends: list[dict[str, Any]] = []  # of attempts so far, which the goodput needs
         self._mark = (time.perf_counter(), 0, 0.0)
         self._display = display.shown
 
@@ -102,9 +102,9 @@ class Tracker:
 
     def start(self, step: int) -> None:
         """The attempt begins at a step."""
-        self._ends = attempt_ends(self.path / "metrics.jsonl")
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
+        self._ends = attempt_ends(self.path / "metrics.jsonl")
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         self.say(f"{attempt}{ranks}, step {step}/{self.plan.total_steps} -> {self.path}")

@@ -178,11 +178,11 @@ class DistributedLoss:
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
                 with nullcontext() if self._last else self._no_reduction():
                     yield self._placed(batch)
-                if not (self._last and self.reduction.hooked):  # otherwise the hook has marked it
-                    self._arrivals.mark(BACKWARD)
                 self._parts.push(Node(0, micro_batch.id), self._collect())
                 if not self._last:
                     self.reduction.keep(micro_batch.id)
+                if not (self._last and self.reduction.hooked):  # otherwise the hook has marked it
+                    self._arrivals.mark(BACKWARD)
                 activity.enter(DATA)
             activity.enter(REDUCTION)
             if not step.micro_batches and self.reduction.hooked:
