@@ -80,10 +80,10 @@ def test_attempts_add_up_and_the_gaps_are_dead(tmp_path: Path) -> None:
     }  # fmt: skip
     assert sum(seconds.values()) == 30
     assert goodput(seconds) == round(13 / 30, 4)
+    assert [record["time"] for record in read_records(path, tail=120)] == [130.0]
+    assert ledger(read_records(tmp_path / "none")) == dict.fromkeys(ACCOUNTS, 0)
     ends = attempt_ends(path)
     assert [record["time"] for record in ends] == [105.0, 115.0, 124.0, 130.0]
     with path.open("a") as file:  # of an attempt that has died at once, and of one that begins
         file.write('{"kind": "start", "step": 5, "time": 140.0, "spent": {"start_up": 4.0}}\n' * 2)
     assert ledger(attempt_ends(path)) == ledger(read_records(path))
-    assert [record["time"] for record in read_records(path, tail=120)] == [130.0]
-    assert ledger(read_records(tmp_path / "none")) == dict.fromkeys(ACCOUNTS, 0)
