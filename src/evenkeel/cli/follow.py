@@ -19,7 +19,7 @@ from rich.text import Text
 from ..common.display import bar
 from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
-from ..common.naming import TEST, progress, shown, speeds
+from ..common.naming import TEST, TRAIN, progress, shown, speeds
 from ..resilience.interruption import KEYBOARD, STOPPED
 from ..run.records import is_run, read_config
 from .status import STYLES, Metrics, RunStatus, headline, status_of, values_of
@@ -80,6 +80,7 @@ class _Follower:
         self.console = Console(highlight=False, soft_wrap=True)
         # on a terminal training moves a bar; elsewhere it prints lines
         self.drawn = self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+        self.values: dict[str, float | None] = {}  # as they were at the record that is told
         self.hints: list[str] = []
         self.begun = False
 
@@ -102,8 +103,9 @@ class _Follower:
     def tell(self, run: RunStatus) -> None:
         """Print what is new. At first that is only the last line of training, so that something is there."""
         new, self.metrics.new = self.metrics.new, []
-        for record in new if self.begun else [record for record in new if record["kind"] == "train"][-1:]:
-            if (text := self.line(record, run)) and not (self.drawn and record["kind"] == "train"):
+        self.values = self.values or headline(run.metrics)
+        for record in new if self.begun else [record for record in new if record["kind"] == TRAIN][-1:]:
+            if (text := self.line(record, run)) and not (self.drawn and record["kind"] == TRAIN):
                 self.say(text)
         for hint in run.hints if not self.drawn else ():
             if hint not in self.hints:
@@ -113,7 +115,9 @@ class _Follower:
     def line(self, record: dict[str, Any], run: RunStatus) -> str:
         """What the job's console says of a record; empty for most kinds."""
         step, kind = record["step"], record["kind"]
-        if kind == "train":
+        if kind in (TRAIN, "eval"):
+            self.values |= headline(values_of(TRAIN if kind == TRAIN else TEST, record))
+        if kind == TRAIN:
             return progress(step, run.total_steps, *self.facts(record, run))
         if kind == "eval":
             return progress(step, run.total_steps, shown(values_of(TEST, record)))
@@ -126,7 +130,7 @@ class _Follower:
         epoch, left = record.get("epoch"), run.eta
         at = f"epoch {max(1, math.ceil(epoch))}/{self.epochs}" if isinstance(epoch, int | float) else ""
         eta = None if left is None else timedelta(seconds=round(left))
-        return [at, shown(headline(run.metrics)), speeds(record, eta, run.goodput)]
+        return [at, shown(self.values), speeds(record, eta, run.goodput)]
 
     def panel(self, run: RunStatus) -> Group:
         """The line with the bar, as on the job's own terminal; below it why the run is in its state, and the hints."""
