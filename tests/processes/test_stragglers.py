@@ -78,7 +78,7 @@ def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
     assert len(said) == 2, said
     assert said[0].startswith(f"evenkeel: WARNING: {text} (steps ")
     assert said[1].startswith(f"evenkeel: WARNING: rank {rank} on ")
-    assert part != "data" or re.findall("hint: .*", done.stdout) == [f"hint: {named['data']}"], "once"
+    assert part != "data" or re.findall("hint: data .*", done.stdout) == [f"hint: {named['data']}"], "once"
     first = intervals(run_dir)[2]
     assert first[part][rank] == max(first[part])
     assert len(first["arrival"]) == len(first["hosts"]) == len(first["data_wait"]) == RANKS
