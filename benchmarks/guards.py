@@ -1,11 +1,12 @@
-"""What it costs a step to be safe: signals, heartbeats and commits in place, against the same step without them.
+"""What it costs a step to be safe and seen: signals, heartbeats, commits and arrivals, against a step without them.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/guards.py
 
 Both sides train the same network in one process group, block by block in turn: with the thread that waits for
 signals, a heartbeat a second through the store, the gradient's norm, and a commit that leaves out what is not
-finite; and without all that, where the optimizer steps by itself. Prints the ratio of median step times, and that of
-the side without against itself, which shows how much of it is noise.
+finite; and without all that, where the optimizer steps by itself. A third side has also its arrivals measured, and
+exchanged every 10 steps (docs/live.md). Prints the ratios of median step times, and that of the side without against
+itself, which shows how much of it is noise.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from evenkeel.distributed.world import World
 from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.interruption import Interruption
 from evenkeel.tasks.classify import Classify
+from evenkeel.training.arrivals import Arrivals
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State
@@ -50,7 +52,7 @@ class Options:
     """Width of the network."""
 
 
-def steps(guarded: bool, task: Classify, world: World, batch_size: int) -> Iterator[None]:
+def steps(guarded: bool, arrivals: Arrivals | None, task: Classify, world: World, batch_size: int) -> Iterator[None]:
     """The loop of train.py; one step for each next()."""
     torch.manual_seed(0)
     model = task.model().to(world.device)
@@ -59,7 +61,7 @@ def steps(guarded: bool, task: Classify, world: World, batch_size: int) -> Itera
     micro_batch = batch_size // world.world_size
     sampler = ElasticSampler(train_set, batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
     batches = loader(train_set, sampler, "train", 0, world.device)
-    gradients = DistributedLoss(task.loss, state, world, sampler.plan)
+    gradients = DistributedLoss(task.loss, state, world, sampler.plan, arrivals=arrivals)
     full_steps = len(train_set) // batch_size
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
@@ -70,6 +72,8 @@ def steps(guarded: bool, task: Classify, world: World, batch_size: int) -> Itera
                 gradients.step(clip_grad_norm(model.parameters(), 0.0))
             else:
                 state.optimizers[0].step()
+            if arrivals and (step + 1) % BLOCK == 0:
+                arrivals.exchange(step)
             yield
 
 
@@ -79,12 +83,16 @@ def main(options: Options) -> None:
     world = World.from_environment()
     task = Classify(width=options.width)
     with world.connected() as store, TemporaryDirectory() as logs:
-        sides = {"without": False, "without again": False, "with": True}
-        loops = {name: steps(guarded, task, world, options.batch_size) for name, guarded in sides.items()}
+        sides = {"without": False, "without again": False, "with": True, "with, and measured": True}
+        loops = {
+            name: steps(guarded, Arrivals(world) if "measured" in name else None, task, world, options.batch_size)
+            for name, guarded in sides.items()
+        }
         seconds: dict[str, list[float]] = {name: [] for name in loops}
         for block in range(options.blocks + 1):
             # in turn, so that none always comes after the same other one
-            for name in itertools.islice(itertools.cycle(loops), block % 3, block % 3 + 3):
+            first = block % len(loops)
+            for name in itertools.islice(itertools.cycle(loops), first, first + len(loops)):
                 loop = loops[name]
                 watch = Watch(600.0, world, store, Path(logs), lambda: None) if sides[name] else nullcontext()
                 with watch:
@@ -98,8 +106,9 @@ def main(options: Options) -> None:
         if world.rank == 0:
             base = median(seconds["without"])
             print(f"unguarded step: {base * 1e3:.2f} ms, median of {len(seconds['without'])}, {world.world_size} ranks")
-            for name in ("without again", "with"):
-                print(f"{name} / without = {median(seconds[name]) / base:.3f}")
+            pairs = [("without again", "without"), ("with", "without"), ("with, and measured", "with")]
+            for name, other in pairs:
+                print(f"{name} / {other} = {median(seconds[name]) / median(seconds[other]):.3f}")
 
 
 if __name__ == "__main__":

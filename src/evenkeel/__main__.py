@@ -21,7 +21,7 @@ COMMANDS = {
     "chaos": "cli.chaos.command.ChaosCommand",
     "compare": "cli.compare.CompareCommand",
     "status": "cli.status.StatusCommand",
-    "follow": "launch.slurm.follow.FollowCommand",
+    "follow": "cli.follow.FollowCommand",
 }
 """Where each command is. Any of these modules may be deleted."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from evenkeel.common import phases as activity
 from evenkeel.common.phases import COMPUTING, DATA, EVALUATION, Activity
-from evenkeel.run.records import ACCOUNTS, goodput, ledger, read_records
+from evenkeel.run.records import ACCOUNTS, attempt_ends, goodput, ledger, read_records
 
 
 class Clock:
@@ -82,3 +82,8 @@ def test_attempts_add_up_and_the_gaps_are_dead(tmp_path: Path) -> None:
     assert goodput(seconds) == round(13 / 30, 4)
     assert [record["time"] for record in read_records(path, tail=120)] == [130.0]
     assert ledger(read_records(tmp_path / "none")) == dict.fromkeys(ACCOUNTS, 0)
+    ends = attempt_ends(path)
+    assert [record["time"] for record in ends] == [105.0, 115.0, 124.0, 130.0]
+    with path.open("a") as file:  # of an attempt that has died at once, and of one that begins
+        file.write('{"kind": "start", "step": 5, "time": 140.0, "spent": {"start_up": 4.0}}\n' * 2)
+    assert ledger(attempt_ends(path)) == ledger(read_records(path))

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from ..common.errors import Refusal
 from ..common.keyboard import CtrlC
-from ..common.naming import TEST, TRAIN, named
+from ..common.naming import TEST, TRAIN, named, shown
 from ..common.processes import stat
 from ..config import Flag
 from ..run.records import goodput, ledger, read_facts
@@ -108,6 +108,7 @@ class RunStatus:
     """By full name: those of the last training line and of the last evaluation. None: not finite."""
     starts: int  # attempts so far
     goodput: float | None  # productive share of the run's time, 0 .. 1
+    hints: list[str]  # what would help it; see run/hints.py
     heard: float | None  # when the run last wrote something, in seconds since the epoch
     job_id: str | None
     job: JobStatus | None  # the state of the Slurm job; None: there is no job, or Slurm cannot be asked
@@ -224,10 +225,6 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
     if status.get("state") in ("finished", "stopped", "failed"):
         step = status.get("step", step)
     total, pace = status.get("total_steps"), metrics.pace()
-    values: dict[str, float | None] = {}
-    for part, record in ((TRAIN, metrics.train), (TEST, metrics.test)):
-        others = ("kind", "step", "time", "spent", "epoch")
-        values |= named(part, {name: value for name, value in record.items() if name not in others})
     return RunStatus(
         run=str(run),
         state=state,
@@ -235,13 +232,25 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
         step=step,
         total_steps=total,
         eta=(total - step) * pace if state == "running" and total and pace is not None else None,
-        metrics=values,
+        metrics=values_of(TRAIN, metrics.train) | values_of(TEST, metrics.test),
         starts=len(status.get("world_sizes", [])),
         goodput=metrics.goodput(),
         heard=heard,
+        hints=[text for text in status.get("hints", {}).values() if text],
         job_id=job_id,
         job=job,
     )
+
+
+def values_of(part: str, record: dict[str, Any]) -> dict[str, float | None]:
+    """What a record has measured, by full names."""
+    others = ("kind", "step", "time", "spent", "epoch")
+    return named(part, {name: value for name, value in record.items() if name not in others})
+
+
+def headline(metrics: dict[str, float | None]) -> dict[str, float | None]:
+    """Of a run's metrics the training loss, and what the last evaluation has measured besides a loss."""
+    return {name: it for name, it in metrics.items() if name.startswith(f"{TRAIN}/") == name.endswith("/loss")}
 
 
 def _judge(
@@ -318,6 +327,7 @@ def _view(runs: Runs, console: Console) -> Group:
     if not found:
         return Group(Text(f"no run below {', '.join(map(str, runs.folders))}"))
     notes = [Text(f"{run.run}: {run.why}", style=STYLES.get(run.state, "red")) for run in found if run.why]
+    notes += [Text(f"{run.run}: hint: {hint}") for run in found if run.state == "running" for hint in run.hints]
     return Group(_table(found, console), *notes, *[Text(runs.trouble, style="magenta")] * bool(runs.trouble))
 
 
@@ -339,8 +349,6 @@ def _table(found: list[RunStatus], console: Console) -> Table:
 
 
 def _cells(run: RunStatus) -> dict[str, str]:
-    # the training loss, and what the last evaluation has measured besides a loss
-    shown = [name for name in run.metrics if name.startswith(f"{TRAIN}/") == name.endswith("/loss")]
     return {
         "RUN": run.run,
         "STATE": run.state,
@@ -348,12 +356,8 @@ def _cells(run: RunStatus) -> dict[str, str]:
         "STEP": f"{run.step}/{run.total_steps or '?'}",
         "DONE": f"{run.step / run.total_steps:.0%}" if run.total_steps else "",
         "ETA": "" if run.eta is None else str(timedelta(seconds=round(run.eta))),
-        "METRICS": "  ".join(f"{name} {_number(run.metrics[name])}" for name in shown),
+        "METRICS": shown(headline(run.metrics)),
         "STARTS": str(run.starts),
         "REQUEUES": str(run.job.requeues) if run.job and run.job.requeues is not None else "",
         "GOODPUT": "" if run.goodput is None else f"{run.goodput:.0%}",
     }
-
-
-def _number(value: Any) -> str:
-    return "nan" if value is None else f"{value:.4f}" if isinstance(value, int | float) else str(value)

@@ -81,6 +81,8 @@ class Display:
         console = Terminal(highlight=False, soft_wrap=True)
         self.told = ""
         """The last metrics, as text."""
+        self.figures = ""
+        """What else is known of the speed, as text."""
         self._plan: Any = None
         self._end = ""
         self._seen = 0  # the step of the last redraw
@@ -106,19 +108,8 @@ class Display:
             console.pop_render_hook()
 
     def _line(self) -> Table:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        line, step = Table.grid(padding=(0, 1), expand=True), activity.step
-        cells: list[Any] = [Text("  ".join(filter(None, [self._end or _doing(), *self._facts(step)])))]
-        if self._plan:
-            total = self._plan.total_steps
-            cells = [Text(f"step {step}/{total}"), ProgressBar(total, step, width=16), *cells]
-        for cell in cells:  # only the text at the end may shrink in a narrow terminal
-            line.add_column(no_wrap=True, overflow="ellipsis", ratio=1 if cell is cells[-1] else None)
-        line.add_row(*cells)
-        return line
+        step = activity.step
+        return bar(step, self._plan.total_steps if self._plan else 0, [self._end or _doing(), *self._facts(step)])
 
     def _facts(self, step: int) -> list[str]:
         """Epoch, metrics, speed and time left, as far as they are known."""
@@ -133,8 +124,24 @@ class Display:
             (then, first), (now, last) = self._points[0], self._points[-1]
             speed = (plan.samples_seen(last) - plan.samples_seen(first)) / (now - then)
             left = timedelta(seconds=round((plan.total_steps - last) * (now - then) / (last - first)))
-            facts += [f"{speed:,.0f} samples/s", f"ETA {left}"]
+            facts += [f"{speed:,.0f} samples/s", f"ETA {left}", self.figures]
         return facts
+
+
+def bar(step: int, total: int, facts: list[str]) -> Table:
+    """Step, bar and facts in a row; no bar where the total is 0, unknown."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    line = Table.grid(padding=(0, 1), expand=True)
+    cells: list[Any] = [Text("  ".join(filter(None, facts)))]
+    if total:
+        cells = [Text(f"step {step}/{total}"), ProgressBar(total, step, width=16), *cells]
+    for cell in cells:  # only the text at the end may shrink in a narrow terminal
+        line.add_column(no_wrap=True, overflow="ellipsis", ratio=1 if cell is cells[-1] else None)
+    line.add_row(*cells)
+    return line
 
 
 def _doing() -> str:

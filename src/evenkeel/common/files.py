@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -51,6 +52,16 @@ def write_json(path: Path, value: Any, private: bool = False) -> None:
     """Write indented JSON; see :func:`write_atomically`."""
     text = json.dumps(value, indent=2) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()), private)
+
+
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """Append a line of JSON: the whole of it, or nothing and an OSError."""
+    line = f"{json.dumps(record)}\n".encode()
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(line) < len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 V = TypeVar("V")
@@ -21,9 +22,25 @@ def named(part: str, values: Mapping[str, V]) -> dict[str, V]:
     return {full_name(part, name): value for name, value in values.items()}
 
 
-def shown(values: Mapping[str, float]) -> str:
-    """Metrics in a line."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+def shown(values: Mapping[str, Any]) -> str:
+    """Metrics in a line; None is one that was not finite."""
+    texts = {k: f"{v:.4f}" if isinstance(v, int | float) else str(v or "nan") for k, v in values.items()}
+    return "  ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def progress(step: int, total: int | None, *facts: str) -> str:
+    """A line about a step: how far the run is, and what there is to say."""
+    return "  ".join([f"step {step}/{total or '?'}", *filter(None, facts)])
+
+
+def speeds(values: Mapping[str, Any], left: timedelta | None = None, goodput: float | None = None) -> str:
+    """How fast a run is, from the figures of a training line: "504 samples/s  ETA 0:00:57  data wait 3 %"."""
+    known = {name: values.get(f"{TRAIN}/{name}") for name in ("samples_per_s", "tokens_per_s", "mfu", "data_wait")}
+    rates = {"samples/s": known["samples_per_s"], "tokens/s": known["tokens_per_s"]}
+    shares = {"MFU": known["mfu"], "data wait": known["data_wait"], "goodput": goodput}
+    words = [f"{rate:,.0f} {unit}" for unit, rate in rates.items() if rate is not None]
+    words += [] if left is None else [f"ETA {left}"]
+    return "  ".join([*words, *(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share is not None)])
 
 
 def name_ranks(ranks: list[int]) -> str:

@@ -41,6 +41,8 @@ class Ring:
         """Whether DDP has the gradients reduced, by :meth:`hook`; otherwise :meth:`end` does."""
         self.complete = False
         """Whether DDP has passed all buckets of the step to the hook."""
+        self.arrived: Callable[[], None] = lambda: None
+        """Is called when DDP passes the last one: this rank has nothing more to compute."""
         self._under_way: list[dist.Work] = []
 
     def begin(self, runs: Sequence[range]) -> None:
@@ -59,9 +61,14 @@ class Ring:
         while self._under_way:
             self._under_way.pop().wait()
 
+    def _note(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        if bucket.is_last():
+            self.complete = True
+            self.arrived()
+
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """DDP's communication hook. Here: all-reduce a bucket without dividing it, for the weights are in the loss."""
-        self.complete |= bucket.is_last()
+        self._note(bucket)
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         self._under_way.append(work)
         return work.get_future().then(lambda done: done.value()[0])
@@ -155,7 +162,7 @@ class Tree(Ring):
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Fold this rank's gradients, and let the pipeline exchange them."""
-        self.complete |= bucket.is_last()
+        self._note(bucket)
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if not self._runs:  # the empty pass before the first step

@@ -11,14 +11,17 @@
     fingerprint.py    what bits depend on besides options: machine, libraries, code; --strict-bits compares it
     digest.py         64 bits for each tensor that tell whether two runs are equal
     tracking.py       metrics.jsonl, the lines on the screen, Weights & Biases, a log for each rank
+    stragglers.py     ranks.jsonl, and the names of ranks that are late
+    hints.py          what an option would save, said once
     compiled_code.py  keeps what torch.compile has made with the run
     eval_only.py      --eval-only
 
 What a run directory holds:
 
     config.toml       the options, usable as --config
-    status.json       running, finished, stopped or failed; step, starts, host and pid of rank 0
+    status.json       running, finished, stopped or failed; step, starts, host and pid of rank 0; hints
     metrics.jsonl     a line for each event; a "start" record for each attempt
+    ranks.jsonl       when each rank was ready for the reduction, where there are several
     checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
     logs/             attempt-N/rank-R.log, and stacks after a hang
     compiled/         with --compile

@@ -95,6 +95,8 @@ class Attempt:
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
         self.tracker: tracking.Tracker | None = None
+        self.hosts: list[str] = []
+        """Of all ranks, once the attempt has begun."""
         self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
         self._look: Callable[[int], Any] = lambda _times: ({}, [])
         if train_set is not None and test_set is not None:
@@ -147,6 +149,7 @@ class Attempt:
         if note:
             log.warning("%s", note)
         everywhere = self.world.gather((mine, ready))
+        self.hosts = [device.host for device, _ in everywhere]
         for _, ended in everywhere:
             if ended:
                 raise ended

@@ -36,6 +36,7 @@ FACTS: dict[str, Any] = {
     "launch": [""],
     "world_sizes": [0],
     "samples": {"": 0},
+    "hints": {"": ""},
     "digests": {"": {"equal": "", "near": [0.0]}},
     "ledger": {"": 0.0},
 }
@@ -137,6 +138,19 @@ def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
             seconds["dead"] += max(0.0, record["time"] - sum(record["spent"].values()) - end)
         spent, end = record["spent"], record["time"]
     return {name: round(value + spent.get(name, 0.0), 3) for name, value in seconds.items()}
+
+
+def attempt_ends(path: Path) -> list[dict[str, Any]]:
+    """The first and the last record of each attempt in a metrics.jsonl: all that the ledger needs, and soon read."""
+    found, last = list[bytes](), b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if b'"kind": "start"' in line:
+                found += [last, line]
+                last = b""
+            elif line.endswith(b"}\n"):  # whole
+                last = line
+    return [record for line in [*found, last] if (record := read_record(line))]
 
 
 def goodput(seconds: dict[str, float]) -> float:

@@ -35,11 +35,13 @@ from ..distributed.world import World
 from ..resilience.hang import Watch
 from ..resilience.interruption import STOPPED, Interruption
 from ..training import compilation
+from ..training.arrivals import Arrivals
 from ..training.batch_size_finder import Probe
 from ..training.cut import has_batchnorm, settle
 from ..training.determinism import fix_arithmetic, operations_named, threads_of_a_rank
 from ..training.distributed_loss import DistributedLoss, LossFunction
 from ..training.evaluation import Evaluation
+from ..training.flops import per_sample
 from ..training.oom import OutOfMemory, explained
 from ..training.state import State, cpu_state_dict, sha256
 from ..training.task import Task, of_task
@@ -48,9 +50,11 @@ from .build import build_model, build_state
 from .checkpoint import dump
 from .digest import digests
 from .eval_only import evaluate_only
+from .hints import hints, measure
 from .records import goodput, ledger, read_records, recorded_options
 from .run_directory import RunState
 from .saver import Saver
+from .stragglers import Stragglers
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +97,13 @@ class Run:
         self.saver = Saver(
             attempt.checkpoints, self.world.devices, self.config.grace, lambda step: self._update("running", step)
         )
+        self.arrivals = Arrivals(self.world)
+        self._stragglers = Stragglers(self.path / "ranks.jsonl", attempt.hosts) if self.tracker else None
         self._metrics: dict[str, float] = {}
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
+        self._models = 0  # that `distribute` has made
         self._compilations = -1
         self._watch: Watch | None = None
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
@@ -174,9 +181,10 @@ class Run:
             network: the part of the model that learns from this loss; default: all of it.
         """
         config = self.config
+        self._models += 1
         return DistributedLoss(
             loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
-            config.strategy, self.task.unused_parameters, network,
+            config.strategy, self.task.unused_parameters, network, self.arrivals,
         )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:
@@ -225,7 +233,8 @@ class Run:
         """
         state = self.state
         if state.step % self.config.log_every == 0:
-            self._log_step(model.loss, norm)
+            self._note_arrivals(self.arrivals.exchange(state.step))
+            self._log_step(model, norm)
         if state.due_for_evaluation:
             self._evaluate_and_save()
         else:
@@ -238,9 +247,9 @@ class Run:
         if not self.state.is_over():
             self.checkpoint(self._metrics)
 
-    def _log_step(self, loss: Tensor, norm: Tensor) -> None:
+    def _log_step(self, model: DistributedLoss, norm: Tensor) -> None:
         """A line of metrics for the last step. Reads from the device, so not for every step."""
-        state = self.state
+        state, loss = self.state, model.loss
         if not self.tracker:
             return
         if state.skipped > self._skipped_told:
@@ -252,8 +261,28 @@ class Run:
             more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
             self._tell_overflows(state.step, int(more["overflows"]))
         lr = float(state.optimizers[0].param_groups[0]["lr"])
+        if self.tracker.per_sample is None:
+            # networks that take turns cost different steps
+            known = self.task, state.model, *model.last_micro_batch, self.config, self.world
+            self.tracker.per_sample = per_sample(*known) if self._models == 1 else {}
         self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
         self._logged = state.step
+        self._tell_hints()
+
+    def _tell_hints(self) -> None:
+        """Say a hint when it is new in this run, and keep in status.json those of now."""
+        if not (self.directory and self.tracker and self._stragglers):
+            return
+        told, now = self.directory.status.get("hints", {}), hints(measure(self.config, self.plan, self.world))
+        for subject in now.keys() - told.keys():
+            self.tracker.say(f"hint: {now[subject]}")
+        now |= {f"rank {rank}": text for rank, text in self._stragglers.named.items()}
+        if {subject for subject, text in told.items() if text} != now.keys():
+            self.directory.note(hints={**dict.fromkeys(told, ""), **now})
+
+    def _note_arrivals(self, found: tuple[int, list[list[float]]] | None) -> None:
+        if found and self._stragglers:
+            self._stragglers.take(*found)
 
     def _tell_overflows(self, step: int, overflows: int) -> None:
         """Some overflows are part of finding the scale; where there is nothing else, nothing is learned."""
@@ -339,6 +368,7 @@ class Run:
         """
         state = self.state
         state.settle()
+        self._note_arrivals(self.arrivals.last())
         if self.directory:
             self._pack_compiled(asked=True)
         if self.compiled and self.world.local_rank == 0:

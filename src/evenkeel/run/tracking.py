@@ -7,8 +7,6 @@ again and appear twice; a "start" record between them says from which step.
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import math
 import netrc
@@ -22,12 +20,14 @@ from urllib.parse import urlparse
 
 from ..common import display
 from ..common.arguments import lose_stdout
-from ..common.naming import TEST, TRAIN, named, shown
+from ..common.files import append_json
+from ..common.naming import TEST, TRAIN, named, progress, shown, speeds
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import Plan
 from ..distributed.world import World
 from ..resilience.interruption import STOPPED
+from .records import attempt_ends, goodput, ledger
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,10 @@ class Tracker:
         self.metrics: dict[str, float] = {}
         self._losses: dict[str, float] = {}
         self._wandb: Any = None
-        self._mark = (time.perf_counter(), 0)
+        self.per_sample: dict[str, float] | None = None
+        """Factors from samples/s to other figures (`training.flops`); None: nobody has asked."""
+        self._ends: list[dict[str, Any]] = []  # of attempts so far, which the goodput needs
+        self._mark = (time.perf_counter(), 0, 0.0)
         self._display = display.shown
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
@@ -99,8 +102,9 @@ class Tracker:
 
     def start(self, step: int) -> None:
         """The attempt begins at a step."""
-        self._mark = (time.perf_counter(), step)
+        self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
+        self._ends = attempt_ends(self.path / "metrics.jsonl")
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         self.say(f"{attempt}{ranks}, step {step}/{self.plan.total_steps} -> {self.path}")
@@ -109,23 +113,29 @@ class Tracker:
 
     def train(self, step: int, loss: float, norm: float, lr: float, more: dict[str, float] | None = None) -> None:
         """Report a step: its loss, the gradient's norm, the speed since the last report, and what else there is."""
-        now, (then, step_then) = time.perf_counter(), self._mark
-        self._mark = (now, step)
+        now, spent, (then, step_then, waited) = time.perf_counter(), activity.spent(), self._mark
+        self._mark = (now, step, spent.get("data", 0.0))
         seconds, seen = max(now - then, 1e-9), self.plan.samples_seen
         speed = (seen(step) - seen(step_then)) / seconds
         left = timedelta(seconds=round((self.plan.total_steps - step) * seconds / max(1, step - step_then)))
         facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)} | (more or {})
+        facts["data_wait"] = round(min(1.0, (self._mark[2] - waited) / seconds), 4)
+        facts |= {name: round(factor * speed, 4) for name, factor in (self.per_sample or {}).items()}
         values = {"epoch": round(step / self.plan.steps_per_epoch, 4)} | named(TRAIN, facts)
         self.event("train", step, **values)
         self._to_wandb("log", values, step=step)
 
         self._losses = {f"{TRAIN}/loss": loss}
+        present = {"kind": "train", "time": time.time(), "spent": spent}
+        productive = goodput(ledger([*self._ends, present]))
         if self._display:
             self._display.told = self._latest()
+            # its own speed and time left are newer
+            self._display.figures = speeds(values | {f"{TRAIN}/samples_per_s": None}, None, productive)
         else:
             epoch, _ = self.plan.locate(step - 1)
-            text = f"epoch {epoch + 1}/{self.plan.epochs}  {self._latest()}  {speed:,.0f} samples/s  ETA {left}"
-            self.say(f"step {step}/{self.plan.total_steps}  {text}")
+            words = f"epoch {epoch + 1}/{self.plan.epochs}", self._latest(), speeds(values, left, productive)
+            self.say(progress(step, self.plan.total_steps, *words))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation, by full names of metrics."""
@@ -134,19 +144,14 @@ class Tracker:
         self._to_wandb("log", metrics, step=step)
         if self._display:
             self._display.told = self._latest()
-        self.say(f"step {step}/{self.plan.total_steps}  {shown(metrics)}")
+        self.say(progress(step, self.plan.total_steps, shown(metrics)))
 
     def event(self, kind: str, step: int, **facts: Any) -> None:
         """Append a line to metrics.jsonl."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | facts | {"spent": activity.spent()}
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
-            with (self.path / "metrics.jsonl").open("ab", buffering=0) as file:
-                end = file.tell()
-                line = f"{json.dumps(record)}\n".encode()
-                if file.write(line) < len(line):
-                    file.truncate(end)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append_json(self.path / "metrics.jsonl", record)
         except OSError as error:  # a full disk costs a line, not the training
             log.error("metrics.jsonl: %s", error)
 

@@ -7,6 +7,7 @@ changes the state, so between two of them another thread may copy it at any time
 - task: data, model, loss and metrics; the class that a user writes
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
 - state: model, optimizers and step, committed and captured as one
+- arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - seqlock, staging: whether a copy of the state is whole, and the memory that it is copied into
 - buffers: BatchNorm's statistics, as all micro-batches of a step move them
 - optimization: --optimizer, --schedule and what is loaded into an optimizer
@@ -19,6 +20,7 @@ changes the state, so between two of them another thread may copy it at any time
 - batch_size_finder: --micro-batch auto
 - oom: out-of-memory errors explained
 - determinism: --deterministic, and the threads of a rank
+- flops: what a sample costs, for MFU and tokens/s
 - compilation: --compile
 
 Not here: which sample goes where (data), how ranks exchange gradients (distributed), files and resuming (run), signals

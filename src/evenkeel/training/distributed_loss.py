@@ -14,6 +14,7 @@ in the order of `distributed.tree`, so they are the same on all ranks.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -31,6 +32,8 @@ from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
 from ..distributed.world import World
+from .arrivals import BACKWARD, FORWARD, Arrivals
+from .arrivals import DATA as LOADING
 from .checks import checked_loss, explain, missing_gradients
 from .oom import note_batch
 from .precision import Precision, autocast
@@ -107,6 +110,7 @@ class DistributedLoss:
         unused: some parameters get no gradient in some steps.
         network: the part of the model that learns from this loss; default: all of it. With several losses, networks
             take turns, a step for each.
+        arrivals: times the steps of this rank; default: nobody does.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class DistributedLoss:
         strategy: Literal["ddp", "dp"] = "ddp",
         unused: bool = False,
         network: nn.Module | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
         self._network = network or state.model
@@ -131,6 +136,8 @@ class DistributedLoss:
         module = parallel(Loss(state.model, loss, precision, network), strategy, world.device)
         self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)
+        self._arrivals = arrivals or Arrivals()
+        self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
         self._peers = peers_of(state.model)
         if network and (self._peers or strategy == "dp"):
             raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
@@ -139,6 +146,7 @@ class DistributedLoss:
             # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
             self._peers.connect(counts, None if unused else self.reduction.catch_up)
         self._batch: Any = None
+        self._samples = 0
         self._weight = 0.0
         self._last = False
         self._part = torch.zeros(())  # the micro-batch's, of the step's mean loss
@@ -155,21 +163,24 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._parts, self._waits, self._total = Fold(_add_to_right), None, None
         runs = self.plan.runs(step.number, self.world.world_size)
+        self._arrivals.begin(step.micro_batches)
         try:
             activity.enter(DATA)
             self.reduction.begin(runs)
             if self._peers:
                 self._peers.begin(_at_work(runs))
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, step.batches, strict=True), start=1):
-                self._batch, self._last = batch, number == len(step.micro_batches)
+                self._batch, self._samples, self._last = batch, micro_batch.size, number == len(step.micro_batches)
                 activity.enter(COMPUTING)
                 seed_computation(derive(self.seed, "micro-batch", step.number, micro_batch.id), self.world.devices)
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
                 with nullcontext() if self._last else self._no_reduction():
-                    yield batch if isinstance(self.module, Parallel) else self._transfer(batch)
+                    yield self._placed(batch)
                 self._parts.push(Node(0, micro_batch.id), self._collect())
                 if not self._last:
                     self.reduction.keep(micro_batch.id)
+                if not (self._last and self.reduction.hooked):  # otherwise the hook has marked it
+                    self._arrivals.mark(BACKWARD)
                 activity.enter(DATA)
             activity.enter(REDUCTION)
             if not step.micro_batches and self.reduction.hooked:
@@ -186,6 +197,16 @@ class DistributedLoss:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler:
             self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
+
+    def _placed(self, batch: Any) -> Any:
+        placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
+        self._arrivals.mark(LOADING)
+        return placed
+
+    @property
+    def last_micro_batch(self) -> tuple[Any, int]:
+        """This rank's last batch, as it was loaded, and its samples; (None, 0) before the first."""
+        return self._batch, self._samples
 
     def parameters(self) -> list[nn.Parameter]:
         """All of the model's, as torch's own `clip_grad_norm_` takes them."""
@@ -205,6 +226,7 @@ class DistributedLoss:
 
         The last micro-batch's pass also reduces the gradients over all ranks.
         """
+        self._arrivals.mark(FORWARD)
         self._part = part = loss.detach() * self._weight
         scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
         if self._last:

@@ -80,6 +80,10 @@ class Task(ABC):
         """The numbers to report, from the means over all test samples (float64)."""
         return {name: one_number(name, mean) for name, mean in means.items()}
 
+    def tokens(self, batch: Any) -> int:
+        """Tokens in a batch, for tokens/s; 0: they are not counted. One batch is asked for and taken for the mean."""
+        return 0
+
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
         """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
         return [build_optimizer(model.parameters(), config)]

@@ -1,4 +1,4 @@
-"""`python -m evenkeel follow` where there is no Slurm; with one see tests/cluster/test_follow.py."""
+"""`python -m evenkeel follow` of a job where there is no Slurm; with one see tests/cluster/test_follow.py."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ def refusal(*arguments: object) -> str:
     return line.removeprefix("evenkeel: ")
 
 
-def test_refusals(tmp_path: Path) -> None:
-    absent = "no Slurm job there (no slurm/job.json); name a run that was submitted"
-    assert refusal(tmp_path) == f"{tmp_path}: {absent}"
-    assert refusal(tmp_path / "missing") == f"{tmp_path / 'missing'}: {absent}"
-    assert "only `plan` takes options of train.py" in refusal(tmp_path, "--", "--lr", "1")
+def test_a_record_that_cannot_be_read(tmp_path: Path) -> None:
     for text in ("{", '{"job_id": "17"}', "[1]"):
         (tmp_path / "slurm").mkdir(exist_ok=True)
         (tmp_path / "slurm" / "job.json").write_text(text)

@@ -1,4 +1,4 @@
-"""`python -m evenkeel follow`: show a Slurm job's log and state as they come, over all its requeues.
+"""`python -m evenkeel follow` of a Slurm job: its log and its state as they come, over all its requeues.
 
 Only reads, so it may be ended and started again at any time.
 """
@@ -9,11 +9,8 @@ import contextlib
 import shlex
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-
-import tyro
 
 from ...common.arguments import lose_stdout
 from ...common.errors import FAILED, REFUSED, Refusal
@@ -30,33 +27,17 @@ BACKLOG = 1 << 14  # bytes of an old log that are shown at first
 _REFUSAL = f"{Refusal.__module__}.{Refusal.__qualname__}: "  # the last line of its traceback begins like this
 
 
-@dataclass(frozen=True)
-class FollowCommand:
-    """Show the log and the state of a run's Slurm job, over all its requeues, until the run ends.
-
-      python -m evenkeel follow runs/classify
-
-    Exit code: 0 finished, 1 failed, 2 refused, 75 cancelled or stopped. Ctrl-C (130) ends only this command.
-    """
-
-    run_dir: tyro.conf.Positional[Path]
-    """Run directory."""
-
-    def __call__(self, train_options: list[str]) -> int:
-        """Follow it."""
-        if train_options:
-            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
-        try:
-            record = load(self.run_dir)
-        except (OSError, ValueError) as error:
-            raise Refusal(f"{self.run_dir}: its slurm/job.json cannot be read: {error}") from None
-        if record is None:
-            raise Refusal(f"{self.run_dir}: no Slurm job there (no slurm/job.json); name a run that was submitted")
-        return follow(record)
+def follow_job(run_dir: Path) -> int | None:
+    """As :func:`follow`, the job that last worked on a run; None if there is none."""
+    try:
+        record = load(run_dir)
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{run_dir}: its slurm/job.json cannot be read: {error}") from None
+    return follow(record) if record else None
 
 
 def follow(record: JobRecord) -> int:
-    """Print a job's log and its changes of state until it is over; returns an exit code as `FollowCommand` says."""
+    """Print a job's log and its changes of state until it is over; returns an exit code as `cli.follow` says."""
     with CtrlC() as ctrl_c:
         try:
             return _Follower(record, ctrl_c).to_the_end()

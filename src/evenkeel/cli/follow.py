@@ -1,0 +1,143 @@
+"""`python -m evenkeel follow`: one run as its own console shows it, until it ends. Only reads."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ..common.display import bar
+from ..common.errors import FAILED, Refusal
+from ..common.keyboard import CtrlC
+from ..common.naming import TEST, TRAIN, progress, shown, speeds
+from ..resilience.interruption import KEYBOARD, STOPPED
+from ..run.records import is_run, read_config
+from .status import STYLES, Metrics, RunStatus, headline, status_of, values_of
+
+POLL = 0.5  # seconds between two looks at the run
+SURE = 3.0  # seconds for which a run must look lost: torchrun may just be starting its ranks again
+CODES = {"finished": 0, "stopped": STOPPED, "failed": FAILED, "lost": FAILED}
+
+
+@dataclass(frozen=True)
+class FollowCommand:
+    """Show a run as its own console does, until it ends. Of a Slurm job: its log and its state, over all its requeues.
+
+      python -m evenkeel follow runs/classify
+
+    Exit code: 0 finished, 1 failed or killed, 2 refused, 75 cancelled or stopped. Ctrl-C (130) ends only this command.
+    """
+
+    run_dir: tyro.conf.Positional[Path]
+    """Run directory."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Follow it."""
+        if train_options:
+            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
+        try:
+            from ..launch.slurm.follow import follow_job
+        except ModuleNotFoundError:  # launch/slurm may be deleted
+            code = None
+        else:
+            code = follow_job(self.run_dir)
+        if code is not None:
+            return code
+        if not is_run(self.run_dir):
+            raise Refusal(f"{self.run_dir}: no run there and no Slurm job; name a run directory")
+        with CtrlC() as ctrl_c:
+            return _Follower(self.run_dir).to_the_end(ctrl_c)
+
+
+class Records(Metrics):
+    """The figures of a run, and its records that nobody has taken yet."""
+
+    def reset(self) -> None:
+        """The file is a new one."""
+        super().reset()
+        self.new: list[dict[str, Any]] = []
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Add a record."""
+        super().take(record)
+        self.new.append(record)
+
+
+class _Follower:
+    def __init__(self, path: Path) -> None:
+        self.path, self.metrics = path, Records(path / "metrics.jsonl")
+        self.epochs = read_config(path / "config.toml").get("epochs", "?")
+        self.console = Console(highlight=False, soft_wrap=True)
+        # on a terminal training moves a bar; elsewhere it prints lines
+        self.drawn = self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+        self.values: dict[str, float | None] = {}  # as they were at the record that is told
+        self.hints: list[str] = []
+        self.begun = False
+
+    def to_the_end(self, ctrl_c: CtrlC) -> int:
+        """Show the run; returns the exit code as `FollowCommand` says."""
+        lost_since = math.inf
+        with Live(console=self.console, auto_refresh=False) as live:
+            while not ctrl_c.wait(POLL * self.begun):
+                run = status_of(self.path, self.metrics)
+                self.tell(run)
+                if self.drawn:
+                    live.update(self.panel(run), refresh=True)
+                lost_since = min(lost_since, time.monotonic()) if run.state == "lost" else math.inf
+                if run.state in CODES and (run.state != "lost" or time.monotonic() - lost_since > SURE):
+                    self.say(f"evenkeel: {run.state} at step {run.step}{': ' * bool(run.why)}{run.why} -> {run.run}")
+                    return CODES[run.state]
+        self.say(f"evenkeel: continues; `python -m evenkeel follow {shlex.quote(str(self.path))}` follows it again")
+        return KEYBOARD
+
+    def tell(self, run: RunStatus) -> None:
+        """Print what is new. At first that is only the last line of training, so that something is there."""
+        new, self.metrics.new = self.metrics.new, []
+        self.values = self.values or headline(run.metrics)
+        for record in new if self.begun else [record for record in new if record["kind"] == TRAIN][-1:]:
+            if (text := self.line(record, run)) and not (self.drawn and record["kind"] == TRAIN):
+                self.say(text)
+        for hint in run.hints if not self.drawn else ():
+            if hint not in self.hints:
+                self.say(f"hint: {hint}")
+        self.hints, self.begun = run.hints, True
+
+    def line(self, record: dict[str, Any], run: RunStatus) -> str:
+        """What the job's console says of a record; empty for most kinds."""
+        step, kind = record["step"], record["kind"]
+        if kind in (TRAIN, "eval"):
+            self.values |= headline(values_of(TRAIN if kind == TRAIN else TEST, record))
+        if kind == TRAIN:
+            return progress(step, run.total_steps, *self.facts(record, run))
+        if kind == "eval":
+            return progress(step, run.total_steps, shown(values_of(TEST, record)))
+        if kind == "start":
+            return progress(step, run.total_steps, f"attempt {record.get('attempt')}")
+        return f"step {step}: {kind}: {record['reason']}" if isinstance(record.get("reason"), str) else ""
+
+    def facts(self, record: dict[str, Any], run: RunStatus) -> list[str]:
+        """Epoch, metrics, speed and time left at a record of training."""
+        epoch, left = record.get("epoch"), run.eta
+        at = f"epoch {max(1, math.ceil(epoch))}/{self.epochs}" if isinstance(epoch, int | float) else ""
+        eta = None if left is None else timedelta(seconds=round(left))
+        return [at, shown(self.values), speeds(record, eta, run.goodput)]
+
+    def panel(self, run: RunStatus) -> Group:
+        """The line with the bar, as on the job's own terminal; below it why the run is in its state, and the hints."""
+        facts = self.facts(self.metrics.train, run) if self.metrics.train else []
+        notes = [(run.why, STYLES.get(run.state, "red"))] * bool(run.why) + [(f"hint: {it}", "") for it in run.hints]
+        line = bar(run.step, run.total_steps or 0, [run.state, *facts])
+        return Group(line, *(Text(text, style=style) for text, style in notes))
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text))

@@ -1,0 +1,95 @@
+"""Hints when a run loses time or memory that an option would save. Each is said once in a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..common.phases import activity
+from ..config import Config
+from ..data.plan import Plan
+from ..distributed.world import World
+
+SETTLED = 20.0
+"""Seconds of steps before which shares of time say little."""
+
+WAITING, EVALUATING, SAVING, FULL, EMPTY = 0.2, 0.3, 0.1, 0.95, 0.5
+"""Shares from which there is a hint: of the time, for data, evaluations and checkpoints; of a GPU's memory."""
+
+MOST = 2
+"""Hints at a time. Who reads ten follows none."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What hints depend on. Shares are 0 .. 1."""
+
+    seconds: float  # of this attempt, without its start-up
+    shares: Mapping[str, float]  # of that time: "data", "evaluation", "checkpoint"
+    memory: float | None = None  # the largest share of the GPU's memory that was in use; None: no GPU
+    micro_batches: int = 1  # of one rank in a step
+    num_workers: int = 0
+    cores: int = 8  # of each rank
+    eval_every: int = 1  # steps
+    checkpoint_every: int = 1
+
+
+def hints(it: Figures) -> dict[str, str]:
+    """What there is to say, by subject: at most two, the most urgent first.
+
+    >>> hints(Figures(60.0, {"data": 0.38}))
+    {'data': 'data wait 38 %: try --num-workers 4'}
+    """
+    if it.seconds < SETTLED:
+        return {}
+    data, evaluation, checkpoint = (it.shares.get(name, 0.0) for name in ("data", "evaluation", "checkpoint"))
+    found = {}
+    if it.memory is not None and it.memory > FULL:
+        found["memory"] = f"GPU memory is {_percent(it.memory)} full: a smaller --micro-batch leaves room for peaks"
+    if data > WAITING:
+        more = min(max(4, 2 * it.num_workers), it.cores)
+        remedy = f"try --num-workers {more}" if more > it.num_workers else "make samples cheaper to read, docs/data.md"
+        found["data"] = f"data wait {_percent(data)}: {remedy}"
+    if evaluation > EVALUATING:
+        found["evaluation"] = (
+            f"evaluation takes {_percent(evaluation)} of the time: try --eval-every {4 * it.eval_every}"
+        )
+    if checkpoint > SAVING:
+        every = 4 * it.checkpoint_every
+        found["checkpoint"] = f"checkpoints take {_percent(checkpoint)} of the time: try --checkpoint-every {every}"
+    if it.memory is not None and it.memory < EMPTY and it.micro_batches > 1:
+        found["micro_batch"] = (
+            f"GPU memory is {_percent(it.memory)} full, and a rank computes {it.micro_batches} micro-batches a step: "
+            "a larger --micro-batch is faster"
+        )
+    return dict(list(found.items())[:MOST])
+
+
+def measure(config: Config, plan: Plan, world: World) -> Figures:
+    """The figures of this process now."""
+    spent = {name: seconds for name, seconds in activity.spent().items() if name != "start_up"}
+    total = max(sum(spent.values()), 1e-9)
+    evaluations = config.eval_every or plan.steps_per_epoch
+    return Figures(
+        seconds=total,
+        shares={name: seconds / total for name, seconds in spent.items()},
+        memory=_memory(world.device),
+        micro_batches=len(plan.runs(0, world.world_size)[0]),
+        num_workers=config.num_workers,
+        cores=len(os.sched_getaffinity(0)) // world.local_world_size,
+        eval_every=evaluations,
+        checkpoint_every=config.checkpoint_every or evaluations,
+    )
+
+
+def _memory(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

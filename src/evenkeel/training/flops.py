@@ -1,0 +1,88 @@
+"""What a sample costs: its floating-point operations and its tokens, for MFU and tokens/s.
+
+MFU (model FLOPs utilization) is the share of the devices' peak that the model's own operations make up (Chowdhery et
+al., "PaLM", 2022, appendix B). They are counted once, by `torch.utils.flop_counter`, on a twin of the model without
+memory or values (torch's "meta" device), so nothing of the training is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Config
+from ..data.batch import to_device
+from ..data.randomness import generators_kept
+from ..distributed.data_parallel import replicas
+from ..distributed.world import World
+from .task import Task
+
+log = logging.getLogger(__name__)
+
+PEAKS: dict[str, dict[str, float]] = {
+    "H200|H100(?! PCIe)": {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989},
+    "H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756},
+    "A100": {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312},
+    "L40S": {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362},
+    "L4": {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121},
+    "V100": {"fp32": 15.7, "fp16": 125},
+    "T4": {"fp32": 8.1, "fp16": 65},
+    "RTX 4090(?! Laptop)": {"fp32": 82.6, "tf32": 82.6, "bf16": 165, "fp16": 165},
+    "RTX 3090": {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
+}
+"""Dense TFLOP/s by --precision, of a GPU whose name holds the pattern as a word; 16 bit with sums in 32. From NVIDIA's
+data sheets, and for RTX cards the Ampere GA102 and Ada white papers; half of a figure that is given with sparsity."""
+
+
+def per_sample(
+    task: Task, model: nn.Module, batch: Any, samples: int, config: Config, world: World
+) -> dict[str, float]:
+    """The factors from samples/s to "tokens_per_s" and to "mfu". What cannot be known is left out, without a word.
+
+    Args:
+        task: its loss, and its tokens.
+        model: as it is trained.
+        batch: a micro-batch.
+        samples: in it.
+        config: --precision and --strategy.
+        world: all devices are taken for such as this rank's.
+    """
+    found: dict[str, float] = {}
+    try:
+        if tokens := task.tokens(batch):
+            found["tokens_per_s"] = tokens / samples
+        if world.device.type == "cuda" and (top := peak(torch.cuda.get_device_name(world.device), config.precision)):
+            devices = world.world_size * max(len(world.devices), len(replicas(config.strategy, world.device)))
+            found["mfu"] = flops(task, model, batch) / samples / (top * devices)
+    except Exception as error:  # of a model that cannot be copied, or whose loss looks at values
+        log.info("no MFU or tokens/s: %s: %s", type(error).__name__, error)
+    return found
+
+
+def peak(name: str, precision: str) -> float:
+    """FLOP/s of a GPU at most, 0.0 if that is not known.
+
+    >>> peak("NVIDIA A100-SXM4-80GB", "bf16"), peak("NVIDIA A10", "bf16")
+    (312000000000000.0, 0.0)
+    """
+    known = (figures for pattern, figures in PEAKS.items() if re.search(rf"\b({pattern})\b", name))
+    return next(known, {}).get(precision, 0.0) * 1e12
+
+
+def flops(task: Task, model: nn.Module, batch: Any) -> int:
+    """Operations of forward and backward for a batch; a multiplication and an addition are two."""
+    from torch.utils.flop_counter import FlopCounterMode  # brings Triton, so not at the start
+
+    meta = torch.device("meta")
+    tensors = {id(it): it.detach().to(meta).requires_grad_(it.requires_grad) for it in model.buffers()}
+    tensors |= {id(it): nn.Parameter(it.detach().to(meta), it.requires_grad) for it in model.parameters()}
+    twin = copy.deepcopy(model, tensors)  # takes these for the copies of its own
+    eager: Any = torch.compiler.set_stance("force_eager")  # or --compile would compile for the device meta
+    with eager, generators_kept(), FlopCounterMode(display=False) as counter:
+        task.loss(twin, to_device(batch, meta)).backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())
