@@ -276,7 +276,7 @@ def number_in(variable: str, least: int, most: int) -> int:
     return number
 
 
-def validate(config: Config, samples: int | None = None, test_samples: int | None = None) -> None:
+def validate(config: Config, samples: int | None = None) -> None:
     """Refuse options that cannot be meant or exclude each other. Sizes of the data are checked where they are given."""
     check_numbers(config)
     if not (FLOOR <= config.loss_scale < 2**127 and math.frexp(config.loss_scale)[0] == 0.5):
@@ -296,8 +296,6 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         raise Refusal(
             f"--batch-size {config.batch_size}: the training data has only {samples} samples; use at most that"
         )
-    if test_samples == 0:
-        raise Refusal(f"--task {config.task}: its test data is empty")
     if (path := config.init_from) and not os.access(path, os.F_OK):
         raise Refusal(f"--init-from {path}: no such file or folder")
     if path and not (path.is_file() or path.is_dir()):  # reading a pipe may never end

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, Ten
 from ..common.errors import Refusal
 from ..common.naming import kind_of
 from .sampler import Indices
+from .shuffle import shuffled
 
 
 class SizedDataset(Protocol):
@@ -41,16 +43,29 @@ class InMemory(Dataset[Any]):
         return tuple(tensor[rows] for tensor in self.tensors)
 
 
-def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] = "train") -> SizedDataset:
+def limited(dataset: SizedDataset, samples: int, method: str = "train_dataset") -> SizedDataset:
     """Take this many samples, evenly spaced because files are often sorted by class; 0 takes all.
 
     Raises:
-        Refusal: what the task's `train_dataset` or `test_dataset` returned is not a map-style data set.
+        Refusal: what the task's `method` returned is not a map-style data set.
     """
-    size = length(dataset, f"{part}_dataset")
+    size = length(dataset, method)
     if not 0 < samples < size:
         return dataset
     return Limited(dataset, [i * size // samples for i in range(samples)])
+
+
+def held_out(dataset: SizedDataset, share: float, part: Literal["train", "validation"]) -> SizedDataset:
+    """One part of a data set of which a share is kept from training, for a task's two methods; share 0: all of it.
+
+    A pure function of the number of samples and the seed, which is that of the run while its methods are called.
+    """
+    if not share:
+        return dataset
+    size = len(dataset)
+    order = shuffled(np.arange(size, dtype=np.uint64), size, torch.initial_seed(), 0)
+    cut = min(max(1, round(share * size)), size - 1)
+    return Limited(dataset, sorted((order[:cut] if part == "validation" else order[cut:]).tolist()))
 
 
 class Limited(Dataset[Any]):

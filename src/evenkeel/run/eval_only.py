@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..common.errors import Refusal
-from ..common.naming import TEST, named, shown
+from ..common.naming import shown
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.dataset import SizedDataset
@@ -33,7 +33,7 @@ from .weights import read_weights
 
 
 def evaluate_only(
-    config: Config, task: Task, world: World, test_set: SizedDataset, network: Callable[[], nn.Module]
+    config: Config, task: Task, world: World, sets: Mapping[str, SizedDataset], network: Callable[[], nn.Module]
 ) -> int:
     """Evaluate, and print the metrics: a line for people, and one of JSON, an object with the key `evaluation`.
 
@@ -74,16 +74,19 @@ def evaluate_only(
             raise heard
         model.load_state_dict(world.broadcast_tensors(model.state_dict(), holder))
         placed = place(model, config, world.devices)
-        metrics = named(TEST, Evaluation(task, model, test_set, config, world)())
+        metrics: dict[str, float] = {}
+        for name, dataset in sets.items():
+            evaluation = Evaluation(task, model, dataset, config, world, name)
+            metrics |= evaluation.named(evaluation())
     if world.rank == 0:
-        weights, how = heard
+        samples, (weights, how) = sum(map(len, sets.values())), heard
         print(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
         for note in filter(None, (placed, substitute(config.precision, world.device))):
             print(f"evenkeel: {note}")
-        print(f"evenkeel: evaluated {len(test_set)} samples: {shown(metrics)}")
+        print(f"evenkeel: evaluated {samples} samples: {shown(metrics)}")
         step = re.search(r"\bstep-(\d+)", weights)
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        result = {"weights": weights, "step": int(step[1]) if step else None, "samples": len(test_set)}
+        result = {"weights": weights, "step": int(step[1]) if step else None, "samples": samples}
         print(json.dumps({"evaluation": result | {"metrics": values}}), flush=True)
     return 0
 

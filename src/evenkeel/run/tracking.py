@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 
 from ..common import display
 from ..common.arguments import lose_stdout
-from ..common.naming import TEST, TRAIN, named, shown
+from ..common.naming import TRAIN, named, shown
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import Plan
@@ -168,7 +168,7 @@ class Tracker:
         self._wandb = None
 
     def _latest(self) -> str:
-        return shown(self._losses | {name: value for name, value in self.metrics.items() if name != f"{TEST}/loss"})
+        return shown(self._losses | {name: value for name, value in self.metrics.items() if not name.endswith("/loss")})
 
     def _to_wandb(self, method: str, *what: Any, **more: Any) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
-from ..config import COUNT, check_numbers
-from ..data.dataset import InMemory
+from ..config import BELOW_1, COUNT, check_numbers
+from ..data.dataset import InMemory, SizedDataset, held_out
 from ..training.task import Task
 
 
@@ -27,15 +28,24 @@ class Regress(Task):
     """Input features per sample."""
     outputs: int = 1
     """Targets per sample."""
+    validation: float = 0.0
+    """Share of the training data to keep for validation, e.g. 0.1; the test data is then for the end (0: none)."""
 
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("loss", "min")
+    earlier: ClassVar[Mapping[str, Any]] = {"validation": 0.0}
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"samples": (4, COUNT), "inputs": (1, COUNT), "outputs": (1, COUNT)})
+        counts = {"samples": (4, COUNT), "inputs": (1, COUNT), "outputs": (1, COUNT)}
+        check_numbers(self, {**counts, "validation": (0, BELOW_1)})
 
-    def train_dataset(self) -> InMemory:
+    def train_dataset(self) -> SizedDataset:
         """Inputs from 0 to 1, float [samples, inputs], and targets, float [samples, outputs]."""
-        return self._data(seed=1, samples=self.samples)
+        return held_out(self._data(seed=1, samples=self.samples), self.validation, "train")
+
+    def validation_dataset(self) -> SizedDataset | None:
+        """The part of it that --validation keeps."""
+        whole = self._data(seed=1, samples=self.samples)
+        return held_out(whole, self.validation, "validation") if self.validation else None
 
     def test_dataset(self) -> InMemory:
         """Others of the same kind."""

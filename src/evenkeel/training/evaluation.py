@@ -8,7 +8,7 @@ micro-batches come together once and are added in one order, whoever computed th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import place_of
+from ..common.naming import TEST, in_set
 from ..common.phases import EVALUATION, activity
 from ..config import Config
 from ..data.dataset import SizedDataset
@@ -44,6 +45,7 @@ class Evaluation:
         test_set: N samples, cut into micro-batches of the training's size, dealt to ranks in contiguous shares.
         config: micro-batch, loader workers, seed and precision.
         world: who takes part.
+        name: of the set, which has random numbers of its own.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Evaluation:
         test_set: SizedDataset,
         config: Config,
         world: World,
+        name: str = TEST,
     ) -> None:
-        self.task, self.model, self.world = task, model, world
+        self.task, self.model, self.world, self.name = task, model, world, name
         self.precision = config.precision
         self.samples = len(test_set)
         plan = Plan.of(config, self.samples)
@@ -71,12 +74,16 @@ class Evaluation:
             seed=config.seed,
         )
         self._transfer = Transfer(world.device)
-        self.batches = loader(test_set, self.sampler, "test", config.num_workers, world.device)
+        self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
         """The metrics, the same on every rank. The model is back in its mode afterwards."""
         with activity.during(EVALUATION):
             return self._evaluate()
+
+    def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by their full names, as they are reported."""
+        return {in_set(self.name, name): value for name, value in metrics.items()}
 
     @torch.no_grad()
     def rehearse(self) -> dict[str, float] | None:
@@ -91,9 +98,9 @@ class Evaluation:
                 return self._summary({name: rows[0] for name, rows in sums.items()}, size)
             except (ArithmeticError, ValueError) as error:
                 log.warning(
-                    "summarize() fails for the first %d test samples%s: %s: %s; if it does so for all of them, the run "
+                    "summarize() fails for the first %d %s samples%s: %s: %s; if it does so for all of them, the run "
                     "will end at its first evaluation",
-                    size, place_of(error.__traceback__), type(error).__name__, error,
+                    size, self.name, place_of(error.__traceback__), type(error).__name__, error,
                 )  # fmt: skip
                 return None
 
@@ -132,7 +139,7 @@ class Evaluation:
         for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
             activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again, for each batch is progress
             # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
-            seed_computation(derive(self.sampler.seed, "test", 0, micro_batch.start), self.world.devices)
+            seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
             try:
                 with autocast(self.precision, self.world.device.type), uncompiled():
                     of_samples = _of_each(self.task.metrics(self.model, self._transfer(batch)), micro_batch.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -11,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.errors import Refusal
+from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
+from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset, limited
 from ..data.randomness import seed_task
 from .checks import one_number
@@ -55,9 +59,13 @@ class Task(ABC):
     def train_dataset(self) -> SizedDataset:
         """Any map-style data set; random augmentation may use torch's, NumPy's or Python's generator."""
 
+    def validation_dataset(self) -> SizedDataset | None:
+        """The data by which `best` and --patience decide; the test data then waits for the end. None: there is none."""
+        return None
+
     @abstractmethod
-    def test_dataset(self) -> SizedDataset:
-        """The data of the evaluation."""
+    def test_dataset(self) -> SizedDataset | dict[str, SizedDataset]:
+        """The data of the evaluation; or several sets by name, of which the first decides if there is no validation."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -165,8 +173,34 @@ def option_name(field: str) -> str:
     return field.rstrip("_")
 
 
-def of_task(task: Task, config: Config, part: Literal["train", "test"]) -> SizedDataset:
-    """A task's data set, the same on every rank and at every start, cut down by --limit-batches."""
+def training_set(task: Task, config: Config) -> SizedDataset:
+    """A task's training data, the same on every rank and at every start, cut down by --limit-batches."""
     seed_task(config.seed, "data")
-    dataset = task.train_dataset() if part == "train" else task.test_dataset()
-    return limited(dataset, config.limit_batches * config.batch_size, part)
+    return limited(task.train_dataset(), config.limit_batches * config.batch_size, "train_dataset")
+
+
+def evaluation_sets(task: Task, config: Config) -> dict[str, SizedDataset]:
+    """The sets that a task is evaluated on, likewise, by name. The first one decides which checkpoint is the best.
+
+    Raises:
+        Refusal: a set is empty or no map-style data set, or its name cannot be part of a metric's and a file's name.
+    """
+    seed_task(config.seed, "data")
+    validation = task.validation_dataset()
+    seed_task(config.seed, "data")
+    test = task.test_dataset()
+    several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
+    sets: dict[Any, Any] = {} if validation is None else {VALIDATION: validation}
+    for name, dataset in (test if several else {TEST: test}).items():  # type: ignore[union-attr]
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", str(name)) or name in (TRAIN, TRAINING, VALIDATION):
+            raise Refusal(
+                f"test_dataset() returned a set named {name!r}: a name has letters, digits, _, . and -, and is none of "
+                f"{TRAIN}, {TRAINING} and {VALIDATION}; rename it"
+            )
+        sets[str(name)] = dataset
+    for name, dataset in sets.items():
+        method = "validation_dataset" if name == VALIDATION else "test_dataset"
+        sets[name] = limited(dataset, config.limit_batches * config.batch_size, method)
+        if not len(sets[name]):
+            raise Refusal(f"--task {config.task}: its {name} data is empty")
+    return sets
