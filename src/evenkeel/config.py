@@ -182,6 +182,8 @@ class Logging:
 
     log_every: int = option(10, 1, change="free")
     """Steps between two lines of metrics."""
+    save_predictions: Flag = option(False, change="free")
+    """Write the predictions of the last evaluation, with the images that are most confidently wrong, for a report."""
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], NAME] = option("auto", change="free")
     """Weights & Biases: online, offline, disabled; auto: online if there is a key (WANDB_API_KEY or `wandb login`)."""
 
@@ -246,6 +248,7 @@ COMMAND_BOUNDS: dict[str, Bounds] = {
     "cpus_per_gpu": (1, 4096),
     "world_size": (1, 2**16),
     "step": (0, COUNT),
+    "top": (1, 1000),
     "minutes": (1e-3, 366 * 1440),
     "count": (0, COUNT),
     "seed": SEEDS,

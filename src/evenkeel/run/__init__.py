@@ -10,6 +10,7 @@
     records.py        read status.json, metrics.jsonl and config.toml as they were written; the ledger of seconds
     fingerprint.py    what bits depend on besides options: machine, libraries, code; --strict-bits compares it
     digest.py         64 bits for each tensor that tell whether two runs are equal
+    predictions.py    --save-predictions
     tracking.py       metrics.jsonl, the lines on the screen, Weights & Biases, a log for each rank
     compiled_code.py  keeps what torch.compile has made with the run
     eval_only.py      --eval-only
@@ -23,6 +24,7 @@ What a run directory holds:
     logs/             attempt-N/rank-R.log, and stacks after a hang
     compiled/         with --compile
     wandb/            with Weights & Biases
+    predictions/      with --save-predictions, SET.json of each set
     summary.json      when it has finished, and model.pt, a bare state dict
     .lock             held by the rank 0 at work
 

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.data import DataLoader
 
 from ..common import display
-from ..common.errors import FAILED, Ended, no_exit
+from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory, keep_freed_memory
 from ..common.naming import VALIDATION, shown
@@ -42,13 +42,15 @@ from ..training.determinism import fix_arithmetic, operations_named, threads_of_
 from ..training.distributed_loss import DistributedLoss, LossFunction
 from ..training.evaluation import Evaluation
 from ..training.oom import OutOfMemory, explained
+from ..training.prediction import predictions
 from ..training.state import State, cpu_state_dict, sha256
-from ..training.task import Task, evaluation_sets, training_set
+from ..training.task import Classification, Task, evaluation_sets, training_set
 from .attempt import Attempt
 from .build import build_model, build_state
 from .checkpoint import dump
 from .digest import digests
 from .eval_only import evaluate_only
+from .predictions import save_predictions
 from .records import goodput, ledger, read_records, recorded_options
 from .run_directory import RunState
 from .saver import Saver
@@ -211,7 +213,8 @@ class Run:
             for name, dataset in evaluated.items()
         }
         if state.step == 0:  # what is wrong with metrics should not show after an epoch, or at the end
-            rehearsed, *_ = [evaluation.rehearse() for evaluation in self._evaluations.values()]
+            compute = [self.task.predict] if self.config.save_predictions else []
+            rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations.values()]
             if rehearsed is not None:
                 state.stopping.check(rehearsed)
         if state.owes_evaluation or (self.attempt.unevaluated and state.due_for_evaluation):
@@ -253,6 +256,11 @@ class Run:
                 self._metrics |= other.named(other())
         if not self.state.is_over():
             self.checkpoint(self._metrics)
+        elif self.config.save_predictions:
+            for evaluation in self._evaluations.values():
+                rows = predictions(evaluation)
+                if self.directory:
+                    save_predictions(self.path / "predictions", self.state.step, evaluation, rows)
 
     def _log_step(self, loss: Tensor, norm: Tensor) -> None:
         """A line of metrics for the last step. Reads from the device, so not for every step."""
@@ -518,6 +526,8 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)
     validate(config, len(train_set))
+    if config.save_predictions and not isinstance(task, Classification):
+        raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
     return world, {TRAINING: train_set} | evaluation_sets(task, config)
 
 

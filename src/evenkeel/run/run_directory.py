@@ -37,7 +37,10 @@ LOCK_PATIENCE = 10.0
 ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 """Names of folders with runs that were moved aside."""
 
-OURS = ("metrics.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled", "wandb", "config.toml")
+OURS = (
+    "metrics.jsonl", "metrics.csv", "summary.json", "model.pt", "checkpoints", "logs", "compiled", "wandb",
+    "tensorboard", "predictions", "config.toml",
+)  # fmt: skip
 """What a run writes into its folder, besides status.json."""
 
 BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}

@@ -174,6 +174,26 @@ class Classify(Classification):
         values = super().metrics(model, (self.inputs(images), labels.clamp(min=0)))
         return {**{name: torch.where(bad, 0.0, value.double()) for name, value in values.items()}, "left_out": bad}
 
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The probability of each class, and the label."""
+        return super().predict(model, (self.inputs(batch[0]), batch[1]))
+
+    def read_image(self, path: Path) -> Any:
+        """An image file as the test data's images are, and no label."""
+        if self.dataset != "imagefolder":
+            return datasets.in_the_form_of(self.dataset, datasets.read_image(path), self._size_in_the_data), -1
+        from .augmentation import look_at_photographs, of_photographs
+
+        if self.decode == "exact":
+            return of_photographs("none", self.size)(datasets.read_image(path)), -1
+        return datasets.read_image(path, look_at_photographs("none", self.size)), -1
+
+    def class_names(self) -> list[str]:
+        """Those of the folders or of the data set, where they are known."""
+        if self.dataset == "imagefolder":
+            return datasets.folder_classes(self.data_dir)
+        return datasets.CLASS_NAMES.get(self.dataset, " ".join(map(str, range(self.classes)))).split()
+
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
         """The means over the images that decode, and the share of those that do not, if there are any."""
         left_out = float(means.get("left_out", 0.0))

@@ -8,9 +8,10 @@ import inspect
 import os
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 import tyro
@@ -37,15 +38,20 @@ T = TypeVar("T", bound=Task)
 
 
 @overload
-def parse(arguments: Sequence[str]) -> tuple[Config, Task]: ...
+def parse(
+    arguments: Sequence[str], task: None = None, base: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Config, Task]: ...
 @overload
 def parse(arguments: Sequence[str], task: type[T]) -> tuple[Config, T]: ...
-def parse(arguments: Sequence[str], task: type[Task] | None = None) -> tuple[Config, Task]:
+def parse(
+    arguments: Sequence[str], task: type[Task] | None = None, base: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Config, Task]:
     """The options of a training script, those of the task included.
 
     Args:
         arguments: the command line.
         task: what this script trains; default: what --task says.
+        base: options of a run, by their names in config.toml, for what neither the command line nor --config says.
 
     Raises:
         Refusal: an unknown option or task, an invalid value, a bad configuration file.
@@ -64,7 +70,7 @@ def parse(arguments: Sequence[str], task: type[Task] | None = None) -> tuple[Con
         early, _ = first.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise Refusal(str(error)) from None
-    from_file = _read_file(early.config) if early.config else {}
+    from_file = {**base, **(_read_file(early.config) if early.config else {})}
     if any(re.match("--micro[-_]batch", word) for word in arguments):  # replaces whichever of the two is in the file
         from_file = {name: value for name, value in from_file.items() if name not in ("micro_batch", "micro_batches")}
     if task and early.task:

@@ -8,9 +8,10 @@ micro-batches come together once and are added in one order, whoever computed th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from .precision import autocast
 from .task import Task
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Evaluation:
@@ -59,7 +62,7 @@ class Evaluation:
     ) -> None:
         self.task, self.model, self.world, self.name = task, model, world, name
         self.precision = config.precision
-        self.samples = len(test_set)
+        self.dataset, self.samples = test_set, len(test_set)
         plan = Plan.of(config, self.samples)
         # one device evaluates, whose part in training is a share of the micro-batch
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
@@ -86,14 +89,16 @@ class Evaluation:
         return {in_set(self.name, name): value for name, value in metrics.items()}
 
     @torch.no_grad()
-    def rehearse(self) -> dict[str, float] | None:
+    def rehearse(self, *others: Callable[[nn.Module, Any], object]) -> dict[str, float] | None:
         """The numbers of the first micro-batch alone, computed by each rank for itself; None: it has too little for
-        `summarize`, which may divide by how many there are of a class.
+        `summarize`, which may divide by how many there are of a class. Also computes `others` of (model, batch).
 
         A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
         """
         with activity.during(EVALUATION), generators_kept(), _same_tensors(self.model), self._only_first() as size:
             sums = self._sums()
+            for other in others:
+                list(self.each(partial(other, self.model)))
             try:
                 return self._summary({name: rows[0] for name, rows in sums.items()}, size)
             except (ArithmeticError, ValueError) as error:
@@ -132,9 +137,20 @@ class Evaluation:
 
     def _sums(self) -> dict[str, list[Tensor]]:
         """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""
+        sums: dict[str, list[Tensor]] = {}
+        for size, found in self.each(lambda batch: self.task.metrics(self.model, batch)):
+            of_samples = _of_each(found, size)
+            check_metrics(of_samples, size, sums)
+            for name, values in of_samples.items():
+                # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
+                sums.setdefault(name, []).append(values.double().sum(0))
+        return sums
+
+    @torch.no_grad()
+    def each(self, compute: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
+        """The number of samples of each batch of this rank, and what is computed of it in evaluation mode."""
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
-        sums: dict[str, list[Tensor]] = {}
         mine = self.sampler.micro_batches(0)
         for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
             activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again, for each batch is progress
@@ -142,17 +158,13 @@ class Evaluation:
             seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
             try:
                 with autocast(self.precision, self.world.device.type), uncompiled():
-                    of_samples = _of_each(self.task.metrics(self.model, self._transfer(batch)), micro_batch.size)
+                    computed = compute(self._transfer(batch))
             except Exception as error:
                 note_batch(error, batch)
                 raise
-            check_metrics(of_samples, micro_batch.size, sums)
-            for name, values in of_samples.items():
-                # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
-                sums.setdefault(name, []).append(values.double().sum(0))
+            yield micro_batch.size, computed
         for module, training in modes:
             module.training = training
-        return sums
 
 
 def _of_each(values: Any, samples: int) -> Any:

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
@@ -88,6 +89,28 @@ class Task(ABC):
         """The numbers to report, from the means over all test samples (float64)."""
         return {name: one_number(name, mean) for name, mean in means.items()}
 
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """What `evenkeel predict` writes of each sample: tensors of shape [samples] or [samples, numbers], by column.
+
+        "probabilities", [samples, classes], becomes the likeliest class and its probability. For image files the target
+        is what `read_image` has put in its place, and is not written.
+        """
+        raise Refusal(
+            f'the task {type(self).__name__} has no predict(model, batch): define it and return {{"probabilities": '
+            'model(batch[0]).softmax(1), "target": batch[1]}, for example'
+        )
+
+    def read_image(self, path: Path) -> Any:
+        """A sample like those of the test data from an image file, with any target, for `evenkeel predict --input`."""
+        raise Refusal(
+            f"--input: the task {type(self).__name__} has no read_image(path): define it and return a sample like "
+            "those of the test data, or use --set"
+        )
+
+    def class_names(self) -> Sequence[str] | None:
+        """The names of the classes by number, for people; None: numbers will do."""
+        return None
+
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
         """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
         return [build_optimizer(model.parameters(), config)]
@@ -146,6 +169,11 @@ class Classification(Task):
         images, labels = batch
         logits = model(images)
         return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": logits.argmax(1) == labels}
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The probability of each class, and the label."""
+        images, labels = batch
+        return {"probabilities": model(images).float().softmax(1), "target": labels}
 
 
 def constants(module: nn.Module) -> dict[str, Tensor]:
