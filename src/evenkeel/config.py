@@ -69,7 +69,7 @@ class Run:
     task: str = "classify"
     """What to train: classify, regress, segment, or your own class as FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
     run_dir: MaybePath = option(None, change="unsaved")
-    """Folder for everything the run writes: checkpoints, metrics, logs, the final model. Default: runs/TASK."""
+    """Folder for everything the run writes; options in braces: 'runs/{task}-{lr}'. Default: runs/TASK."""
     config: MaybePath = option(None, change="unsaved")
     """Read options from this TOML file. The command line overrides it."""
     epochs: int = option(20, 1)
@@ -182,10 +182,16 @@ class Logging:
 
     log_every: int = option(10, 1, change="free")
     """Steps between two lines of metrics."""
+    tensorboard: Flag = option(False, change="free")
+    """Write the metrics for TensorBoard too, into tensorboard/ of the run. Needs the extra `tensorboard`."""
+    csv: Flag = option(False, change="free")
+    """Write the metrics for a spreadsheet too, into metrics.csv of the run."""
     save_predictions: Flag = option(False, change="free")
     """Write the predictions of the last evaluation, with the images that are most confidently wrong, for a report."""
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], NAME] = option("auto", change="free")
     """Weights & Biases: online, offline, disabled; auto: online if there is a key (WANDB_API_KEY or `wandb login`)."""
+    wandb_report: Flag = option(False, change="free")
+    """Send the page of `evenkeel report` to Weights & Biases at the end, as an artifact."""
 
 
 @dataclass(frozen=True)

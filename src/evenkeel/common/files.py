@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -31,6 +32,15 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: 
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file, all of it or nothing. Raises OSError, also if the disk is full."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(line) < len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,8 @@
     fingerprint.py    what bits depend on besides options: machine, libraries, code; --strict-bits compares it
     digest.py         64 bits for each tensor that tell whether two runs are equal
     predictions.py    --save-predictions
-    tracking.py       metrics.jsonl, the lines on the screen, Weights & Biases, a log for each rank
+    tracking.py       metrics.jsonl, the lines on the screen, a log for each rank
+    trackers.py       other places for metrics: Weights & Biases, TensorBoard, a CSV file
     compiled_code.py  keeps what torch.compile has made with the run
     eval_only.py      --eval-only
 
@@ -23,7 +24,7 @@ What a run directory holds:
     checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
     logs/             attempt-N/rank-R.log, and stacks after a hang
     compiled/         with --compile
-    wandb/            with Weights & Biases
+    wandb/            with Weights & Biases; tensorboard/ and metrics.csv, if asked for
     predictions/      with --save-predictions, SET.json of each set
     summary.json      when it has finished, and model.pt, a bare state dict
     .lock             held by the rank 0 at work

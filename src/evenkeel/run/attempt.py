@@ -43,6 +43,7 @@ from .compiled_code import CompiledCode
 from .fingerprint import Differences, describe, differences, differences_among_ranks, fingerprint
 from .records import read_facts, read_records, recorded_options
 from .run_directory import MAX_FRUITLESS, adopt, check, claim, launch_token, refuse_other_data
+from .trackers import wandb_mode
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class Attempt:
             return True, status
         facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
         facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
-        if tracking.wandb_mode(self.config.wandb)[0] != "disabled":
+        if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
         directory.begin(self.options, tokens, samples=self.samples, digests=self.digests, **facts)
@@ -411,9 +412,9 @@ class Attempt:
             log.warning("the run had come to step %d, but its newest checkpoint is of step %d", came, state.step)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
-        metrics = read_records(self.path / "metrics.jsonl", tail=1 << 20)
+        metrics = list(read_records(self.path / "metrics.jsonl", tail=1 << 20))
         activity.redo_until = max((record["step"] for record in metrics), default=0)
-        tracker.start(state.step)
+        tracker.start(state.step, any((it["kind"], it["step"]) == ("eval", state.step) for it in metrics))
         if MICRO_BATCH in other_bits:
             log.warning(
                 "from step %d on micro-batches are of %s instead of %s: the global batches and their samples are "

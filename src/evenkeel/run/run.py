@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from ..training.state import State, cpu_state_dict, sha256
 from ..training.task import Classification, Task, evaluation_sets, training_set
 from .attempt import Attempt
 from .build import build_model, build_state
-from .checkpoint import dump
+from .checkpoint import Damaged, dump, read_manifest, step_of
 from .digest import digests
 from .eval_only import evaluate_only
 from .predictions import save_predictions
@@ -396,7 +397,15 @@ class Run:
         training = round(100 * summary["goodput"])
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
         self._print(f"finished in {took}{f', {why}' * early}: {shown(metrics)}  -> {self.path / 'model.pt'}")
-        self.tracker.close()
+        self.tracker.close(best=self._best(metrics))
+
+    def _best(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The evaluation of the best checkpoint, or if there is none the last, as trackers show it."""
+        step, best = self.state.step, self.saver.checkpoints.best_path()
+        with contextlib.suppress(Damaged):
+            if best:
+                step, metrics = step_of(best), read_manifest(best).metrics
+        return {"best/step": step, **{f"best/{name}": value for name, value in metrics.items()}}
 
     def _summary(self, metrics: dict[str, float]) -> dict[str, Any]:
         assert self.directory
@@ -526,6 +535,8 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)
     validate(config, len(train_set))
+    if config.tensorboard and not find_spec("tensorboard"):
+        raise Refusal("--tensorboard: needs the package tensorboard; pip install 'evenkeel[tensorboard]'")
     if config.save_predictions and not isinstance(task, Classification):
         raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
     return world, {TRAINING: train_set} | evaluation_sets(task, config)

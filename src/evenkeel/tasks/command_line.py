@@ -9,7 +9,7 @@ import os
 import re
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
@@ -95,6 +95,7 @@ def parse(
     chosen: Any = one_line_errors(lambda: tyro.cli(form, default=form(*boxes), args=list(arguments), description=about))
     *groups, task_chosen = vars(chosen).values()
     config = Config(**{name: value for group in groups for name, value in vars(group).items()}).resolved()
+    config = replace(config, run_dir=_filled(config, task_chosen))
     validate(config)
     check_numbers(task_chosen)
     resolved: Any = task_chosen if is_dataclass(task_class) else task_class()
@@ -103,6 +104,26 @@ def parse(
         raise Refusal(f"resolved() returned {kind_of(resolved)}: it must return a task, itself where nothing is open")
     check_best(resolved.best, config.patience)
     return config, resolved
+
+
+def _filled(config: Config, task_options: Any) -> Path:
+    """The run directory with the values of options in place of their names in braces, as in runs/{task}-{lr}.
+
+    Raises:
+        Refusal: a name is unknown, or a brace stands alone.
+    """
+    values = {it.name: getattr(config, it.name) for it in fields(config) if it.name not in ("run_dir", "config")}
+    values["task"] = config.task.rpartition(":")[2]
+    for it in fields(task_options):
+        if not it.metadata.get("secret"):
+            values[option_name(it.name)] = getattr(task_options, it.name)
+    template = str(config.run_dir)
+    for name in re.findall(r"\{([^{}]*)\}", template):
+        if name not in values:
+            raise Refusal(f"--run-dir {template}: there is no option {name or '{}'}; there are {', '.join(values)}")
+    if re.search(r"[{}]", re.sub(r"\{[^{}]*\}", "", template)):
+        raise Refusal(f"--run-dir {template}: a brace stands alone; write the names of options as {{lr}}")
+    return Path(re.sub(r"\{([^{}]*)\}", lambda found: str(values[found[1]]).replace(os.sep, "-"), template))
 
 
 def _recorded(config: Config) -> dict[str, Any] | None:

@@ -220,12 +220,13 @@ def evaluation_sets(task: Task, config: Config) -> dict[str, SizedDataset]:
     several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
     sets: dict[Any, Any] = {} if validation is None else {VALIDATION: validation}
     for name, dataset in (test if several else {TEST: test}).items():  # type: ignore[union-attr]
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", str(name)) or name in (TRAIN, TRAINING, VALIDATION):
+        fits = type(name) is str and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)
+        if not fits or name in (TRAIN, TRAINING, VALIDATION):
             raise Refusal(
                 f"test_dataset() returned a set named {name!r}: a name has letters, digits, _, . and -, and is none of "
                 f"{TRAIN}, {TRAINING} and {VALIDATION}; rename it"
             )
-        sets[str(name)] = dataset
+        sets[name] = dataset
     for name, dataset in sets.items():
         method = "validation_dataset" if name == VALIDATION else "test_dataset"
         sets[name] = limited(dataset, config.limit_batches * config.batch_size, method)
