@@ -100,6 +100,8 @@ class Data:
     """Data-loading processes per training process, e.g. 4 (0: load in the training process)."""
     other_data: Flag = option(False, change="unsaved")
     """Continue although the samples differ from those at the start of the run, or between processes."""
+    validation: float = option(0.0, 0, BELOW_1)
+    """Keep this share of the training data for validation, e.g. 0.1; the test data is then for the end (0: none)."""
     limit_batches: int = option(0, 0)
     """For a quick trial: use only this many batches of training data, and as many test samples, e.g. 10 (0: all)."""
 

@@ -269,8 +269,11 @@ class FakeWandb(SimpleNamespace):
         if self.error:
             raise self.error
         log, end = self.logged, self.ended
+        self.summary: dict[str, float] = {}
         return SimpleNamespace(
-            log=lambda values, step: log.append((step, values)), finish=lambda exit_code: end.append(exit_code)
+            log=lambda values, step: log.append((step, values)),
+            finish=lambda exit_code: end.append(exit_code),
+            summary=self.summary,
         )
 
 
@@ -323,6 +326,31 @@ def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) ->
     assert (told[0]["train/loss"], told[0]["epoch"]) == (1.5, 1.0)
     assert fake.logged[1][1] == {"test/accuracy": 0.5}
     assert fake.ended == [75]
+
+
+def test_a_finished_run_has_its_best_evaluation_as_the_summary(run_dir: Path, fake: FakeWandb) -> None:
+    for code, best in ((75, None), (0, {"best/step": 10, "best/validation/accuracy": 0.9})):
+        it = tracker(run_dir, wandb="offline")
+        it.start_wandb("kept", {})
+        it.close(code, best)
+        assert fake.summary == (best or {})
+
+
+def test_a_report_that_cannot_be_made_costs_a_line(
+    run_dir: Path, fake: FakeWandb, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no run in this folder."""
+    it = tracker(run_dir, wandb="offline", wandb_report=True)
+    it.start_wandb("kept", {})
+    it.close(0, {"best/step": 10})
+    assert caplog.text.count("--wandb-report: no report was sent: ") == 1
+    assert fake.ended == [0]
+
+
+def test_in_a_sweep_the_agent_names_the_run(run_dir: Path, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    tracker(run_dir, wandb="online").start_wandb("kept", {})
+    assert fake.asked["id"] is None
 
 
 def test_trouble_with_wandb_never_ends_a_training(

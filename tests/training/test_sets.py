@@ -9,9 +9,10 @@ import torch
 
 from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
-from evenkeel.data.dataset import InMemory, held_out
+from evenkeel.data.dataset import InMemory, split
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.regress import Regress
+from evenkeel.tasks.segment import Segment
 from evenkeel.training.task import evaluation_sets, training_set
 from tests.support.validated_task import Validated, samples
 
@@ -63,23 +64,24 @@ def test_a_dict_by_number_is_a_data_set_as_it_was() -> None:
     }
 
 
-@pytest.mark.parametrize("make", [Classify, Regress])
-def test_the_option_validation_splits_the_training_data_and_leaves_the_test_data(make: Any) -> None:
-    whole, split = make(), make(validation=0.25)
-    assert list(evaluation_sets(whole, Config())) == ["test"]
-    train, sets = training_set(split, Config()), evaluation_sets(split, Config())
-    assert list(sets) == ["validation", "test"]
-    everything = training_set(whole, Config())
-    assert len(sets["validation"]) == round(len(everything) / 4)
-    assert len(train) + len(sets["validation"]) == len(everything)
-    other = evaluation_sets(split, Config(seed=1))["validation"]
-    assert any(not torch.equal(sets["validation"][i][0], other[i][0]) for i in range(20))
-    with pytest.raises(Refusal, match="--validation 1"):
-        make(validation=1.0)
+@pytest.mark.parametrize("task", [Classify(), Classify(augment="basic"), Regress(), Segment()])
+def test_the_option_validation_splits_the_training_data_of_any_task_and_leaves_the_test_data(task: Any) -> None:
+    config = Config(validation=0.25)
+    train, sets, everything = training_set(task, config), evaluation_sets(task, config), training_set(task, Config())
+    assert (list(evaluation_sets(task, Config())), list(sets)) == (["test"], ["validation", "test"])
+    kept = [part.indices for part in (train, sets["validation"])]  # type: ignore[attr-defined]
+    assert sorted(kept[0] + kept[1]) == list(range(len(everything)))
+    assert len(kept[1]) == round(len(everything) / 4)
+    assert evaluation_sets(task, Config(validation=0.25, seed=1))["validation"].indices != kept[1]  # type: ignore[attr-defined]
+    first = sets["validation"][0][0]
+    assert torch.equal(first, sets["validation"][0][0]), "without augmentation"
 
 
-def test_held_out_parts_are_the_whole() -> None:
-    data = InMemory(torch.arange(100))
-    parts = [numbers(held_out(data, 0.001, part)) for part in ("train", "validation")]  # type: ignore[arg-type]
+def test_a_second_validation_set_is_refused() -> None:
+    with pytest.raises(Refusal, match="--validation 0\\.1: the task has a validation set of its own; leave it out"):
+        evaluation_sets(Validated(), Config(validation=0.1))
+
+
+def test_parts_are_the_whole() -> None:
+    parts = [numbers(part) for part in split(InMemory(torch.arange(100)), 0.001, seed=3)]
     assert (len(parts[1]), sorted(parts[0] + parts[1])) == (1, list(range(100)))
-    assert held_out(data, 0, "train") is data

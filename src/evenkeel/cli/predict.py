@@ -19,9 +19,8 @@ import tyro
 from ..common.errors import Ended, EndedByData, Refusal
 from ..common.files import write_atomically
 from ..config import Flag, MaybePath
-from ..run.checkpoint import Checkpoints
+from ..run.checkpoint import Checkpoints, step_folders, step_of
 from ..run.records import read_config, recorded_options
-from .checkpoint import choose
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -98,19 +97,22 @@ class PredictCommand:
 
     def _checkpoint(self) -> Path:
         """The folder to load: the run's, where the newest whole checkpoint is taken, or a step's."""
-        newest = choose(self.run, None)  # refuses a folder without checkpoints
+        checkpoints = Checkpoints(self.run / "checkpoints", 1, None)
+        steps = {step_of(path): path for path in step_folders(checkpoints.folder)}
+        if not steps:
+            raise Refusal(f"{self.run}: no checkpoint there; name a run directory")
         if self.checkpoint == "last":
             return self.run
-        if self.checkpoint.isdecimal():
-            return choose(self.run, int(self.checkpoint))
-        if self.checkpoint != "best":
-            raise Refusal(f"--checkpoint {self.checkpoint}: is none of last, best or a step, e.g. 460")
-        checkpoints = Checkpoints(newest.parent, 1, None)
-        manifest = checkpoints.newest_manifest()
-        best = manifest and replace(checkpoints, best=manifest.best_by).best_path()
-        if not best:
-            raise Refusal("--checkpoint best: no checkpoint of this run has the metric of its task's `best`; use last")
-        return best
+        if self.checkpoint == "best":
+            newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
+            best = newest and replace(checkpoints, best=newest.best_by).best_path()
+            if not best:
+                raise Refusal("--checkpoint best: none of this run has the metric of its task's `best`; use last")
+            return best
+        if not self.checkpoint.isdecimal() or int(self.checkpoint) not in steps:
+            there = ", ".join(map(str, steps))
+            raise Refusal(f"--checkpoint {self.checkpoint}: is none of last, best and the steps there are: {there}")
+        return steps[int(self.checkpoint)]
 
     def _set(self, task: Task, config: Config) -> SizedDataset:
         from ..training.task import evaluation_sets, training_set

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,17 +55,12 @@ def limited(dataset: SizedDataset, samples: int, method: str = "train_dataset") 
     return Limited(dataset, [i * size // samples for i in range(samples)])
 
 
-def held_out(dataset: SizedDataset, share: float, part: Literal["train", "validation"]) -> SizedDataset:
-    """One part of a data set of which a share is kept from training, for a task's two methods; share 0: all of it.
-
-    A pure function of the number of samples and the seed, which is that of the run while its methods are called.
-    """
-    if not share:
-        return dataset
-    size = len(dataset)
-    order = shuffled(np.arange(size, dtype=np.uint64), size, torch.initial_seed(), 0)
-    cut = min(max(1, round(share * size)), size - 1)
-    return Limited(dataset, sorted((order[:cut] if part == "validation" else order[cut:]).tolist()))
+def split(dataset: SizedDataset, share: float, seed: int) -> tuple[Limited, Limited]:
+    """Return a data set without a share of it, and this share; a function of the number of samples and the seed."""
+    size = length(dataset, "train_dataset")
+    order = shuffled(np.arange(size, dtype=np.uint64), size, seed, 0)
+    cut = min(max(1, round(share * size)), size)
+    return Limited(dataset, sorted(order[cut:].tolist())), Limited(dataset, sorted(order[:cut].tolist()))
 
 
 class Limited(Dataset[Any]):

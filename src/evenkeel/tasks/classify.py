@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..common.errors import Ended, Refusal
 from ..config import BELOW_1, COUNT, FINITE, NAME, Flag, check_numbers
-from ..data.dataset import SizedDataset, held_out
+from ..data.dataset import SizedDataset
 from ..data.decoding import Decode
 from ..training.checks import TOO_FEW
 from ..training.task import Classification
@@ -37,7 +37,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "mixup": (0, FINITE),
     "cutmix": (0, FINITE),
     "label_smoothing": (0, BELOW_1),
-    "validation": (0, BELOW_1),
     "fake_samples": (5, COUNT),
     "fake_classes": (1, 2**20),
 }
@@ -73,15 +72,13 @@ class Classify(Classification):
     """If an image file does not decode: raise (end the run) or skip (use another image instead)."""
     decode: Annotated[Decode, NAME] = "auto"
     """Decode image files: exact (whole, by Pillow), fast (what is seen) or auto (as the run began; a new one fast)."""
-    validation: float = 0.0
-    """Share of the training data to keep for validation, e.g. 0.1; the test data is then for the end (0: none)."""
     fake_samples: int = 1000
     """Training samples of --dataset fake."""
     fake_classes: int = 10
     """Classes of --dataset fake."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"on_bad_sample"})  # so that a run that it ended can continue
-    earlier: ClassVar[Mapping[str, Any]] = {"decode": "exact", "validation": 0.0}
+    earlier: ClassVar[Mapping[str, Any]] = {"decode": "exact"}
 
     def __post_init__(self) -> None:
         check_numbers(self, BOUNDS)
@@ -109,7 +106,7 @@ class Classify(Classification):
         """Images [C, H, W] in uint8, and labels; whole micro-batches of them if there is nothing to do for each."""
         if self.dataset == "imagefolder":
             return self._photographs("train")
-        whole = held_out(self._in_one_size(train=True), self.validation, "train")
+        whole = self._in_one_size(train=True)
         if self.augment == "none":
             return whole
         from .augmentation import of_small_images
@@ -117,11 +114,9 @@ class Classify(Classification):
         change = of_small_images(self.augment, self._size_in_the_data, ABOUT[self.dataset].flips)
         return datasets.Transformed(whole, change)
 
-    def validation_dataset(self) -> SizedDataset | None:
-        """The part of the training data that --validation keeps, without random changes."""
-        if not self.validation or self.dataset == "imagefolder":
-            return self._photographs("validation") if self.validation else None
-        return held_out(self._in_one_size(train=True), self.validation, "validation")
+    def unchanged_train_dataset(self) -> SizedDataset:
+        """The same without random changes."""
+        return replace(self, augment="none").train_dataset()
 
     def test_dataset(self) -> SizedDataset:
         """The same of the test data."""
@@ -135,15 +130,14 @@ class Classify(Classification):
             return datasets.Fake(samples, self._size_in_the_data, self.fake_classes, first)
         return datasets.published(self.dataset, self.data_dir, train)
 
-    def _photographs(self, part: datasets.Part) -> SizedDataset:
+    def _photographs(self, part: Literal["train", "val"]) -> SizedDataset:
         from .augmentation import look_at_photographs, of_photographs
 
         kind = self.augment if part == "train" else "none"
         if self.decode == "exact":
-            found = datasets.ImageFolder(self.data_dir, part, self.on_bad_sample, None, self.validation)
+            found = datasets.ImageFolder(self.data_dir, part, self.on_bad_sample)
             return datasets.Transformed(found, of_photographs(kind, self.size))
-        look = look_at_photographs(kind, self.size)
-        return datasets.ImageFolder(self.data_dir, part, self.on_bad_sample, look, self.validation)
+        return datasets.ImageFolder(self.data_dir, part, self.on_bad_sample, look_at_photographs(kind, self.size))
 
     def model(self) -> nn.Module:
         """The network of --model, with an output for each class of the data set."""

@@ -21,14 +21,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..common.errors import EndedByData, Refusal
-from ..data.dataset import InMemory, SizedDataset, held_out
+from ..data.dataset import InMemory, SizedDataset
 from ..data.decoding import Look, pixels, seen
 from .downloads import fetch_dataset
 
 Name = Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "fake"]
 OnBadSample = Literal["raise", "skip"]
-Part = Literal["train", "validation", "val"]
-"""The last is the folder of the test data; a share of the folder train/ may be kept for validation."""
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -135,29 +133,20 @@ class ImageFolder(Dataset[Any]):
     """
 
     def __init__(
-        self,
-        root: Path,
-        part: Part,
-        on_bad_sample: OnBadSample = "raise",
-        look: Look | None = None,
-        validation: float = 0.0,
+        self, root: Path, part: Literal["train", "val"], on_bad_sample: OnBadSample = "raise", look: Look | None = None
     ) -> None:
         from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-        folder = "val" if part == "val" else "train"
-        self.folder, self.part, self.on_bad_sample, self.look = root / folder, part, on_bad_sample, look
+        self.folder, self.part, self.on_bad_sample, self.look = root / part, part, on_bad_sample, look
         classes = folder_classes(root)
         here = _folders(self.folder)
         if unknown := sorted(set(here) - set(classes)):
-            raise Refusal(f"--data-dir {root}: {folder}/{unknown[0]} is a class without training images")
+            raise Refusal(f"--data-dir {root}: {part}/{unknown[0]} is a class without training images")
         numbers = {name: number for number, name in enumerate(classes) if name in here}
         try:
             samples = make_dataset(self.folder, numbers, IMG_EXTENSIONS, allow_empty=part == "val")
         except FileNotFoundError as error:  # torchvision's for a class without images
             raise Refusal(f"--data-dir {root}: {' '.join(str(error).split())}") from None
-        if part != "val" and validation:  # before a bad file is replaced, which must be by one of the same part
-            kept = held_out(samples, validation, part)
-            samples = [kept[number] for number in range(len(kept))]
         # one array, because each loader process would copy a million strings when it counts references to them
         self.paths = np.array([os.fsencode(Path(path).relative_to(self.folder)) for path, _ in samples], dtype=bytes)
         self.labels = torch.tensor([label for _, label in samples])
@@ -175,7 +164,7 @@ class ImageFolder(Dataset[Any]):
             if self.on_bad_sample == "raise":
                 raise BadSample(f"{bad}; repair it, or continue without it by --on-bad-sample skip") from None
             self._log(index, bad)
-        if self.part != "train":
+        if self.part == "val":
             from PIL import Image
 
             black = Image.new("RGB", (8, 8))
@@ -193,7 +182,7 @@ class ImageFolder(Dataset[Any]):
         return read_image(self.folder / os.fsdecode(self.paths[index]), self.look, self._name(index))
 
     def _name(self, index: int) -> str:
-        part = {"train": "training", "val": "test"}.get(self.part, self.part)
+        part = "training" if self.part == "train" else "test"
         return f"{part} sample {index}, {self.folder / os.fsdecode(self.paths[index])},"
 
     def _log(self, index: int, bad: BadSample) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,8 +10,8 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
-from ..config import BELOW_1, COUNT, check_numbers
-from ..data.dataset import InMemory, SizedDataset, held_out
+from ..config import COUNT, check_numbers
+from ..data.dataset import InMemory
 from ..training.task import Task
 
 
@@ -28,24 +27,15 @@ class Regress(Task):
     """Input features per sample."""
     outputs: int = 1
     """Targets per sample."""
-    validation: float = 0.0
-    """Share of the training data to keep for validation, e.g. 0.1; the test data is then for the end (0: none)."""
 
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("loss", "min")
-    earlier: ClassVar[Mapping[str, Any]] = {"validation": 0.0}
 
     def __post_init__(self) -> None:
-        counts = {"samples": (4, COUNT), "inputs": (1, COUNT), "outputs": (1, COUNT)}
-        check_numbers(self, {**counts, "validation": (0, BELOW_1)})
+        check_numbers(self, {"samples": (4, COUNT), "inputs": (1, COUNT), "outputs": (1, COUNT)})
 
-    def train_dataset(self) -> SizedDataset:
+    def train_dataset(self) -> InMemory:
         """Inputs from 0 to 1, float [samples, inputs], and targets, float [samples, outputs]."""
-        return held_out(self._data(seed=1, samples=self.samples), self.validation, "train")
-
-    def validation_dataset(self) -> SizedDataset | None:
-        """The part of it that --validation keeps."""
-        whole = self._data(seed=1, samples=self.samples)
-        return held_out(whole, self.validation, "validation") if self.validation else None
+        return self._data(seed=1, samples=self.samples)
 
     def test_dataset(self) -> InMemory:
         """Others of the same kind."""

@@ -8,7 +8,6 @@ Evenkeel, several on a canvas, so it needs no download and its masks are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -20,8 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ..common.errors import Refusal
-from ..config import BELOW_1, COUNT, FINITE, Config, check_numbers
-from ..data.dataset import SizedDataset, held_out
+from ..config import COUNT, FINITE, Config, check_numbers
 from ..data.randomness import derive
 from ..distributed.sync_batchnorm import SyncBatchNorm
 from ..training.optimization import build_optimizer, rate
@@ -42,7 +40,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "digits_per_canvas": (1, 10_000),
     "samples": (1, COUNT),
     "test_samples": (1, COUNT),
-    "validation": (0, BELOW_1),
     "adversarial": (0, FINITE),
     "discriminator_width": (1, 2**14),
     "discriminator_lr": (0, FINITE),
@@ -69,8 +66,6 @@ class Segment(Task):
     """Canvases of the training data."""
     test_samples: int = 256
     """Canvases of the test data, made from digits that are in no training canvas."""
-    validation: float = 0.0
-    """Share of the training data to keep for validation, e.g. 0.1; the test data is then for the end (0: none)."""
     adversarial: float = 0.01
     """Weight of the adversarial loss in the segmenter's loss (0: cross-entropy alone)."""
     discriminator_width: int = 16
@@ -81,20 +76,15 @@ class Segment(Task):
     """Learning rate schedule of the discriminator. same: as --schedule. Constant if --schedule is."""
 
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("miou", "max")
-    earlier: ClassVar[Mapping[str, Any]] = {"validation": 0.0}
 
     def __post_init__(self) -> None:
         check_numbers(self, BOUNDS)
         if self.digit_size > self.canvas:
             raise Refusal(f"--digit-size {self.digit_size}: is above --canvas {self.canvas}; a digit must fit on it")
 
-    def train_dataset(self) -> SizedDataset:
+    def train_dataset(self) -> Canvases:
         """Canvases of the digits that `classify` is trained on."""
-        return held_out(Canvases(self, "train"), self.validation, "train")
-
-    def validation_dataset(self) -> SizedDataset | None:
-        """The canvases of these that --validation keeps."""
-        return held_out(Canvases(self, "train"), self.validation, "validation") if self.validation else None
+        return Canvases(self, "train")
 
     def test_dataset(self) -> Canvases:
         """Canvases of the digits that `classify` is tested on."""

@@ -17,8 +17,8 @@ from ..common.errors import Refusal
 from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
 from ..data.data_digest import TRAINING
-from ..data.dataset import SizedDataset, limited
-from ..data.randomness import seed_task
+from ..data.dataset import SizedDataset, limited, split
+from ..data.randomness import derive, seed_task
 from .checks import one_number
 from .optimization import build_optimizer, rate
 
@@ -63,6 +63,10 @@ class Task(ABC):
     def validation_dataset(self) -> SizedDataset | None:
         """The data by which `best` and --patience decide; the test data then waits for the end. None: there is none."""
         return None
+
+    def unchanged_train_dataset(self) -> SizedDataset:
+        """The training data without augmentation, of which --validation keeps a share; by default `train_dataset`."""
+        return self.train_dataset()
 
     @abstractmethod
     def test_dataset(self) -> SizedDataset | dict[str, SizedDataset]:
@@ -204,7 +208,13 @@ def option_name(field: str) -> str:
 def training_set(task: Task, config: Config) -> SizedDataset:
     """A task's training data, the same on every rank and at every start, cut down by --limit-batches."""
     seed_task(config.seed, "data")
-    return limited(task.train_dataset(), config.limit_batches * config.batch_size, "train_dataset")
+    dataset = task.train_dataset()
+    dataset = split(dataset, config.validation, _split_seed(config))[0] if config.validation else dataset
+    return limited(dataset, config.limit_batches * config.batch_size)
+
+
+def _split_seed(config: Config) -> int:
+    return derive(config.seed, "validation")
 
 
 def evaluation_sets(task: Task, config: Config) -> dict[str, SizedDataset]:
@@ -215,6 +225,11 @@ def evaluation_sets(task: Task, config: Config) -> dict[str, SizedDataset]:
     """
     seed_task(config.seed, "data")
     validation = task.validation_dataset()
+    if config.validation:
+        if validation is not None:
+            raise Refusal(f"--validation {config.validation:g}: the task has a validation set of its own; leave it out")
+        seed_task(config.seed, "data")
+        validation = split(task.unchanged_train_dataset(), config.validation, _split_seed(config))[1]
     seed_task(config.seed, "data")
     test = task.test_dataset()
     several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
