@@ -31,7 +31,7 @@ def run_dir(tmp_path: Path) -> Path:
         ({"set": "test", "output": Path("nowhere/o.csv")}, "there is no folder nowhere; make it first"),
         (
             {"set": "test", "checkpoint": "newest"},
-            "--checkpoint newest: is none of last, best and the steps there are: 3",
+            "--checkpoint newest: is none of last, best and the steps there",
         ),
         ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: is none of last, best and the steps there are: 3"),
         ({"set": "test", "checkpoint": "best"}, "--checkpoint best: none of this run has the metric"),
