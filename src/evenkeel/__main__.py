@@ -20,6 +20,7 @@ COMMANDS = {
     "checkpoint": "cli.checkpoint.CheckpointCommand",
     "chaos": "cli.chaos.command.ChaosCommand",
     "compare": "cli.compare.CompareCommand",
+    "predict": "cli.predict.PredictCommand",
     "status": "cli.status.StatusCommand",
     "follow": "cli.follow.FollowCommand",
 }

@@ -69,7 +69,7 @@ class RunOptions:
     task: str = "classify"
     """What to train: classify, regress, segment, or your own class as FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
     run_dir: MaybePath = option(None, change="unsaved")
-    """Folder for everything the run writes: checkpoints, metrics, logs, the final model. Default: runs/TASK."""
+    """Folder for everything the run writes; options in braces: 'runs/{task}-{lr}'. Default: runs/TASK."""
     config: MaybePath = option(None, change="unsaved")
     """Read options from this TOML file. The command line overrides it."""
     epochs: int = option(20, 1)
@@ -100,6 +100,8 @@ class DataOptions:
     """Data-loading processes per training process, e.g. 4 (0: load in the training process)."""
     other_data: Flag = option(False, change="unsaved")
     """Continue although the samples differ from those at the start of the run, or between processes."""
+    validation: float = option(0.0, 0, BELOW_1)
+    """Keep this share of the training data for validation, e.g. 0.1; the test data is then for the end (0: none)."""
     limit_batches: int = option(0, 0)
     """For a quick trial: use only this many batches of training data, and as many test samples, e.g. 10 (0: all)."""
 
@@ -182,8 +184,16 @@ class LoggingOptions:
 
     log_every: int = option(10, 1, change="free")
     """Steps between two lines of metrics."""
+    tensorboard: Flag = option(False, change="free")
+    """Write the metrics for TensorBoard too, into tensorboard/ of the run. Needs the extra `tensorboard`."""
+    csv: Flag = option(False, change="free")
+    """Write the metrics for a spreadsheet too, into metrics.csv of the run."""
+    save_predictions: Flag = option(False, change="free")
+    """Write the predictions of the last evaluation, with the images that are most confidently wrong, for a report."""
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], NAME] = option("auto", change="free")
     """Weights & Biases: online, offline, disabled; auto: online if there is a key (WANDB_API_KEY or `wandb login`)."""
+    wandb_report: Flag = option(False, change="free")
+    """Send the page of `evenkeel report` to Weights & Biases at the end, as an artifact."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +259,7 @@ COMMAND_BOUNDS: dict[str, Bounds] = {
     "cpus_per_gpu": (1, 4096),
     "world_size": (1, 2**16),
     "step": (0, COUNT),
+    "top": (1, 1000),
     "minutes": (1e-3, 366 * 1440),
     "count": (0, COUNT),
     "seed": SEEDS,
@@ -279,7 +290,7 @@ def number_in(variable: str, least: int, most: int) -> int:
     return number
 
 
-def validate(config: Config, samples: int | None = None, test_samples: int | None = None) -> None:
+def validate(config: Config, samples: int | None = None) -> None:
     """Refuse options that cannot be meant or exclude each other. Sizes of the data are checked where they are given."""
     check_numbers(config)
     if not (FLOOR <= config.loss_scale < 2**127 and math.frexp(config.loss_scale)[0] == 0.5):
@@ -299,8 +310,6 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         raise Refusal(
             f"--batch-size {config.batch_size}: the training data has only {samples} samples; use at most that"
         )
-    if test_samples == 0:
-        raise Refusal(f"--task {config.task}: its test data is empty")
     if (path := config.init_from) and not os.access(path, os.F_OK):
         raise Refusal(f"--init-from {path}: no such file or folder")
     if path and not (path.is_file() or path.is_dir()):  # reading a pipe may never end

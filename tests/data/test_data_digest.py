@@ -24,7 +24,7 @@ from evenkeel.data.data_digest import OFTEN, TWICE, alike, difference, digest, l
 from evenkeel.data.dataset import InMemory, SizedDataset, limited
 from evenkeel.data.randomness import seed_host
 from evenkeel.tasks.registry import load_task
-from evenkeel.training.task import of_task
+from evenkeel.training.task import evaluation_sets, training_set
 from tests.support.small_runs import ODD_TASKS
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -56,6 +56,10 @@ class Map(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.read.append(index)
         return self.function(index)
+
+
+def both(training: Any, test: Any) -> dict[str, Any]:
+    return {"training": training, "test": test}
 
 
 def picture(seed: int, size: int = 64) -> Tensor:
@@ -139,14 +143,14 @@ def test_it_reads_little_and_leaves_no_trace() -> None:
     seed_host(1)
     expected = torch.rand(()), random.random(), np.random.rand()
     seed_host(1)
-    digests, unsteady = look(CONFIG, *sets, TWICE)
+    digests, unsteady = look(CONFIG, both(*sets), TWICE)
     assert expected == (torch.rand(()), random.random(), np.random.rand())
     assert (list(digests), unsteady) == (["training", "test"], [])
     assert not alike(digests["training"], digests["test"]), "their random numbers are their own"
     assert sets[0].read == [0, 16, 32, 49] * TWICE
-    assert look(CONFIG, *sets, TWICE) == (digests, [])
-    assert look(CONFIG, limited(sets[0], 10), sets[1], TWICE)[0].keys() == digests.keys()
-    assert look(CONFIG, Map(int, 1), InMemory(torch.zeros(2, 3)), TWICE)[0].keys() == digests.keys()
+    assert look(CONFIG, both(*sets), TWICE) == (digests, [])
+    assert look(CONFIG, both(limited(sets[0], 10), sets[1]), TWICE)[0].keys() == digests.keys()
+    assert look(CONFIG, both(Map(int, 1), InMemory(torch.zeros(2, 3))), TWICE)[0].keys() == digests.keys()
 
 
 def test_a_file_that_is_opened_at_the_first_read_is_not_shared_with_loader_processes(tmp_path: Path) -> None:
@@ -165,7 +169,7 @@ def test_a_file_that_is_opened_at_the_first_read_is_not_shared_with_loader_proce
     (tmp_path / "file").write_bytes(bytes(100))
     for workers in (0, 2):
         data = reader()
-        digests, _ = look(Config(num_workers=workers), data, Map(int), TWICE)
+        digests, _ = look(Config(num_workers=workers), both(data, Map(int)), TWICE)
         assert len(digests) == 2
         assert len(data.opened) == (workers == 0)  # type: ignore[attr-defined]
 
@@ -175,11 +179,14 @@ def test_own_dice_and_samples_that_cannot_be_read_have_no_digest(workers: int) -
     dice = np.random.default_rng()
     config = Config(num_workers=workers)
     flipped = Map(lambda index: torch.ones(3) * (1 if dice.random() < 0.5 else -1))
-    assert look(config, flipped, Map(lambda index: os.urandom(4)), OFTEN) == ({}, ["training", "test"])
+    assert look(config, both(flipped, Map(lambda index: os.urandom(4))), OFTEN) == (
+        {},
+        ["training", "test"],
+    )
     for fails in (lambda index: 1 / 0, lambda index: sys.exit(), lambda index: [torch.ones(index)]):
-        assert look(config, Map(fails), InMemory(torch.ones(9)), TWICE)[0].keys() == {"test"}
+        assert look(config, both(Map(fails), InMemory(torch.ones(9))), TWICE)[0].keys() == {"test"}
     if workers:
-        assert look(config, Map(lambda index: os._exit(3)), Map(int), TWICE) == ({}, [])
+        assert look(config, both(Map(lambda index: os._exit(3)), Map(int)), TWICE) == ({}, [])
 
 
 def test_which_difference_is_told() -> None:
@@ -193,7 +200,7 @@ def test_which_difference_is_told() -> None:
 def splits(seeded: bool) -> tuple[set[int], set[int]]:
     task = load_task(f"{ODD_TASKS}:Drawn")()
     parts = (
-        [of_task(task, CONFIG, "train"), of_task(task, CONFIG, "test")]
+        [training_set(task, CONFIG), evaluation_sets(task, CONFIG)["test"]]
         if seeded
         else [task.train_dataset(), task.test_dataset()]
     )
@@ -212,7 +219,7 @@ def test_a_split_at_random_is_the_same_every_time_and_its_parts_do_not_overlap()
     assert (train | test, train & test) == (set(range(200)), set())
     torch.seed()
     assert splits(seeded=True) == (train, test)
-    assert numbers(of_task(load_task(f"{ODD_TASKS}:Drawn")(), Config(seed=1), "train")) != train
+    assert numbers(training_set(load_task(f"{ODD_TASKS}:Drawn")(), Config(seed=1))) != train
     # the control: called without a seed
     assert splits(seeded=False) != splits(seeded=False)
     assert set.intersection(*splits(seeded=False))

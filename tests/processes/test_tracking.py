@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import base64
+import csv
 import os
 import signal
 import sys
 from pathlib import Path
 
+import pytest
+import yaml
+
+from tests.run.test_trackers import scalars
 from tests.run.test_tracking import (
     HOW,
     KEY,
     no_credentials,  # noqa: F401  (a fixture, for all tests)
 )
-from tests.support.processes import ROOT, TRAIN, read, records, run
+from tests.support.processes import ROOT, TRAIN, finish, read, records, run, start
+from tests.support.small_runs import wait_for_step
 
 
 def files_with(text: str, folder: Path) -> list[Path]:
@@ -129,3 +135,45 @@ def test_auto_on_a_machine_without_a_key(tmp_path: Path) -> None:
     assert done.stderr == ""
     assert not (tmp_path / "run" / "wandb").exists()
     assert "wandb_id" not in read(tmp_path / "run", "status.json")
+
+
+def test_killed_and_resumed_each_tracker_has_each_step_once_and_the_names_of_metrics_jsonl(tmp_path: Path) -> None:
+    """kill -9 between two checkpoints, so that steps are done again."""
+    run_dir = tmp_path / "run"
+    command = [*job(run_dir, 40, "disabled"), "--tensorboard", "--csv", "--eval-every", "10", "--checkpoint-every", "7"]
+    started = start(command, cwd=tmp_path)
+    wait_for_step(run_dir, 12, started)
+    started.kill()
+    finish(started)
+    run(command, cwd=tmp_path)
+    records_ = [*records(run_dir, "train"), *records(run_dir, "eval")]
+    assert len(records_) > 44, "the control: metrics.jsonl has what was done again twice"
+    told = {(it["step"], name): value for it in records_ for name, value in it.items() if "/" in name}
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["train/loss"]] == [str(step) for step in range(1, 41)]
+    shown = scalars(run_dir / "tensorboard")
+    for name in ("train/loss", "test/accuracy"):
+        expected = {step: value for (step, other), value in told.items() if other == name}
+        assert {int(row["step"]): float(row[name]) for row in rows if row[name]} == expected
+        assert dict(shown[name]) == pytest.approx(expected, rel=1e-6)
+        assert len(shown[name]) == len(expected)
+
+
+def test_the_sweep_of_the_documentation_makes_a_folder_and_an_offline_run_for_each_setting(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tracking.md").read_text()
+    sweep = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    settings = [dict(zip(sweep["parameters"], each, strict=True)) for each in ((0.002, 32), (0.01, 64))]
+    for setting in settings:
+        arguments = [f"--{name}={value}" for name, value in setting.items()]  # as wandb's agent writes them
+        macros = {"${env}": ["env"], "${program}": [str(ROOT / sweep["program"])], "${args}": arguments}
+        words = [word for part in sweep["command"] for word in macros.get(part, [part])]
+        words = [sys.executable, "-m", "torch.distributed.run", *words[2:]]
+        run(words, cwd=tmp_path, env={"WANDB_MODE": "offline", "HOME": str(tmp_path / "home")})
+    folders = sorted(path.name for path in (tmp_path / "runs" / "sweep").iterdir())
+    assert folders == ["classify-0.002-32", "classify-0.01-64"]
+    for name in folders:
+        (sent,) = (tmp_path / "runs" / "sweep" / name / "wandb").glob("offline-run-*/run-*.wandb")
+        assert sweep["metric"]["name"].encode() in sent.read_bytes(), "the sweep's metric is in the summary"
+    done = run([sys.executable, str(TRAIN), "--run-dir", "runs/{lr}-{oops}"], cwd=tmp_path, expect=2)
+    assert done.stderr.startswith("evenkeel: --run-dir runs/{lr}-{oops}: there is no option oops; there are task, ")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ import torch
 from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
-from evenkeel.run.tracking import INIT_TIMEOUT, Tracker, start_logs, wandb_mode
+from evenkeel.run.trackers import INIT_TIMEOUT, wandb_mode
+from evenkeel.run.tracking import Tracker, start_logs
 
 PLAN = Plan(samples=100, global_batch=10, micro_batch=5, epochs=2)
 
@@ -268,8 +269,11 @@ class FakeWandb(SimpleNamespace):
         if self.error:
             raise self.error
         log, end = self.logged, self.ended
+        self.summary: dict[str, float] = {}
         return SimpleNamespace(
-            log=lambda values, step: log.append((step, values)), finish=lambda exit_code: end.append(exit_code)
+            log=lambda values, step: log.append((step, values)),
+            finish=lambda exit_code: end.append(exit_code),
+            summary=self.summary,
         )
 
 
@@ -324,6 +328,31 @@ def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) ->
     assert fake.ended == [75]
 
 
+def test_a_finished_run_has_its_best_evaluation_as_the_summary(run_dir: Path, fake: FakeWandb) -> None:
+    for code, best in ((75, None), (0, {"best/step": 10, "best/validation/accuracy": 0.9})):
+        it = tracker(run_dir, wandb="offline")
+        it.start_wandb("kept", {})
+        it.close(code, best)
+        assert fake.summary == (best or {})
+
+
+def test_a_report_that_cannot_be_made_costs_a_line(
+    run_dir: Path, fake: FakeWandb, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no run in this folder."""
+    it = tracker(run_dir, wandb="offline", wandb_report=True)
+    it.start_wandb("kept", {})
+    it.close(0, {"best/step": 10})
+    assert caplog.text.count("--wandb-report: no report was sent: ") == 1
+    assert fake.ended == [0]
+
+
+def test_in_a_sweep_the_agent_names_the_run(run_dir: Path, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    tracker(run_dir, wandb="online").start_wandb("kept", {})
+    assert fake.asked["id"] is None
+
+
 def test_trouble_with_wandb_never_ends_a_training(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,7 +370,7 @@ def test_wandb_that_dies_later_ends_no_training(
 ) -> None:
     it = tracker(run_dir, wandb="online")
     it.start_wandb("kept", {})
-    fake.logged, it._wandb.log = [], lambda *_, **__: 1 / 0
+    cast(Any, it._logs[0])._run.log = lambda *_, **__: 1 / 0
     it.train(10, 1.5, 2.5, 0.1)
     it.train(20, 1.5, 2.5, 0.1)
     it.close()

@@ -209,6 +209,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     file.touch()
     hints = get_type_hints(Config)
     on = ("fresh", "other_data", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
+    on = (*on, "tensorboard", "csv", "save_predictions", "wandb_report")
     switches = dict.fromkeys((*on, "channels_last"), True)
     # --compile, --place and --model-parallel exclude each other, and so do the last two
     apart = ("task", "config", "eval_only", "strategy", "compile", "place", *switches, "micro_batches")
@@ -224,6 +225,26 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     assert (config.strategy, config.micro_batch) == ("dp", "auto")
     assert parse(["--place", "a=0,b=1"])[0].place == "a=0,b=1"
     assert parse(["--micro-batches", "4"])[0].micro_batches == 4
+
+
+def test_the_run_directory_holds_the_values_of_options(folder: Path) -> None:
+    def run_dir(template: str, *more: str) -> str:
+        return str(parse(["--run-dir", template, *more])[0].run_dir)
+
+    assert run_dir("runs/{task}-{lr}") == "runs/classify-0.002"
+    assert run_dir("runs/{dataset}/{model}-{batch_size}", "--batch-size", "32") == "runs/digits/cnn-32"
+    assert run_dir("runs/{data_dir}", "--data-dir", "../up/x") == "runs/..-up-x", "no folder by the way"
+    assert str(parse([*mine("Rich"), "--run-dir", "{task}-{depth}"])[0].run_dir) == "Rich-3"
+    for template, said in (
+        ("runs/{lrr}", "there is no option lrr; there are task, epochs"),
+        ("runs/{}", "there is no option {}; "),
+        ("runs/{task.__class__}", "there is no option task.__class__; "),
+        ("runs/{lr", "a brace stands alone"),
+        ("runs/lr}", "a brace stands alone"),
+    ):
+        with pytest.raises(Refusal) as caught:
+            run_dir(template)
+        assert str(caught.value).startswith(f"--run-dir {template}: {said}")
 
 
 def test_the_options_of_a_task(folder: Path) -> None:

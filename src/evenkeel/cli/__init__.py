@@ -3,6 +3,7 @@
     plan.py         plan: which rank would compute what, without running it
     checkpoint.py   checkpoint: list, inspect, verify and export the checkpoints of a run
     compare.py      compare: the first step and the tensors in which two runs differ
+    predict.py      predict: a run's model on a folder of images or a data set, to CSV or Parquet
     status.py       status: all runs below some folders, a line each
     follow.py       follow: one run as its own console shows it, until it ends
     chaos/          chaos: break a running job again and again, and report what that has cost
@@ -15,7 +16,7 @@ where it is needed, so that the help and most commands take a tenth of a second.
 
 To add a command: write such a file, name it in `__main__.py`, give numbers bounds in `config.COMMAND_BOUNDS`, and
 test it in `tests/cli`. To remove one: delete its file, its line in `__main__.py` and its tests; nothing else imports
-it. All but chaos only read (`checkpoint export` writes the file that it is told to).
+it. All but chaos only read (`checkpoint export` and `predict` write the file that they are told to).
 
 Not here: the log of a Slurm job, which `follow` shows (`launch/slurm/follow.py`); the launchers and submit.py
 (`launch/`); the options of train.py (`config.py`, `tasks/command_line.py`); the formats of what a run writes (`run/`).

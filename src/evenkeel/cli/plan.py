@@ -30,10 +30,10 @@ class PlanCommand:
         """Print the plan."""
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
-        from ..training.task import of_task
+        from ..training.task import training_set
 
         config, task = parse(train_options)
-        dp, samples = config.strategy == "dp", len(of_task(task, config, "train"))
+        dp, samples = config.strategy == "dp", len(training_set(task, config))
         config, why = self._settle(config, task)
         plan = Plan.of(config, samples)
         most = plan.max_world_size

@@ -34,6 +34,15 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: 
     sync_folder(path.parent)
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file, all of it or nothing. Raises OSError, also if the disk is full."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(line) < len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def sync_folder(folder: Path) -> None:
     """Bring a folder's entries to the disk; a rename is not durable before."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -55,13 +64,8 @@ def write_json(path: Path, value: Any, private: bool = False) -> None:
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append a line of JSON: the whole of it, or nothing and an OSError."""
-    line = f"{json.dumps(record)}\n".encode()
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        if file.write(line) < len(line):
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Append a line of JSON, as `append_line` does."""
+    append_line(path, f"{json.dumps(record)}\n".encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:

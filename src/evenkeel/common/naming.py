@@ -8,13 +8,18 @@ from typing import Any, TypeVar
 
 V = TypeVar("V")
 
-TRAIN, TEST = "train", "test"
-"""The sets of samples that something is measured on."""
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+"""The sets of samples that something is measured on. A task may name other sets for its evaluation."""
+
+
+def in_set(part: str, name: str) -> str:
+    """The full name of a metric that a task has given any name."""
+    return name if name.startswith(f"{part}/") else f"{part}/{name}"
 
 
 def full_name(part: str, name: str) -> str:
-    """A metric's name with its set before it, unless it has one. Files of version 0.1.0 hold bare names."""
-    return name if name.startswith((f"{TRAIN}/", f"{TEST}/")) else f"{part}/{name}"
+    """A reported metric's name with its set before it, unless it has one. Files of version 0.1.0 hold bare names."""
+    return name if "/" in name else f"{part}/{name}"
 
 
 def named(part: str, values: Mapping[str, V]) -> dict[str, V]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..common.naming import TRAIN
 from ..config import Config
 from .batch import with_parts
 from .dataset import SizedDataset
@@ -30,7 +31,10 @@ from .sampler import Indices
 Digest = Mapping[str, Any]
 """Of one data set: "equal", 16 hexadecimal digits, and "near", a list of numbers."""
 Digests = dict[str, Digest]
-"""By name of the data set, "training" and "test"; one that cannot be compared is left out."""
+"""By name of the data set; one that cannot be compared is left out."""
+
+TRAINING = "training"
+"""The name of the training data here and in status.json; sets of the evaluation have the task's names."""
 
 # times that samples are read: when a run is continued, when it is new, and before a difference is refused
 ONCE, TWICE, OFTEN = 1, 2, 10
@@ -41,19 +45,19 @@ SIGNS = 8  # projections on random signs; different data agree in all of them on
 TOLERANCE, WEIGHT = 0.25, 4
 
 
-def look(config: Config, train_set: SizedDataset, test_set: SizedDataset, times: int) -> tuple[Digests, list[str]]:
+def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[Digests, list[str]]:
     """Read a few samples of each set this many times; return digests, and names of sets that differ between reads.
 
     These have no digest, nor have sets that cannot be read: the training will say why. Reads in a loader process if
     there will be any, because a file opened at the first read must not be shared with them.
     """
-    sets = [Seeded(train_set, config.seed, "train"), Seeded(test_set, config.seed, "test")]
+    seeded = [Seeded(it, config.seed, TRAIN if name == TRAINING else name) for name, it in sets.items()]
     with generators_kept():
         try:
-            found = in_order(_Digests(sets), [0, 1] * times, config.num_workers > 0)
+            found = in_order(_Digests(seeded), [*range(len(sets))] * times, config.num_workers > 0)
         except RuntimeError:  # the loader process has died
             return {}, []
-    seen = {"training": found[0::2], "test": found[1::2]}
+    seen = {name: found[number :: len(sets)] for number, name in enumerate(sets)}
     whole = {name: digests for name, digests in seen.items() if None not in digests}
     unsteady = [name for name, digests in whole.items() if not all(alike(digests[0], other) for other in digests)]
     return {name: digests[0] for name, digests in whole.items() if name not in unsteady}, unsteady

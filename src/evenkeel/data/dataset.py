@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, Ten
 from ..common.errors import Refusal
 from ..common.naming import kind_of
 from .sampler import Indices
+from .shuffle import shuffled
 
 
 class SizedDataset(Protocol):
@@ -32,16 +34,24 @@ class InMemory(TensorDataset):
         return tuple(tensor[rows] for tensor in self.tensors)
 
 
-def limited(dataset: SizedDataset, samples: int, part: Literal["train", "test"] = "train") -> SizedDataset:
+def limited(dataset: SizedDataset, samples: int, method: str = "train_dataset") -> SizedDataset:
     """Take this many samples, evenly spaced because files are often sorted by class; 0 takes all.
 
     Raises:
-        Refusal: what the task's `train_dataset` or `test_dataset` returned is not a map-style data set.
+        Refusal: what the task's `method` returned is not a map-style data set.
     """
-    size = length(dataset, f"{part}_dataset")
+    size = length(dataset, method)
     if not 0 < samples < size:
         return dataset
     return Limited(dataset, [i * size // samples for i in range(samples)])
+
+
+def split(dataset: SizedDataset, share: float, seed: int) -> tuple[Limited, Limited]:
+    """Return a data set without a share of it, and this share; a function of the number of samples and the seed."""
+    size = length(dataset, "train_dataset")
+    order = shuffled(np.arange(size, dtype=np.uint64), size, seed, 0)
+    cut = min(max(1, round(share * size)), size)
+    return Limited(dataset, sorted(order[cut:].tolist())), Limited(dataset, sorted(order[:cut].tolist()))
 
 
 class Limited(Dataset[Any]):

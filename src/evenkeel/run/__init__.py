@@ -10,7 +10,9 @@
     records.py        read status.json, metrics.jsonl and config.toml as they were written; the ledger of seconds
     fingerprint.py    what bits depend on besides options: machine, libraries, code; --strict-bits compares it
     digest.py         64 bits for each tensor that tell whether two runs are equal
-    tracking.py       metrics.jsonl, the lines on the screen, Weights & Biases, a log for each rank
+    predictions.py    --save-predictions
+    tracking.py       metrics.jsonl, the lines on the screen, a log for each rank
+    trackers.py       other places for metrics: Weights & Biases, TensorBoard, a CSV file
     stragglers.py     ranks.jsonl, and the names of ranks that are late
     hints.py          what an option would save, said once
     compiled_code.py  keeps what torch.compile has made with the run
@@ -25,7 +27,8 @@ What a run directory holds:
     checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
     logs/             attempt-N/rank-R.log, and stacks after a hang
     compiled/         with --compile
-    wandb/            with Weights & Biases
+    wandb/            with Weights & Biases; tensorboard/ and metrics.csv, if asked for
+    predictions/      with --save-predictions, SET.json of each set
     summary.json      when it has finished, and model.pt, a bare state dict
     .lock             held by the rank 0 at work
 

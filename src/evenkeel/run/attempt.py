@@ -6,10 +6,11 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
@@ -17,10 +18,11 @@ import torch
 
 from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
+from ..common.naming import TEST, in_set
 from ..common.phases import START_UP, activity
 from ..config import Config, flag, saved_options
 from ..config import differences as differences_of_options
-from ..data.data_digest import OFTEN, ONCE, TWICE, difference, look
+from ..data.data_digest import OFTEN, ONCE, TRAINING, TWICE, difference, look
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
 from ..distributed.data_parallel import replicas
@@ -31,6 +33,7 @@ from ..distributed.world import World
 from ..training import compilation
 from ..training.checks import left_out
 from ..training.cut import Cutter
+from ..training.early_stopping import Memory
 from ..training.precision import substitute
 from ..training.state import State
 from ..training.task import Task
@@ -40,6 +43,7 @@ from .compiled_code import CompiledCode
 from .fingerprint import Differences, describe, differences, differences_among_ranks, fingerprint
 from .records import read_facts, read_records, recorded_options
 from .run_directory import MAX_FRUITLESS, Identity, adopt, check, claim, launch_token, refuse_other_data
+from .trackers import wandb_mode
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +63,8 @@ class Attempt:
         task: what is trained.
         plan: how steps are cut, as far as the options say.
         world: who takes part; the process group need not exist yet.
-        train_set: whose samples are compared among ranks and with the run so far. None: they are not.
-        test_set: likewise.
+        sets: the training data and those of the evaluation, by name, whose samples are compared among ranks and with
+            the run so far. The first of the evaluation decides which checkpoint is the best.
         cutter: from what the run has recorded, on whichever node, to the options with the cut. None: as `config` says.
 
     Raises:
@@ -73,16 +77,15 @@ class Attempt:
         task: Task,
         plan: Plan,
         world: World,
-        train_set: SizedDataset | None = None,
-        test_set: SizedDataset | None = None,
+        sets: Mapping[str, SizedDataset] = MappingProxyType({}),
         cutter: Cutter | None = None,
     ) -> None:
         assert config.run_dir is not None  # resolved
         self.started = time.monotonic()
-        self.data = train_set, test_set
+        self.sets = dict(sets)
         self.path, self.config, self.plan, self.world = config.run_dir, config, plan, world
         self.options = saved_options(config, task.options())
-        self.samples = {"training": plan.samples} | ({} if test_set is None else {"test": len(test_set)})
+        self.samples = {TRAINING: plan.samples} | {name: len(dataset) for name, dataset in sets.items()}
         run = Identity(self.options, task.harmless, self.samples, task.earlier)
         self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
@@ -93,18 +96,22 @@ class Attempt:
         if config.compile:
             kept |= compilation.facts(world.device)
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
-        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, task.best, kept)
+        decides = next((name for name in sets if name != TRAINING), TEST)
+        best = task.best and (in_set(decides, task.best[0]), task.best[1])
+        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, kept)
+        self.unevaluated = False
+        """Whether the state that is continued was saved without an evaluation of it."""
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         """Of all ranks, once the attempt has begun."""
         self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
         self._look: Callable[[int], Any] = lambda _times: ({}, [])
-        if train_set is not None and test_set is not None:
-            self._look = partial(look, config, train_set, test_set)
+        if sets:
+            self._look = partial(look, config, self.sets)
         steady = {} if config.fresh else read_facts(self.path / "status.json")[0].get("digests", {})
         # whether samples differ at each read is found out once
         self.digests, self._unsteady = self._look(ONCE if steady.keys() >= self.samples.keys() else TWICE)
-        self._other_data = ""
+        self._other_data = self._other_best = ""
 
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]] | None = None) -> bool:
         """Record on every rank that an attempt starts; True if the run is finished already.
@@ -178,7 +185,7 @@ class Attempt:
             return status
         facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
         facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
-        if tracking.wandb_mode(self.config.wandb)[0] != "disabled":
+        if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
         directory.begin(self.options, tokens, samples=self.samples, digests=self.digests, **facts)
@@ -361,6 +368,11 @@ class Attempt:
             if found:
                 other_bits = self._compare_bits(found)
                 self._restore(state, self.world.broadcast_tensors(saved, holder))
+                self.unevaluated = not found.metrics
+                before, now = found.best_by, self.checkpoints.best_by
+                if before and now and before != now:
+                    state.stopping.memory = Memory()
+                    self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
                 break
         activity.enter(START_UP, "first step")
         if self.tracker:
@@ -388,9 +400,11 @@ class Attempt:
             log.log(logging.WARNING if self.config.init_partial else logging.INFO, "%s", state.origin)
         if state.step < (came := self.directory.status.get("step", 0) if self.directory else 0):
             log.warning("the run had come to step %d, but its newest checkpoint is of step %d", came, state.step)
-        metrics = read_records(self.path / "metrics.jsonl", tail=1 << 20)
+        if self._other_best:
+            log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
+        metrics = list(read_records(self.path / "metrics.jsonl", tail=1 << 20))
         activity.redo_until = max((record["step"] for record in metrics), default=0)
-        tracker.start(state.step)
+        tracker.start(state.step, any((it["kind"], it["step"]) == ("eval", state.step) for it in metrics))
         if MICRO_BATCH in other_bits:
             log.warning(
                 "from step %d on micro-batches are of %s instead of %s: the global batches and their samples are "

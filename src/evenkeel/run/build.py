@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..common.naming import TEST
 from ..config import Config
 from ..data.plan import Plan
 from ..data.randomness import seed_task
@@ -29,8 +30,10 @@ def build_model(config: Config, task: Task) -> nn.Module:
     return in_place(model)
 
 
-def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.Module) -> State:
+def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.Module, decides: str = TEST) -> State:
     """The state before the first step: weights from a file if asked for, the model on its devices, the optimizers.
+
+    ``decides`` is the set of samples by which --patience decides.
 
     Raises:
         Refusal: the weights do not fit, or an option does not fit this model.
@@ -46,7 +49,8 @@ def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.
     if config.compile:
         compile_networks(model, world.device, config.exact, whole=config.reduce == "tree")
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
-    stopping = Stopping(plan.total_steps, config.eval_every or plan.steps_per_epoch, task.best, config.patience)
+    every = config.eval_every or plan.steps_per_epoch
+    stopping = Stopping(plan.total_steps, every, task.best, config.patience, decides)
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
     return State(model, optimizers, config.on_nonfinite == "skip", origin, scaler, config.ema, stopping, placed)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ..common.errors import Refusal
-from ..common.naming import TEST, named, shown
+from ..common.naming import shown
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.dataset import SizedDataset
@@ -31,9 +31,11 @@ from .checkpoint import Checkpoints
 from .records import read_config, recorded_options
 from .weights import read_weights
 
+T = TypeVar("T")
+
 
 def evaluate_only(
-    config: Config, task: Task, world: World, test_set: SizedDataset, network: Callable[[], nn.Module]
+    config: Config, task: Task, world: World, sets: Mapping[str, SizedDataset], network: Callable[[], nn.Module]
 ) -> int:
     """Evaluate, and print the metrics: a line for people, and one of JSON, an object with the key `evaluation`.
 
@@ -44,10 +46,7 @@ def evaluate_only(
     """
     run_dir = config.run_dir
     assert run_dir is not None  # resolved
-    # with the micro-batches of the run its metrics are the same to the last digit
-    config = replace(config, micro_batch=0) if config.micro_batch == "auto" else config
-    recorded = recorded_options(run_dir)
-    config = settle(config, 1, lambda: False, recorded) if recorded else fact_of_the_job(config)
+    config = cut_as_recorded(config)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, task.best)
     nothing = Refusal(f"--eval-only: {run_dir} has no checkpoint; train first, or name weights with --init-from")
     if world.local_world_size == world.world_size and not (config.init_from or checkpoints.newest_name()):
@@ -63,29 +62,49 @@ def evaluate_only(
         if not (path or max(steps)):
             raise nothing
         holder = 0 if path else steps.index(max(steps))
-        found: tuple[str, str] | Refusal | None = None
-        if world.rank == holder:
-            try:
-                found = read_weights(model, path, config.init_partial) if path else _read_newest(model, checkpoints)
-            except Refusal as refusal:
-                found = refusal
-        heard: Any = world.broadcast(found, holder)
-        if isinstance(heard, Refusal):
-            raise heard
-        model.load_state_dict(world.broadcast_tensors(model.state_dict(), holder))
+
+        def read() -> tuple[str, str]:
+            return read_weights(model, path, config.init_partial) if path else _read_newest(model, checkpoints)
+
+        heard = read_for_all(model, world, read, holder)
         placed = place(model, config, world.devices)
-        metrics = named(TEST, Evaluation(task, model, test_set, config, world)())
+        metrics: dict[str, float] = {}
+        for name, dataset in sets.items():
+            evaluation = Evaluation(task, model, dataset, config, world, name)
+            metrics |= evaluation.named(evaluation())
     if world.rank == 0:
-        weights, how = heard
+        samples, (weights, how) = sum(map(len, sets.values())), heard
         print(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
         for note in filter(None, (placed, substitute(config.precision, world.device))):
             print(f"evenkeel: {note}")
-        print(f"evenkeel: evaluated {len(test_set)} samples: {shown(metrics)}")
+        print(f"evenkeel: evaluated {samples} samples: {shown(metrics)}")
         step = re.search(r"\bstep-(\d+)", weights)
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        result = {"weights": weights, "step": int(step[1]) if step else None, "samples": len(test_set)}
+        result = {"weights": weights, "step": int(step[1]) if step else None, "samples": samples}
         print(json.dumps({"evaluation": result | {"metrics": values}}), flush=True)
     return 0
+
+
+def cut_as_recorded(config: Config) -> Config:
+    """The options with the micro-batches of the run, with which its metrics are the same to the last digit."""
+    config = replace(config, micro_batch=0) if config.micro_batch == "auto" else config
+    recorded = recorded_options(config.run_dir)
+    return settle(config, 1, lambda: False, recorded) if recorded else fact_of_the_job(config)
+
+
+def read_for_all(model: nn.Module, world: World, read: Callable[[], T], holder: int = 0) -> T:
+    """Let one rank load the model, and give its weights and what `read` has returned to all; or its refusal."""
+    found: T | Refusal | None = None
+    if world.rank == holder:
+        try:
+            found = read()
+        except Refusal as refusal:
+            found = refusal
+    heard: Any = world.broadcast(found, holder)
+    if isinstance(heard, Refusal):
+        raise heard
+    model.load_state_dict(world.broadcast_tensors(model.state_dict(), holder))
+    return heard  # type: ignore[no-any-return]
 
 
 def _began_from(run_dir: Path) -> str:

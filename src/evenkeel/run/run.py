@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.data import DataLoader
 
 from ..common import display
-from ..common.errors import FAILED, Ended, no_exit
+from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory, keep_freed_memory
-from ..common.naming import TEST, named, shown
+from ..common.naming import VALIDATION, shown
 from ..common.phases import CHECKPOINT, LONGEST, START_UP, activity
 from ..config import Config, devices_per_rank, validate
+from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.loader import loader
 from ..data.plan import Plan
@@ -43,14 +45,16 @@ from ..training.distributed_loss import DistributedLoss, LossFunction
 from ..training.evaluation import Evaluation
 from ..training.flops import per_sample
 from ..training.oom import OutOfMemory, explained
+from ..training.prediction import predictions
 from ..training.state import State, cpu_state_dict, sha256
-from ..training.task import Task, of_task
+from ..training.task import Classification, Task, evaluation_sets, training_set
 from .attempt import Attempt
 from .build import build_model, build_state
-from .checkpoint import dump
+from .checkpoint import Damaged, dump, read_manifest, step_of
 from .digest import digests
 from .eval_only import evaluate_only
 from .hints import hints, measure
+from .predictions import save_predictions
 from .records import goodput, ledger, read_records, recorded_options
 from .run_directory import RunState
 from .saver import Saver
@@ -122,20 +126,21 @@ class Run:
         interruption = Interruption(config.grace)  # takes the signals from here on
         with no_exit():
             recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know better
-            world, train_set, test_set = prepare(config, task, recorded)
+            world, sets = prepare(config, task, recorded)
+            _, decides, *_ = sets
             activity.enter(START_UP, "model")
             model = build_model(config, task)
             cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
             settled = cutter(recorded)
-            plan = Plan.of(settled, len(train_set))
-            state = build_state(settled, task, world, plan, model)
+            plan = Plan.of(settled, len(sets[TRAINING]))
+            state = build_state(settled, task, world, plan, model, decides)
             # the last that may refuse; nothing has been written so far
-            attempt = Attempt(config, task, plan, world, train_set, test_set, cutter)
+            attempt = Attempt(config, task, plan, world, sets, cutter)
 
             # a collective's time-out explains nothing, so the watch for hangs must be earlier
             longest = max(600, config.hang_timeout) + LONGEST * config.compile
             with world.connected(timedelta(seconds=longest + 300)) as store:
-                finished = attempt.begin(Probe(config, task, world, train_set, state))
+                finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
                 run = cls(attempt, task, state)
                 run.finished = finished
                 if finished:
@@ -194,10 +199,9 @@ class Run:
         """
         if self.finished:
             return iter(())
-        train_set, test_set = self.attempt.data
-        assert train_set is not None
-        assert test_set is not None
         config, state, plan = self.config, self.state, self.plan
+        evaluated = dict(self.attempt.sets)
+        train_set = evaluated.pop(TRAINING)
         sampler = ElasticSampler(
             train_set,
             config.batch_size,
@@ -208,10 +212,16 @@ class Run:
             micro_batches=plan.number,
         )
         batches = loader(train_set, sampler, "train", config.num_workers, self.world.device)
-        self._evaluate = Evaluation(self.task, state.best_model, test_set, config, self.world)
-        if state.step == 0 and (rehearsed := self._evaluate.rehearse()) is not None:
-            state.stopping.check(rehearsed)  # what is wrong with metrics should not show after an epoch
-        if state.owes_evaluation:
+        self._evaluations = {
+            name: Evaluation(self.task, state.best_model, dataset, config, self.world, name)
+            for name, dataset in evaluated.items()
+        }
+        if state.step == 0:  # what is wrong with metrics should not show after an epoch, or at the end
+            compute = [self.task.predict] if self.config.save_predictions else []
+            rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations.values()]
+            if rehearsed is not None:
+                state.stopping.check(rehearsed)
+        if state.owes_evaluation or (self.attempt.unevaluated and state.due_for_evaluation):
             self._evaluate_and_save()
         return self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
 
@@ -243,9 +253,19 @@ class Run:
                 self.checkpoint({})
 
     def _evaluate_and_save(self) -> None:
-        self._metrics = self.state.note(self._evaluate())
+        """Evaluate on the set that decides and then, now or at the end only, on the others."""
+        first, *others = self._evaluations.values()
+        self._metrics = first.named(self.state.note(first()))
+        if first.name != VALIDATION or self.state.is_over():
+            for other in others:
+                self._metrics |= other.named(other())
         if not self.state.is_over():
             self.checkpoint(self._metrics)
+        elif self.config.save_predictions:
+            for evaluation in self._evaluations.values():
+                rows = predictions(evaluation)
+                if self.directory:
+                    save_predictions(self.path / "predictions", self.state.step, evaluation, rows)
 
     def _log_step(self, model: DistributedLoss, norm: Tensor) -> None:
         """A line of metrics for the last step. Reads from the device, so not for every step."""
@@ -310,7 +330,6 @@ class Run:
         if self.directory.fruitless:
             self.directory.note(fruitless=0)  # this attempt has finished a step
         self._record_digests()
-        metrics = named(TEST, metrics)
         every = self.config.checkpoint_every
         due = bool(every) and state.step % every == 0
         self._pack_compiled(due)
@@ -377,7 +396,7 @@ class Run:
             return
         if self.saver.busy:
             self._take_result()
-        metrics = named(TEST, self._metrics)
+        metrics = self._metrics
         self.tracker.evaluation(state.step, metrics)
         self._record_digests()
         activity.enter(CHECKPOINT)
@@ -403,7 +422,15 @@ class Run:
         training = round(100 * summary["goodput"])
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
         self._print(f"finished in {took}{f', {why}' * early}: {shown(metrics)}  -> {self.path / 'model.pt'}")
-        self.tracker.close()
+        self.tracker.close(best=self._best(metrics))
+
+    def _best(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The evaluation of the best checkpoint, or if there is none the last, as trackers show it."""
+        step, best = self.state.step, self.saver.checkpoints.best_path()
+        with contextlib.suppress(Damaged):
+            if best:
+                step, metrics = step_of(best), read_manifest(best).metrics
+        return {"best/step": step, **{f"best/{name}": value for name, value in metrics.items()}}
 
     def _summary(self, metrics: dict[str, float]) -> dict[str, Any]:
         assert self.directory
@@ -512,12 +539,14 @@ def evaluate(config: Config, task: Task) -> int:
     Interruption(config.grace)
     with no_exit():
         recorded = {} if config.fresh else recorded_options(config.run_dir)
-        world, _, test_set = prepare(config, task, recorded)
-        return evaluate_only(config, task, world, test_set, partial(build_model, config, task))
+        world, sets = prepare(config, task, recorded)
+        del sets[TRAINING]
+        return evaluate_only(config, task, world, sets, partial(build_model, config, task))
 
 
-def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[World, SizedDataset, SizedDataset]:
-    """This process's devices, arithmetic and threads, without a process group yet; the training and the test data.
+def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[World, dict[str, SizedDataset]]:
+    """This process's devices, arithmetic and threads, without a process group yet; the training data and that of the
+    evaluation, by name.
 
     Args:
         config: the options.
@@ -527,16 +556,26 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     Raises:
         Refusal: the environment is not torchrun's, or the options contradict it or the data.
     """
+    world = prepare_process(config, recorded)
+    activity.enter(START_UP, "data")
+    train_set = training_set(task, config)
+    validate(config, len(train_set))
+    if config.tensorboard and not find_spec("tensorboard"):
+        raise Refusal("--tensorboard: needs the package tensorboard; pip install 'evenkeel[tensorboard]'")
+    if config.save_predictions and not isinstance(task, Classification):
+        raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
+    return world, {TRAINING: train_set} | evaluation_sets(task, config)
+
+
+def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
+    """This process's devices, arithmetic and threads; raises as :func:`prepare`."""
     display.start()
     keep_freed_memory()
     fix_arithmetic(config.exact, config.precision == "tf32")
     world = World.from_environment(devices_per_rank(config), config.strategy)
     threads = recorded.get("threads") or threads_of_a_rank(config.exact, world.local_world_size)
     torch.set_num_threads(config.threads or threads)
-    activity.enter(START_UP, "data")
-    train_set, test_set = of_task(task, config, "train"), of_task(task, config, "test")
-    validate(config, len(train_set), len(test_set))
-    return world, train_set, test_set
+    return world
 
 
 def _reason(error: BaseException) -> str:

@@ -38,9 +38,9 @@ ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 """Names of folders with runs that were moved aside."""
 
 OURS = (
-    *("metrics.jsonl", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled", "wandb"),
-    "config.toml",
-)
+    "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
+    "wandb", "tensorboard", "predictions", "config.toml",
+)  # fmt: skip
 """What a run writes into its folder, besides status.json."""
 
 BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}

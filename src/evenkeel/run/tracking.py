@@ -1,4 +1,4 @@
-"""What a run reports: a live display, metrics.jsonl, Weights & Biases, and a log for each rank.
+"""What a run reports: a live display, metrics.jsonl, other places for metrics (`trackers`), a log for each rank.
 
 All but the logs are rank 0's. `metrics.jsonl` is append-only: after a stop without a checkpoint some steps are done
 again and appear twice; a "start" record between them says from which step.
@@ -6,33 +6,28 @@ again and appear twice; a "start" record between them says from which step.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import netrc
-import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from ..common import display
 from ..common.arguments import lose_stdout
 from ..common.files import append_json
-from ..common.naming import TEST, TRAIN, named, progress, shown, speeds
+from ..common.naming import TRAIN, named, progress, shown, speeds
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import Plan
 from ..distributed.world import World
 from ..resilience.interruption import STOPPED
 from .records import attempt_ends, goodput, ledger
+from .trackers import MetricsLog, WandB, in_the_folder, wandb_mode
 
 log = logging.getLogger(__name__)
-
-INIT_TIMEOUT = 20.0
-"""Seconds that wandb may wait for its server (and it takes 10 more to give up); WANDB_INIT_TIMEOUT overrides it."""
 
 
 def start_logs(folder: Path, world: World) -> None:
@@ -66,11 +61,12 @@ class Tracker:
         self.attempt, self.world_size = attempt, world_size
         self.metrics: dict[str, float] = {}
         self._losses: dict[str, float] = {}
-        self._wandb: Any = None
         self.per_sample: dict[str, float] | None = None
         """Factors from samples/s to other figures (`training.flops`); None: nobody has asked."""
         self._ends: list[dict[str, Any]] = []  # of attempts so far, which the goodput needs
+        self._logs: list[MetricsLog] = []
         self._mark = (time.perf_counter(), 0, 0.0)
+        self._evaluated = -1
         self._display = display.shown
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
@@ -80,28 +76,15 @@ class Tracker:
             self.say(f"Weights & Biases is off{': ' if why else ''}{why}")
             return
         activity.enter(START_UP, "Weights & Biases")
-        typed = sys.argv
         try:
-            import wandb
-
-            sys.argv = typed[:1]  # wandb would send all of it, secrets too; the other options are in its config
-            self._wandb = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "evenkeel"),
-                name=os.environ.get("WANDB_NAME", self.path.name),
-                id=run_id,
-                resume="allow" if mode == "online" else None,  # offline has nothing to ask, and would warn
-                mode=mode,
-                settings=wandb.Settings(init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT))),
-                dir=self.path,
-                config=options,
-            )
+            self._logs.append(WandB(self.config, self.path, mode, run_id, options))
         except Exception as error:  # whatever it is
             log.warning("Weights & Biases is off: %s: %s", type(error).__name__, error)
-        finally:
-            sys.argv = typed
 
-    def start(self, step: int) -> None:
-        """The attempt begins at a step."""
+    def start(self, step: int, evaluated: bool = False) -> None:
+        """The attempt begins at a step, of which an earlier one has perhaps reported the evaluation."""
+        self._evaluated = step if evaluated else -1
+        self._logs += in_the_folder(self.config, self.path, step)
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
@@ -123,7 +106,7 @@ class Tracker:
         facts |= {name: round(factor * speed, 4) for name, factor in (self.per_sample or {}).items()}
         values = {"epoch": round(step / self.plan.steps_per_epoch, 4)} | named(TRAIN, facts)
         self.event("train", step, **values)
-        self._to_wandb("log", values, step=step)
+        self._each(lambda place: place.log(step, values))
 
         self._losses = {f"{TRAIN}/loss": loss}
         present = {"kind": "train", "time": time.time(), "spent": spent}
@@ -141,7 +124,8 @@ class Tracker:
         """Report an evaluation, by full names of metrics."""
         self.metrics = metrics
         self.event("eval", step, **metrics)
-        self._to_wandb("log", metrics, step=step)
+        if step != self._evaluated:
+            self._each(lambda place: place.log(step, metrics))
         if self._display:
             self._display.told = self._latest()
         self.say(progress(step, self.plan.total_steps, shown(metrics)))
@@ -165,38 +149,20 @@ class Tracker:
         except OSError as error:  # a file on a full disk
             log.error("the output: %s", error)
 
-    def close(self, exit_code: int = 0) -> None:
-        """End the display and the W&B run."""
+    def close(self, exit_code: int = 0, best: Mapping[str, float] | None = None) -> None:
+        """End the display and the other places for metrics, which hear of a finished run's best evaluation."""
         if self._display:
             self._display.stop({0: "finished", STOPPED: "stopped"}.get(exit_code, "failed"))
-        self._to_wandb("finish", exit_code=exit_code)
-        self._wandb = None
+        self._each(lambda place: place.finish(best or {}, exit_code))
+        self._logs = []
 
     def _latest(self) -> str:
-        return shown(self._losses | {name: value for name, value in self.metrics.items() if name != f"{TEST}/loss"})
+        return shown(self._losses | {name: value for name, value in self.metrics.items() if not name.endswith("/loss")})
 
-    def _to_wandb(self, method: str, *what: Any, **more: Any) -> None:
-        try:
-            if self._wandb:
-                getattr(self._wandb, method)(*what, **more)
-        except Exception as error:  # its process may have been killed
-            self._wandb = None
-            log.warning("Weights & Biases is off from here on: %s: %s", type(error).__name__, error)
-
-
-def wandb_mode(asked: str) -> tuple[Any, str]:
-    """What --wandb means on this machine: online, offline or disabled, and the reason if `auto` turned it off."""
-    if asked != "auto":
-        return asked, ""
-    if mode := os.environ.get("WANDB_MODE"):
-        return mode, ""
-    # look where wandb looks, without its import of a second and without ever holding the key
-    found = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    path = next((path for name in names if (path := Path(name).expanduser()).exists()), None)
-    with contextlib.suppress(OSError, UnicodeDecodeError, netrc.NetrcParseError):
-        found = found or (path is not None and netrc.netrc(path).authenticators(host) is not None)
-    if found:
-        return "online", ""
-    return "disabled", "no key found; run `wandb login` or set WANDB_API_KEY, or use --wandb offline"
+    def _each(self, do: Callable[[MetricsLog], None]) -> None:
+        for place in list(self._logs):
+            try:
+                do(place)
+            except Exception as error:  # wandb's process may have been killed, the disk may be full
+                self._logs.remove(place)
+                log.warning("%s is off from here on: %s: %s", place.name, type(error).__name__, error)

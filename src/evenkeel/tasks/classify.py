@@ -114,8 +114,12 @@ class Classify(Classification):
         change = of_small_images(self.augment, self._size_in_the_data, ABOUT[self.dataset].flips)
         return datasets.Transformed(whole, change)
 
-    def test_dataset(self) -> SizedDataset:
+    def unchanged_train_dataset(self) -> SizedDataset:
         """The same without random changes."""
+        return replace(self, augment="none").train_dataset()
+
+    def test_dataset(self) -> SizedDataset:
+        """The same of the test data."""
         return self._photographs("val") if self.dataset == "imagefolder" else self._in_one_size(train=False)
 
     def _in_one_size(self, train: bool) -> SizedDataset:
@@ -163,6 +167,26 @@ class Classify(Classification):
         bad = labels < 0
         values = super().metrics(model, (self.inputs(images), labels.clamp(min=0)))
         return {**{name: torch.where(bad, 0.0, value.double()) for name, value in values.items()}, "left_out": bad}
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The probability of each class, and the label."""
+        return super().predict(model, (self.inputs(batch[0]), batch[1]))
+
+    def read_image(self, path: Path) -> Any:
+        """An image file as the test data's images are, and no label."""
+        if self.dataset != "imagefolder":
+            return datasets.in_the_form_of(self.dataset, datasets.read_image(path), self._size_in_the_data), -1
+        from .augmentation import look_at_photographs, of_photographs
+
+        if self.decode == "exact":
+            return of_photographs("none", self.size)(datasets.read_image(path)), -1
+        return datasets.read_image(path, look_at_photographs("none", self.size)), -1
+
+    def class_names(self) -> list[str]:
+        """Those of the folders or of the data set, where they are known."""
+        if self.dataset == "imagefolder":
+            return datasets.folder_classes(self.data_dir)
+        return datasets.CLASS_NAMES.get(self.dataset, " ".join(map(str, range(self.classes)))).split()
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
         """The means over the images that decode, and the share of those that do not, if there are any."""

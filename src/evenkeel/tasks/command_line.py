@@ -8,9 +8,10 @@ import inspect
 import os
 import re
 import types
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 import tyro
@@ -37,15 +38,20 @@ T = TypeVar("T", bound=Task)
 
 
 @overload
-def parse(arguments: Sequence[str]) -> tuple[Config, Task]: ...
+def parse(
+    arguments: Sequence[str], task: None = None, base: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Config, Task]: ...
 @overload
 def parse(arguments: Sequence[str], task: type[T]) -> tuple[Config, T]: ...
-def parse(arguments: Sequence[str], task: type[Task] | None = None) -> tuple[Config, Task]:
+def parse(
+    arguments: Sequence[str], task: type[Task] | None = None, base: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Config, Task]:
     """The options of a training script, those of the task included.
 
     Args:
         arguments: the command line.
         task: what this script trains; default: what --task says.
+        base: options of a run, by their names in config.toml, for what neither the command line nor --config says.
 
     Raises:
         Refusal: an unknown option or task, an invalid value, a bad configuration file.
@@ -64,7 +70,7 @@ def parse(arguments: Sequence[str], task: type[Task] | None = None) -> tuple[Con
         early, _ = first.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise Refusal(str(error)) from None
-    from_file = _read_file(early.config) if early.config else {}
+    from_file = {**base, **(_read_file(early.config) if early.config else {})}
     if any(re.match("--micro[-_]batch", word) for word in arguments):  # replaces whichever of the two is in the file
         from_file = {name: value for name, value in from_file.items() if name not in ("micro_batch", "micro_batches")}
     if task and early.task:
@@ -89,6 +95,7 @@ def parse(arguments: Sequence[str], task: type[Task] | None = None) -> tuple[Con
     chosen: Any = one_line_errors(lambda: tyro.cli(form, default=form(*boxes), args=list(arguments), description=about))
     *groups, task_chosen = vars(chosen).values()
     config = Config(**{name: value for group in groups for name, value in vars(group).items()}).resolved()
+    config = replace(config, run_dir=_filled(config, task_chosen))
     validate(config)
     check_numbers(task_chosen)
     resolved: Any = task_chosen if is_dataclass(task_class) else task_class()
@@ -97,6 +104,26 @@ def parse(arguments: Sequence[str], task: type[Task] | None = None) -> tuple[Con
         raise Refusal(f"resolved() returned {kind_of(resolved)}: it must return a task, itself where nothing is open")
     check_best(resolved.best, config.patience)
     return config, resolved
+
+
+def _filled(config: Config, task_options: Any) -> Path:
+    """The run directory with the values of options in place of their names in braces, as in runs/{task}-{lr}.
+
+    Raises:
+        Refusal: a name is unknown, or a brace stands alone.
+    """
+    values = {it.name: getattr(config, it.name) for it in fields(config) if it.name not in ("run_dir", "config")}
+    values["task"] = config.task.rpartition(":")[2]
+    for it in fields(task_options):
+        if not it.metadata.get("secret"):
+            values[option_name(it.name)] = getattr(task_options, it.name)
+    template = str(config.run_dir)
+    for name in re.findall(r"\{([^{}]*)\}", template):
+        if name not in values:
+            raise Refusal(f"--run-dir {template}: there is no option {name or '{}'}; there are {', '.join(values)}")
+    if re.search(r"[{}]", re.sub(r"\{[^{}]*\}", "", template)):
+        raise Refusal(f"--run-dir {template}: a brace stands alone; write the names of options as {{lr}}")
+    return Path(re.sub(r"\{([^{}]*)\}", lambda found: str(values[found[1]]).replace(os.sep, "-"), template))
 
 
 def _recorded(config: Config) -> dict[str, Any] | None:

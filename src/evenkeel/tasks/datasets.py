@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -42,6 +43,11 @@ class About(NamedTuple):
     std: tuple[float, ...]
     flips: bool  # whether an image and its mirror image are of the same class
 
+
+CLASS_NAMES: dict[Name, str] = {
+    "cifar10": "airplane automobile bird cat deer dog frog horse ship truck",
+    "fashion-mnist": "t-shirt trouser pullover dress coat sandal shirt sneaker bag ankle-boot",
+}
 
 ABOUT: dict[Name, About] = {
     "digits": About(1, 8, 10, (0.0,), (1.0,), flips=False),
@@ -86,6 +92,14 @@ class Fake(Dataset[Any]):
         generator = torch.Generator().manual_seed(self.first + index)
         shape = (3, self.size, self.size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator), index % self.classes
+
+
+def in_the_form_of(name: Name, image: Tensor, size: int) -> Tensor:
+    """Any image, uint8 [3, H, W], with the channels of a data set and `size` pixels a side, as its images have."""
+    if ABOUT[name].channels == 1:
+        shares = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
+        image = (image * shares).sum(0, keepdim=True).round().to(torch.uint8)
+    return F.interpolate(image[None], (size, size), mode="bilinear", antialias=True)[0]
 
 
 class Transformed(Dataset[Any]):
@@ -153,7 +167,8 @@ class ImageFolder(Dataset[Any]):
         if self.part == "val":
             from PIL import Image
 
-            return self._seen(Image.new("RGB", (8, 8)), b""), -1
+            black = Image.new("RGB", (8, 8))
+            return seen(black, b"", self.look) if self.look else pixels(black), -1
         for _ in range(100):
             other = int(torch.randint(len(self), ()))
             try:
@@ -164,28 +179,7 @@ class ImageFolder(Dataset[Any]):
 
     def _decode(self, index: int) -> Tensor:
         """An image, [3, H, W], or what is seen of it. Raises BadSample or UnreadFile."""
-        from PIL import Image
-
-        try:
-            content = (self.folder / os.fsdecode(self.paths[index])).read_bytes()
-        except OSError as error:
-            if error.errno == errno.ENOMEM:
-                raise
-            raise UnreadFile(
-                f"{self._name(index)} cannot be read: {error.strerror or type(error).__name__}; such a file is never "
-                "skipped, because it may be there again next time: restore it and run the same command again"
-            ) from None
-        try:
-            with Image.open(BytesIO(content)) as image:
-                return self._seen(image, content)
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow's decoders raise nearly everything
-            reason = str(error).partition(" <_io.BytesIO")[0]  # an address in memory follows
-            raise BadSample(f"{self._name(index)} does not decode: {type(error).__name__}: {reason}") from None
-
-    def _seen(self, image: Any, content: bytes) -> Tensor:
-        return seen(image, content, self.look) if self.look else pixels(image)
+        return read_image(self.folder / os.fsdecode(self.paths[index]), self.look, self._name(index))
 
     def _name(self, index: int) -> str:
         part = "training" if self.part == "train" else "test"
@@ -197,6 +191,35 @@ class ImageFolder(Dataset[Any]):
             self._logged[index] = True
             what = "another image is used instead" if self.part == "train" else "it is left out of the metrics"
             log.warning("%s; %s; %d bad files so far on this rank", bad, what, int(self._logged.sum()))
+
+
+def read_image(path: Path, look: Look | None = None, name: str = "") -> Tensor:
+    """Decode an image file: all of it, or what is seen of it; `name` is for messages.
+
+    Raises:
+        BadSample: it does not decode.
+        UnreadFile: it cannot be read.
+    """
+    from PIL import Image
+
+    name = name or str(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
+        raise UnreadFile(
+            f"{name} cannot be read: {error.strerror or type(error).__name__}; such a file is never skipped, because "
+            "it may be there again next time: restore it and run the same command again"
+        ) from None
+    try:
+        with Image.open(BytesIO(content)) as image:
+            return seen(image, content, look) if look else pixels(image)
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise nearly everything
+        reason = str(error).partition(" <_io.BytesIO")[0]  # an address in memory follows
+        raise BadSample(f"{name} does not decode: {type(error).__name__}: {reason}") from None
 
 
 def folder_classes(root: Path) -> list[str]:

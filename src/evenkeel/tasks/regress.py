@@ -65,6 +65,11 @@ class Regress(Task):
             found["accuracy"] = ((predicted > 0) == (batch[1] > 0.5)).double().mean(1)
         return found
 
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The outputs, with bce their probabilities, and the targets."""
+        found = model(batch[0]).float()
+        return {"prediction": found.sigmoid() if self.loss_ == "bce" else found, "target": batch[1]}
+
     def _losses(self, predicted: Tensor, targets: Tensor) -> Tensor:
         function = F.mse_loss if self.loss_ == "mse" else F.binary_cross_entropy_with_logits
         return function(predicted, targets, reduction="none")

@@ -13,7 +13,7 @@ from math import isnan
 from typing import Any, NamedTuple
 
 from ..common.errors import Ended
-from ..common.naming import TEST, full_name
+from ..common.naming import TEST, in_set
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class Stopping:
         every: steps between two evaluations.
         best: the metric that counts, with "max" or "min".
         patience: evaluations without an improvement after which the run is over; 0: no limit.
+        decides: the set on which the metric counts.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Stopping:
         every: int = sys.maxsize,
         best: tuple[str, str] | None = ("accuracy", "max"),
         patience: int = 0,
+        decides: str = TEST,
     ) -> None:
         self.last_step, self.every, self.best, self.patience = last_step, every, best, patience
+        self.decides = decides
         self.memory = Memory()
 
     def due(self, step: int) -> bool:
@@ -57,7 +60,7 @@ class Stopping:
         return missed or self.over(step)
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in an evaluation; empty metrics mean that there was none."""
+        """Take in an evaluation on the set that decides; empty metrics mean that there was none."""
         if not (metrics and self.patience) or step == self.memory.evaluated or step % self.every:
             return  # one after the last step, between two regular ones, must not count if the run is prolonged
         self.check(metrics)
@@ -89,7 +92,7 @@ class Stopping:
     def why(self) -> str:
         """Why the run has stopped early, in a line; asked of every run that ends."""
         best = "any number" if self.memory.best is None else f"{self.memory.best:.4f}"
-        name = full_name(TEST, self.best[0]) if self.best else "metric"
+        name = in_set(self.decides, self.best[0]) if self.best else "metric"
         return f"no better {name} than {best} in {self.memory.stale} evaluations"
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,14 +8,16 @@ micro-batches come together once and are added in one order, whoever computed th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..common.errors import place_of
+from ..common.naming import TEST, in_set
 from ..common.phases import EVALUATION, activity
 from ..config import Config
 from ..data.dataset import SizedDataset
@@ -34,6 +36,8 @@ from .task import Task
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Evaluation:
     """A task's metrics over all test samples; call it as often as needed.
@@ -44,6 +48,7 @@ class Evaluation:
         test_set: N samples, cut into micro-batches of the training's size, dealt to ranks in contiguous shares.
         config: micro-batch, loader workers, seed and precision.
         world: who takes part.
+        name: of the set, which has random numbers of its own.
     """
 
     def __init__(
@@ -53,10 +58,11 @@ class Evaluation:
         test_set: SizedDataset,
         config: Config,
         world: World,
+        name: str = TEST,
     ) -> None:
-        self.task, self.model, self.world = task, model, world
+        self.task, self.model, self.world, self.name = task, model, world, name
         self.precision = config.precision
-        self.samples = len(test_set)
+        self.dataset, self.samples = test_set, len(test_set)
         plan = Plan.of(config, self.samples)
         # one device evaluates, whose part in training is a share of the micro-batch
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
@@ -71,29 +77,35 @@ class Evaluation:
             seed=config.seed,
         )
         self._transfer = Transfer(world.device)
-        self.batches = loader(test_set, self.sampler, "test", config.num_workers, world.device)
+        self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
         """The metrics, the same on every rank. The model is back in its mode afterwards."""
         with activity.during(EVALUATION):
             return self._evaluate()
 
+    def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by their full names, as they are reported."""
+        return {in_set(self.name, name): value for name, value in metrics.items()}
+
     @torch.no_grad()
-    def rehearse(self) -> dict[str, float] | None:
+    def rehearse(self, *others: Callable[[nn.Module, Any], object]) -> dict[str, float] | None:
         """The numbers of the first micro-batch alone, computed by each rank for itself; None: it has too little for
-        `summarize`, which may divide by how many there are of a class.
+        `summarize`, which may divide by how many there are of a class. Also computes `others` of (model, batch).
 
         A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
         """
         with activity.during(EVALUATION), generators_kept(), _same_tensors(self.model), self._only_first() as size:
             sums = self._sums()
+            for other in others:
+                list(self.each(partial(other, self.model)))
             try:
                 return self._summary({name: rows[0] for name, rows in sums.items()}, size)
             except (ArithmeticError, ValueError) as error:
                 log.warning(
-                    "summarize() fails for the first %d test samples%s: %s: %s; if it does so for all of them, the run "
+                    "summarize() fails for the first %d %s samples%s: %s: %s; if it does so for all of them, the run "
                     "will end at its first evaluation",
-                    size, place_of(error.__traceback__), type(error).__name__, error,
+                    size, self.name, place_of(error.__traceback__), type(error).__name__, error,
                 )  # fmt: skip
                 return None
 
@@ -125,27 +137,34 @@ class Evaluation:
 
     def _sums(self) -> dict[str, list[Tensor]]:
         """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""
+        sums: dict[str, list[Tensor]] = {}
+        for size, found in self.each(lambda batch: self.task.metrics(self.model, batch)):
+            of_samples = _of_each(found, size)
+            check_metrics(of_samples, size, sums)
+            for name, values in of_samples.items():
+                # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
+                sums.setdefault(name, []).append(values.double().sum(0))
+        return sums
+
+    @torch.no_grad()
+    def each(self, compute: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
+        """The number of samples of each batch of this rank, and what is computed of it in evaluation mode."""
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
-        sums: dict[str, list[Tensor]] = {}
         mine = self.sampler.micro_batches(0)
         for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
             activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again, for each batch is progress
             # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
-            seed_computation(derive(self.sampler.seed, "test", 0, micro_batch.start), self.world.devices)
+            seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
             try:
                 with autocast(self.precision, self.world.device.type), uncompiled():
-                    of_samples = _of_each(self.task.metrics(self.model, self._transfer(batch)), micro_batch.size)
+                    computed = compute(self._transfer(batch))
             except Exception as error:
                 note_batch(error, batch)
                 raise
-            check_metrics(of_samples, micro_batch.size, sums)
-            for name, values in of_samples.items():
-                # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
-                sums.setdefault(name, []).append(values.double().sum(0))
+            yield micro_batch.size, computed
         for module, training in modes:
             module.training = training
-        return sums
 
 
 def _of_each(values: Any, samples: int) -> Any:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.errors import Refusal
+from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
-from ..data.dataset import SizedDataset, limited
-from ..data.randomness import seed_task
+from ..data.data_digest import TRAINING
+from ..data.dataset import SizedDataset, limited, split
+from ..data.randomness import derive, seed_task
 from .checks import one_number
 from .optimization import build_optimizer, rate
 
@@ -55,9 +60,17 @@ class Task(ABC):
     def train_dataset(self) -> SizedDataset:
         """Any map-style data set; random augmentation may use torch's, NumPy's or Python's generator."""
 
+    def validation_dataset(self) -> SizedDataset | None:
+        """The data by which `best` and --patience decide; the test data then waits for the end. None: there is none."""
+        return None
+
+    def unchanged_train_dataset(self) -> SizedDataset:
+        """The training data without augmentation, of which --validation keeps a share; by default `train_dataset`."""
+        return self.train_dataset()
+
     @abstractmethod
-    def test_dataset(self) -> SizedDataset:
-        """The data of the evaluation."""
+    def test_dataset(self) -> SizedDataset | dict[str, SizedDataset]:
+        """The data of the evaluation; or several sets by name, of which the first decides if there is no validation."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -83,6 +96,28 @@ class Task(ABC):
     def tokens(self, batch: Any) -> int:
         """Tokens in a batch, for tokens/s; 0: they are not counted. One batch is asked for and taken for the mean."""
         return 0
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """What `evenkeel predict` writes of each sample: tensors of shape [samples] or [samples, numbers], by column.
+
+        "probabilities", [samples, classes], becomes the likeliest class and its probability. For image files the target
+        is what `read_image` has put in its place, and is not written.
+        """
+        raise Refusal(
+            f'the task {type(self).__name__} has no predict(model, batch): define it and return {{"probabilities": '
+            'model(batch[0]).softmax(1), "target": batch[1]}, for example'
+        )
+
+    def read_image(self, path: Path) -> Any:
+        """A sample like those of the test data from an image file, with any target, for `evenkeel predict --input`."""
+        raise Refusal(
+            f"--input: the task {type(self).__name__} has no read_image(path): define it and return a sample like "
+            "those of the test data, or use --set"
+        )
+
+    def class_names(self) -> Sequence[str] | None:
+        """The names of the classes by number, for people; None: numbers will do."""
+        return None
 
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
         """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
@@ -143,6 +178,11 @@ class Classification(Task):
         logits = model(images)
         return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": logits.argmax(1) == labels}
 
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The probability of each class, and the label."""
+        images, labels = batch
+        return {"probabilities": model(images).float().softmax(1), "target": labels}
+
 
 def constants(module: nn.Module) -> dict[str, Tensor]:
     """A network's parameters by name, detached, so that a loss through it does not train it.
@@ -169,8 +209,46 @@ def option_name(field: str) -> str:
     return field.rstrip("_")
 
 
-def of_task(task: Task, config: Config, part: Literal["train", "test"]) -> SizedDataset:
-    """A task's data set, the same on every rank and at every start, cut down by --limit-batches."""
+def training_set(task: Task, config: Config) -> SizedDataset:
+    """A task's training data, the same on every rank and at every start, cut down by --limit-batches."""
     seed_task(config.seed, "data")
-    dataset = task.train_dataset() if part == "train" else task.test_dataset()
-    return limited(dataset, config.limit_batches * config.batch_size, part)
+    dataset = task.train_dataset()
+    dataset = split(dataset, config.validation, _split_seed(config))[0] if config.validation else dataset
+    return limited(dataset, config.limit_batches * config.batch_size)
+
+
+def _split_seed(config: Config) -> int:
+    return derive(config.seed, "validation")
+
+
+def evaluation_sets(task: Task, config: Config) -> dict[str, SizedDataset]:
+    """The sets that a task is evaluated on, likewise, by name. The first one decides which checkpoint is the best.
+
+    Raises:
+        Refusal: a set is empty or no map-style data set, or its name cannot be part of a metric's and a file's name.
+    """
+    seed_task(config.seed, "data")
+    validation = task.validation_dataset()
+    if config.validation:
+        if validation is not None:
+            raise Refusal(f"--validation {config.validation:g}: the task has a validation set of its own; leave it out")
+        seed_task(config.seed, "data")
+        validation = split(task.unchanged_train_dataset(), config.validation, _split_seed(config))[1]
+    seed_task(config.seed, "data")
+    test = task.test_dataset()
+    several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
+    sets: dict[Any, Any] = {} if validation is None else {VALIDATION: validation}
+    for name, dataset in (test if several else {TEST: test}).items():  # type: ignore[union-attr]
+        fits = type(name) is str and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)
+        if not fits or name in (TRAIN, TRAINING, VALIDATION):
+            raise Refusal(
+                f"test_dataset() returned a set named {name!r}: a name has letters, digits, _, . and -, and is none of "
+                f"{TRAIN}, {TRAINING} and {VALIDATION}; rename it"
+            )
+        sets[name] = dataset
+    for name, dataset in sets.items():
+        method = "validation_dataset" if name == VALIDATION else "test_dataset"
+        sets[name] = limited(dataset, config.limit_batches * config.batch_size, method)
+        if not len(sets[name]):
+            raise Refusal(f"--task {config.task}: its {name} data is empty")
+    return sets

@@ -1,0 +1,230 @@
+"""`python -m evenkeel predict`: a run's model on a folder of images or a set of its task, to a CSV or Parquet file.
+
+Any number of ranks: each computes its own micro-batches, and rank 0 writes all rows in order. Only reads the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib
+import importlib.util
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from ..common.errors import Ended, EndedByData, Refusal
+from ..common.files import write_atomically
+from ..config import Flag, MaybePath
+from ..run.checkpoint import Checkpoints, step_folders, step_of
+from ..run.records import read_config, recorded_options
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..config import Config
+    from ..data.dataset import SizedDataset
+    from ..distributed.world import World
+    from ..training.task import Task
+
+FORMATS = (".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class PredictCommand:
+    """Write a run's predictions for a folder of images, or for a set of its task, to a CSV or Parquet file.
+
+    Example: python -m evenkeel predict runs/classify --set test --output test.csv
+
+    On several processes: torchrun --standalone --nproc_per_node=2 -m evenkeel predict ... The rows are the same. What
+    follows after `--` are options of train.py that differ from the run's, for example -- --data-dir /elsewhere.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """The run directory."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """The file to write: .csv or .parquet."""
+    input: MaybePath = None
+    """A folder of images, also in folders below it, in the order of their paths."""
+    set: str = ""
+    """A set of the run's task: train, validation, test, or a name of its own."""
+    checkpoint: str = "last"
+    """last, best or a step, e.g. 460."""
+    top: int = 1
+    """How many of the likeliest classes to write, each with its probability."""
+    overwrite: Flag = False
+    """Replace the output file if there is one."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Predict, and let rank 0 write the file."""
+        self._check()
+        from ..common.errors import no_exit  # what follows needs torch, which the help does without
+        from ..distributed.exits import leave
+        from ..resilience.interruption import Interruption
+        from ..run.eval_only import cut_as_recorded
+        from ..run.run import prepare_process
+        from ..tasks.command_line import parse
+
+        # the weights come from a checkpoint, and what the run began from may be gone
+        known = {k: v for k, v in read_config(self.run / "config.toml").items() if not k.startswith("init_")}
+        config, task = parse(["--run-dir", str(self.run), *train_options], base=known)
+        config = cut_as_recorded(replace(config, eval_only=True))
+        Interruption(config.grace)
+        with no_exit():
+            world = prepare_process(config, recorded_options(self.run))
+            dataset = Images(self.input, task) if self.input else self._set(task, config)
+            self._predict(config, task, world, dataset)
+        if world.launched:
+            leave(0)
+        return 0
+
+    def _check(self) -> None:
+        """Refuse what can be refused before torch is imported."""
+        if (self.input is None) == (not self.set):
+            raise Refusal("predict: give either --input FOLDER or --set NAME")
+        if self.output.suffix not in FORMATS:
+            raise Refusal(f"--output {self.output}: is neither .csv nor .parquet; name such a file")
+        if self.output.exists() and not (self.overwrite and self.output.is_file()):
+            raise Refusal(f"--output {self.output}: exists already; name another file, or add --overwrite")
+        if not self.output.parent.is_dir():
+            raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
+        if self.output.suffix == ".parquet" and not importlib.util.find_spec("pyarrow"):
+            raise Refusal(f"--output {self.output}: needs pyarrow; pip install 'evenkeel[parquet]', or use .csv")
+        self._checkpoint()
+
+    def _checkpoint(self) -> Path:
+        """The folder to load: the run's, where the newest whole checkpoint is taken, or a step's."""
+        checkpoints = Checkpoints(self.run / "checkpoints", 1, None)
+        steps = {step_of(path): path for path in step_folders(checkpoints.folder)}
+        if not steps:
+            raise Refusal(f"{self.run}: no checkpoint there; name a run directory")
+        if self.checkpoint == "last":
+            return self.run
+        if self.checkpoint == "best":
+            newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
+            best = newest and replace(checkpoints, best=newest.best_by).best_path()
+            if not best:
+                raise Refusal("--checkpoint best: none of this run has the metric of its task's `best`; use last")
+            return best
+        if not self.checkpoint.isdecimal() or int(self.checkpoint) not in steps:
+            there = ", ".join(map(str, steps))
+            raise Refusal(f"--checkpoint {self.checkpoint}: is none of last, best and the steps there are: {there}")
+        return steps[int(self.checkpoint)]
+
+    def _set(self, task: Task, config: Config) -> SizedDataset:
+        from ..training.task import evaluation_sets, training_set
+
+        if self.set == "train":
+            return training_set(task, config)
+        sets = evaluation_sets(task, config)
+        if self.set not in sets:
+            raise Refusal(f"--set {self.set}: the task has no such set; there are train, {', '.join(sets)}")
+        return sets[self.set]
+
+    def _predict(self, config: Config, task: Task, world: World, dataset: SizedDataset) -> None:
+        from ..distributed.placement import place
+        from ..run.build import build_model
+        from ..run.eval_only import read_for_all
+        from ..training.evaluation import Evaluation
+        from ..training.prediction import predictions
+
+        model = build_model(config, task)
+        with world.connected():
+            for rank, names in enumerate(world.gather(getattr(dataset, "digest", ""))):
+                if names != getattr(dataset, "digest", ""):
+                    raise Ended(f"--input {self.input}: other files on rank {rank} than on rank {world.rank}")
+            source = read_for_all(model, world, lambda: self._read(model))
+            place(model, config, world.devices)
+            rows = predictions(Evaluation(task, model, dataset, config, world, self.set or "input"), self.top)
+        if world.rank == 0:
+            self._write(table(rows, dataset, task.class_names()))
+            told = rows.get("target") if self.set else None
+            right = "" if told is None or "confidence" not in rows else f", {_share_right(rows):.4f} of them right"
+            print(f"evenkeel: {len(dataset)} predictions of {source}{right} -> {self.output}", flush=True)
+
+    def _read(self, model: nn.Module) -> str:
+        from ..run.weights import read_weights
+
+        try:
+            return read_weights(model, self._checkpoint())[0]
+        except Refusal as refusal:
+            raise Refusal(str(refusal).replace("--init-from", f"--checkpoint {self.checkpoint}:", 1)) from None
+
+    def _write(self, columns: dict[str, list[Any]]) -> None:
+        content = io.BytesIO()
+        if self.output.suffix == ".csv":
+            text = io.StringIO(newline="")
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
+            content.write(text.getvalue().encode(errors="backslashreplace"))
+        else:
+            arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+            parquet.write_table(arrow.table(columns), content)
+        try:
+            write_atomically(self.output, lambda file: file.write(content.getvalue()))
+        except OSError as error:
+            raise Ended(f"--output {self.output}: cannot be written: {error.strerror or error}") from None
+
+
+class Images:
+    """The image files in a folder and below it, in the order of their paths, as the task reads them."""
+
+    def __init__(self, folder: Path, task: Task) -> None:
+        from torchvision.datasets.folder import IMG_EXTENSIONS
+
+        if not folder.is_dir():
+            raise Refusal(f"--input {folder}: no such folder")
+        found = (path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
+        self.folder, self.task, self.paths = folder, task, sorted(it.relative_to(folder).as_posix() for it in found)
+        if not self.paths:
+            raise Refusal(f"--input {folder}: has no images; it takes {' '.join(IMG_EXTENSIONS)}")
+        names = "\n".join(self.paths).encode(errors="surrogateescape")
+        self.digest = hashlib.sha256(names).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        path = self.folder / self.paths[index]
+        try:
+            return self.task.read_image(path)
+        except (EndedByData, Refusal, MemoryError):
+            raise
+        except Exception as error:
+            raise EndedByData(f"{path} cannot be used: {type(error).__name__}: {error}") from None
+
+
+def table(rows: dict[str, Tensor], dataset: Any, classes: Any) -> dict[str, list[Any]]:
+    """The columns of the file: path or index, what is predicted, and the target if it is known."""
+    columns = {"path": dataset.paths} if isinstance(dataset, Images) else {"index": [*range(len(dataset))]}
+    by_class = "confidence" in rows
+    later: dict[str, list[Any]] = {}  # the second likeliest class and so on
+    for name, values in rows.items():
+        if name == "target" and "path" in columns:
+            continue
+        named = classes if by_class and name in ("prediction", "target") else None
+        for number, column in enumerate(values.reshape(len(values), -1).unbind(1)):
+            if by_class and name in ("prediction", "confidence"):
+                place, title = (columns, name) if number == 0 else (later, f"{name}_{number + 1}")
+            else:
+                place, title = columns, name if values.dim() == 1 or values.shape[1] == 1 else f"{name}_{number}"
+            place[title] = [_plain(value, named) for value in column.tolist()]
+    return columns | dict(sorted(later.items(), key=lambda item: (int(item[0].rpartition("_")[2]), item[0] < "d")))
+
+
+def _plain(value: Any, classes: Any) -> Any:
+    """A number as it is written; the name of a class; None: the class is not known."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")  # the last bits differ between machines
+    if not classes or isinstance(value, bool):
+        return value
+    return classes[value] if 0 <= value < len(classes) else None
+
+
+def _share_right(rows: dict[str, Tensor]) -> float:
+    known = rows["target"] >= 0  # an image that does not decode has no class
+    return float((rows["prediction"][:, 0] == rows["target"])[known].double().mean())

@@ -1,0 +1,185 @@
+"""Where a run's metrics go besides metrics.jsonl and the screen: Weights & Biases, TensorBoard, a CSV file.
+
+All get the same values by the same names (SET/METRIC), from rank 0. Trouble with one never ends a training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import logging
+import netrc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+from ..common.files import append_line, write_atomically
+from ..config import Config
+
+log = logging.getLogger(__name__)
+
+INIT_TIMEOUT = 20.0
+"""Seconds that wandb may wait for its server (and it takes 10 more to give up); WANDB_INIT_TIMEOUT overrides it."""
+
+
+class MetricsLog(Protocol):
+    """A place for metrics. What its methods raise turns it off, with a warning."""
+
+    name: str
+    """In warnings."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take values by full names, as they are after a step. Steps do not decrease, and may come twice."""
+
+    def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
+        """End; `summary` has the best evaluation of a finished run, else it is empty."""
+
+
+class WandB:
+    """The run's one W&B run, by the id that the run has kept."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, config: Config, path: Path, mode: Any, run_id: str | None, options: dict[str, Any]) -> None:
+        import wandb
+
+        typed = sys.argv
+        self._report = config.wandb_report and path
+        try:
+            sys.argv = typed[:1]  # wandb would send all of it, secrets too; the other options are in its config
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "evenkeel"),
+                name=os.environ.get("WANDB_NAME", path.name),
+                # a sweep's agent names its runs itself
+                id=None if "WANDB_SWEEP_ID" in os.environ else run_id,
+                resume="allow" if mode == "online" else None,  # offline has nothing to ask, and would warn
+                mode=mode,
+                settings=wandb.Settings(init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT))),
+                dir=path,
+                config=options,
+            )
+        finally:
+            sys.argv = typed
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send them."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
+        """Send the best values as the summary, the report if asked for, and what is left."""
+        if summary:
+            self._run.summary.update(dict(summary))
+            if self._report:
+                self._send_report(self._report)
+        self._run.finish(exit_code=exit_code)
+
+    def _send_report(self, path: Path) -> None:
+        """Make the page in a process of its own, because that takes seconds and libraries that a training lacks."""
+        command = [sys.executable, "-m", __name__.partition(".")[0], "report", str(path)]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            why = (made.stderr.strip().splitlines() or ["it could not be made"])[-1]
+            log.warning("--wandb-report: no report was sent: %s", why)
+            return
+        import wandb
+
+        artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
+        artifact.add_file(str(path / "report.html"))
+        self._run.log_artifact(artifact)
+
+
+class TensorBoard:
+    """Event files in the run's folder. TensorBoard hides what an earlier attempt wrote beyond the resumed step."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        make: Any = SummaryWriter  # its constructor has no types
+        self._writer = make(folder, purge_step=step + 1 if folder.exists() else None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write them to the file, so that a kill loses none."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class CsvFile:
+    """A row for each report, a column for each name. Rows beyond the resumed step are dropped, and so is half a row."""
+
+    name = "metrics.csv"
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self._names = path, ["step"]
+        if path.exists():
+            rows = [row for row in self._rows() if (row["step"] or "").isdecimal() and int(row["step"]) <= step]
+            self._names = list(rows[0]) if rows else self._names
+            self._rewrite(rows)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a row; a name that is new gets a column at the end."""
+        row = {"step": step, **values}
+        if new := [name for name in row if name not in self._names]:
+            rows = [*self._rows(), row] if self.path.exists() else [row]
+            self._names += new
+            self._rewrite(rows)
+        else:
+            append_line(self.path, self._text([row]))
+
+    def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
+        """Nothing is left to do: each row is in the file."""
+
+    def _rows(self) -> list[dict[str, Any]]:
+        whole, _, _ = self.path.read_text().rpartition("\n")
+        return list(csv.DictReader(io.StringIO(whole)))
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        header = dict(zip(self._names, self._names, strict=True))
+        write_atomically(self.path, lambda file: file.write(self._text([header, *rows])))
+
+    def _text(self, rows: list[dict[str, Any]]) -> bytes:
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self._names, extrasaction="ignore", lineterminator="\n").writerows(rows)
+        return text.getvalue().encode()
+
+
+def in_the_folder(config: Config, path: Path, step: int) -> Iterator[MetricsLog]:
+    """Those that write into the run's folder, for an attempt that begins at a step."""
+    for wanted, make in (
+        (config.tensorboard, lambda: TensorBoard(path / "tensorboard", step)),
+        (config.csv, lambda: CsvFile(path / "metrics.csv", step)),
+    ):
+        try:
+            if wanted:
+                yield make()
+        except Exception as error:
+            log.warning("TensorBoard or metrics.csv is off: %s: %s", type(error).__name__, error)
+
+
+def wandb_mode(asked: str) -> tuple[Any, str]:
+    """What --wandb means on this machine: online, offline or disabled, and the reason if `auto` turned it off."""
+    if asked != "auto":
+        return asked, ""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode, ""
+    # look where wandb looks, without its import of a second and without ever holding the key
+    found = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    path = next((path for name in names if (path := Path(name).expanduser()).exists()), None)
+    with contextlib.suppress(OSError, UnicodeDecodeError, netrc.NetrcParseError):
+        found = found or (path is not None and netrc.netrc(path).authenticators(host) is not None)
+    if found:
+        return "online", ""
+    return "disabled", "no key found; run `wandb login` or set WANDB_API_KEY, or use --wandb offline"

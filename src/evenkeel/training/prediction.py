@@ -1,0 +1,56 @@
+"""A task's predictions for all samples of a set, in their order, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.errors import Ended
+from ..common.naming import kind_of
+from ..common.phases import EVALUATION, activity
+from .evaluation import Evaluation
+
+
+def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
+    """What the task's `predict` returns, on the CPU of every rank, row i being that of sample i.
+
+    "probabilities", [samples, classes], is replaced by the `top` likeliest classes, "prediction", and their
+    probabilities, "confidence", both [samples, top]. Each rank computes its own micro-batches and nothing twice.
+
+    Raises:
+        Ended: on all ranks, if a sample of any rank cannot be read or `predict` returns something else.
+    """
+    mine: dict[str, Tensor] | Ended
+    try:
+        with activity.during(EVALUATION):
+            found = evaluation.each(lambda batch: evaluation.task.predict(evaluation.model, batch))
+            parts = [_rows(returned, size, top) for size, returned in found]
+        mine = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+    except Ended as ended:  # the others would wait for this rank
+        mine = Ended(str(ended))
+    shares = evaluation.world.gather(mine)
+    for share in shares:
+        if isinstance(share, Ended):
+            raise share
+    whole: list[dict[str, Tensor]] = [share for share in shares if isinstance(share, dict) and share]
+    return {name: torch.cat([share[name] for share in whole]) for name in whole[0]}
+
+
+def _rows(returned: Any, samples: int, top: int) -> dict[str, Tensor]:
+    if not isinstance(returned, dict) or not returned:
+        raise Ended(f"predict() returned {kind_of(returned)}: it must return a dict of tensors")
+    for name, values in returned.items():
+        if not isinstance(values, Tensor) or values.dim() not in (1, 2) or len(values) != samples:
+            shape = list(values.shape) if isinstance(values, Tensor) else kind_of(values)
+            raise Ended(
+                f"predict() returned {shape} as '{name}' for a batch of {samples} samples: it must be a tensor of "
+                f"shape [{samples}] or [{samples}, numbers]"
+            )
+    rows: dict[str, Tensor] = dict(returned)
+    if "probabilities" in rows:
+        probabilities = rows.pop("probabilities")
+        confidence, prediction = probabilities.topk(min(top, probabilities.shape[1]), dim=1)
+        rows = {"prediction": prediction, "confidence": confidence, **rows}
+    return {name: values.detach().cpu() for name, values in rows.items()}

@@ -1,0 +1,126 @@
+"""A validation set decides, the test data waits for the end, and each sample of each set counts once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from evenkeel.run.checkpoint import read_manifest, step_folders
+from tests.support.processes import (
+    TRAIN,
+    finish,
+    finish_all,
+    fork_ranks,
+    read,
+    records,
+    run,
+    run_forked,
+    torchrun,
+    wait_until,
+)
+from tests.support.small_runs import options, told_step
+from tests.support.validated_task import PATH, TESTED, Validated
+
+TRUE = sum(range(1, TESTED + 1))
+SETS = {"validation": 14, "clean": TESTED, "noisy": TESTED}
+
+
+def job(run_dir: Path, *more: object, name: str = "Validated") -> list[str]:
+    """Options of 40 steps, ten epochs."""
+    shape = ["--epochs", 10, "--batch-size", 16, "--micro-batch", 4, "--reduce", "tree", "--log-every", 1]
+    return options(f"{PATH}:{name}", run_dir, *shape, *more)
+
+
+def best(run_dir: Path) -> tuple[int, dict[str, float]]:
+    """Step and metrics of the best checkpoint, as its manifest and `checkpoint list` say."""
+    out = run_forked("-m", "evenkeel", "checkpoint", "list", run_dir).stdout
+    (line,) = [line for line in out.splitlines() if "(best)" in line]
+    step = int(line.split()[0])
+    return step, read_manifest(run_dir / "checkpoints" / f"step-{step:08d}").metrics
+
+
+def test_the_validation_set_decides_and_each_sample_counts_once_on_any_number_of_ranks(tmp_path: Path) -> None:
+    folders = [tmp_path / str(ranks) for ranks in (1, 2, 3)]
+    for ranks, folder in enumerate(folders, 1):
+        run(torchrun(ranks, TRAIN, *job(folder)))
+    evaluations = [records(folder, "eval") for folder in folders]
+    for found in evaluations:
+        assert [r["step"] for r in found] == list(range(4, 41, 4))
+        assert all(r["validation/loss"] > 0 for r in found)
+        assert [any(name.startswith(("clean/", "noisy/")) for name in r) for r in found] == [False] * 9 + [True]
+    assert len({json.dumps(read(folder)["metrics"]) for folder in folders}) == 1, "to the last digit"
+    metrics = read(folders[2])["metrics"]
+    for name in ("clean", "noisy"):
+        assert metrics[f"{name}/numbers"] * TESTED == pytest.approx(TRUE, rel=1e-12)
+    at, told = best(folders[0])
+    losses = {r["step"]: r["validation/loss"] for r in evaluations[0]}
+    assert losses[at] == told["validation/loss"] == min(losses.values())
+    assert read(folders[0], "status.json")["samples"] == {"training": 57, **SETS}
+
+    # the control: torch's sampler, as usual, makes the shares equal by counting some samples twice
+    dealt: Any = [DistributedSampler(cast(Any, range(TESTED)), 3, rank, shuffle=False) for rank in range(3)]
+    naive = [index + 1 for sampler in dealt for index in sampler]
+    assert (len(naive), sum(naive)) == (TESTED + 1, TRUE + 1)
+
+    evaluated = finish_all(fork_ranks(2, TRAIN, *job(folders[0], "--eval-only")))[0].stdout.splitlines()[-1]
+    assert json.loads(evaluated)["evaluation"]["metrics"] == metrics
+    assert json.loads(evaluated)["evaluation"]["samples"] == sum(SETS.values())
+
+
+def test_killed_again_and_again_the_best_checkpoint_is_that_of_the_undisturbed_run(tmp_path: Path) -> None:
+    hold, run_dir, plain = tmp_path / "hold", tmp_path / "run", tmp_path / "plain"
+    patience = ["--patience", 5, "--checkpoint-every", 3]
+    finish_all(fork_ranks(1, TRAIN, *job(plain, *patience)))
+    hold.touch()
+    for ranks, target in ((2, 6), (3, 13)):
+        started = fork_ranks(ranks, TRAIN, *job(run_dir, *patience, "--hold", hold))
+        wait_until(lambda target=target: told_step(run_dir) >= target, f"step {target}")
+        for process in started:
+            os.kill(process.pid, signal.SIGKILL)
+            finish(process)
+    hold.unlink()
+    finish_all(fork_ranks(2, TRAIN, *job(run_dir, *patience, "--hold", hold)))
+    assert best(run_dir) == best(plain)
+    assert read(run_dir)["weights_sha256"] == read(plain)["weights_sha256"]
+    assert read(run_dir)["metrics"] == read(plain)["metrics"]
+    told = [{r["step"]: r["validation/loss"] for r in records(folder, "eval")} for folder in (run_dir, plain)]
+    assert told[0] == told[1], "an evaluation that a kill has prevented is made up for"
+
+
+def test_a_run_that_gains_or_loses_a_validation_set_starts_its_best_anew_and_says_so(tmp_path: Path) -> None:
+    """The model's drift grows, so whichever evaluation is the first by a set is the best by it."""
+    length = ["--schedule", "constant", "--patience", 3]
+    without, within = ["--no-validate"], ["--validate"]
+    folder = tmp_path / "run"
+
+    def go(steps: int, how: list[str]) -> str:
+        given = job(folder, *length, *how, "--max-steps", steps, "--epochs", 20)
+        return finish_all(fork_ranks(1, TRAIN, *given))[0].stderr
+
+    assert "best" not in go(8, without)
+    assert read_manifest(step_folders(folder / "checkpoints")[-1]).best_by == ("clean/loss", "min")
+    line = (
+        "evenkeel: WARNING: validation/loss decides which checkpoint is the best, where clean/loss did, from step 8 on:"
+        " the best and --patience start anew\n"
+    )
+    assert go(16, within) == line
+    assert best(folder)[1].keys() >= {"validation/loss"}
+    assert best(folder)[0] > 8
+    state = torch.load(step_folders(folder / "checkpoints")[-1] / "state.pt", weights_only=True)
+    losses = [r["validation/loss"] for r in records(folder, "eval") if "validation/loss" in r]
+    assert state["stopping"]["best"] == min(losses), "the control: that of the test set is another"
+    assert "clean/loss decides which checkpoint is the best, where validation/loss did" in go(24, without)
+
+
+def test_without_a_validation_set_all_sets_are_evaluated_and_the_first_decides(tmp_path: Path) -> None:
+    finish_all(fork_ranks(2, TRAIN, *job(tmp_path, "--no-validate", "--max-steps", 8)))
+    assert [set(r) >= {"clean/loss", "noisy/loss"} for r in records(tmp_path, "eval")] == [True, True]
+    assert read_manifest(step_folders(tmp_path / "checkpoints")[-1]).best_by == ("clean/loss", "min")
+    assert Validated.best == ("loss", "min")

@@ -1,0 +1,87 @@
+"""The sets that a run is evaluated on: by name, and split from the training data without an overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from evenkeel.common.errors import Refusal
+from evenkeel.config import Config
+from evenkeel.data.dataset import InMemory, split
+from evenkeel.tasks.classify import Classify
+from evenkeel.tasks.regress import Regress
+from evenkeel.tasks.segment import Segment
+from evenkeel.training.task import evaluation_sets, training_set
+from tests.support.validated_task import Validated, samples
+
+
+def numbers(dataset: Any) -> list[int]:
+    return [int(dataset[i][-1]) for i in range(len(dataset))]
+
+
+def test_a_random_split_in_two_methods_has_no_sample_twice_and_follows_the_seed() -> None:
+    train, sets = training_set(Validated(), Config()), evaluation_sets(Validated(), Config())
+    assert list(sets) == ["validation", "clean", "noisy"]
+    assert sorted(numbers(train) + numbers(sets["validation"])) == list(range(1, 72))
+    assert numbers(evaluation_sets(Validated(), Config(seed=1))["validation"]) != numbers(sets["validation"])
+    # the control: without the seed the two methods draw another split each
+    assert set(numbers(Validated().train_dataset())) & set(numbers(Validated().validation_dataset()))
+
+
+@pytest.mark.parametrize("name", ["train", "training", "validation", "a/b", "", ".hidden", "../up", 'x"', 1.5])
+def test_names_of_sets_that_are_refused(name: Any) -> None:
+    class Named(Validated):
+        def test_dataset(self) -> Any:
+            return {"good": samples(3, 0), name: samples(3, 0)}
+
+    with pytest.raises(Refusal, match="test_dataset\\(\\) returned a set named"):
+        evaluation_sets(Named(), Config())
+
+
+def test_sets_that_are_empty_or_no_data_are_refused_by_name() -> None:
+    class Empty(Validated):
+        def test_dataset(self) -> Any:
+            return {"clean": samples(3, 0), "none": []}
+
+    with pytest.raises(Refusal, match="--task classify: its none data is empty"):
+        evaluation_sets(Empty(), Config())
+    Empty.validation_dataset = lambda _self: iter(())  # type: ignore[method-assign]
+    with pytest.raises(Refusal, match="validation_dataset\\(\\) returned"):
+        evaluation_sets(Empty(), Config())
+
+
+def test_a_dict_by_number_is_a_data_set_as_it_was() -> None:
+    class Numbered(Validated):
+        validate = False
+
+        def test_dataset(self) -> Any:
+            return dict(enumerate(samples(3, 0)))
+
+    assert {name: len(found) for name, found in evaluation_sets(Numbered(validate=False), Config()).items()} == {
+        "test": 3
+    }
+
+
+@pytest.mark.parametrize("task", [Classify(), Classify(augment="basic"), Regress(), Segment()])
+def test_the_option_validation_splits_the_training_data_of_any_task_and_leaves_the_test_data(task: Any) -> None:
+    config = Config(validation=0.25)
+    train, sets, everything = training_set(task, config), evaluation_sets(task, config), training_set(task, Config())
+    assert (list(evaluation_sets(task, Config())), list(sets)) == (["test"], ["validation", "test"])
+    kept = [part.indices for part in (train, sets["validation"])]  # type: ignore[attr-defined]
+    assert sorted(kept[0] + kept[1]) == list(range(len(everything)))
+    assert len(kept[1]) == round(len(everything) / 4)
+    assert evaluation_sets(task, Config(validation=0.25, seed=1))["validation"].indices != kept[1]  # type: ignore[attr-defined]
+    first = sets["validation"][0][0]
+    assert torch.equal(first, sets["validation"][0][0]), "without augmentation"
+
+
+def test_a_second_validation_set_is_refused() -> None:
+    with pytest.raises(Refusal, match="--validation 0\\.1: the task has a validation set of its own; leave it out"):
+        evaluation_sets(Validated(), Config(validation=0.1))
+
+
+def test_parts_are_the_whole() -> None:
+    parts = [numbers(part) for part in split(InMemory(torch.arange(100)), 0.001, seed=3)]
+    assert (len(parts[1]), sorted(parts[0] + parts[1])) == (1, list(range(100)))
