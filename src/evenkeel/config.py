@@ -184,6 +184,10 @@ class Logging:
     """Steps between two lines of metrics."""
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], NAME] = option("auto", change="free")
     """Weights & Biases: online, offline, disabled; auto: online if there is a key (WANDB_API_KEY or `wandb login`)."""
+    profile: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="")] = option("", change="unsaved")
+    """Trace these steps into RUN/profile, as in Python's slices: 20:25 are the five steps after the 20th."""
+    memory_snapshot: Flag = option(False, change="unsaved")
+    """With --profile on GPUs: record their memory too, for https://pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +308,19 @@ def validate(config: Config, samples: int | None = None, test_samples: int | Non
         raise Refusal(f"--init-from {path}: is neither a file nor a folder, but a pipe or a device")
     if config.init_partial and not path:
         raise Refusal("--init-partial: there is no --init-from; name a file or leave it out")
+    window = profile_window(config)
+    if config.memory_snapshot and not window:
+        raise Refusal("--memory-snapshot: of which steps? name them too, for example --profile 20:25")
     _check_devices(config)
+
+
+def profile_window(config: Config) -> range:
+    """The steps of --profile, counted from 0; empty without it. Refused if it is no FIRST:LAST with a step in it."""
+    numbers = re.fullmatch("([0-9]{1,12}):([0-9]{1,12})", config.profile)
+    window = range(int(numbers[1]), int(numbers[2])) if numbers else range(0)
+    if config.profile and not window:
+        raise Refusal(f"--profile {config.profile[:40]}: give FIRST:LAST with FIRST below LAST, for example 20:25")
+    return window
 
 
 def _check_devices(config: Config) -> None:

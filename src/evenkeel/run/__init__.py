@@ -13,6 +13,7 @@
     tracking.py       metrics.jsonl, the lines on the screen, Weights & Biases, a log for each rank
     compiled_code.py  keeps what torch.compile has made with the run
     eval_only.py      --eval-only
+    profiling.py      --profile: traces of some steps, and what must be known to lay them on one clock
 
 What a run directory holds:
 
@@ -22,6 +23,7 @@ What a run directory holds:
     checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
     logs/             attempt-N/rank-R.log, and stacks after a hang
     compiled/         with --compile
+    profile/          with --profile: rank-R.json and operators.txt
     wandb/            with Weights & Biases
     summary.json      when it has finished, and model.pt, a bare state dict
     .lock             held by the rank 0 at work

@@ -21,12 +21,12 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.data import DataLoader
 
 from ..common import display
-from ..common.errors import FAILED, Ended, no_exit
+from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory, keep_freed_memory
 from ..common.naming import TEST, named, shown
 from ..common.phases import CHECKPOINT, LONGEST, START_UP, activity
-from ..config import Config, devices_per_rank, validate
+from ..config import Config, devices_per_rank, profile_window, validate
 from ..data.dataset import SizedDataset
 from ..data.loader import loader
 from ..data.plan import Plan
@@ -121,6 +121,8 @@ class Run:
             cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
             settled = cutter(recorded)
             plan = Plan.of(settled, len(train_set))
+            if (window := profile_window(config)) and window.start >= plan.total_steps:
+                raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
             state = build_state(settled, task, world, plan, model)
             # the last that may refuse; nothing has been written so far
             attempt = Attempt(config, task, plan, world, train_set, test_set, cutter)
@@ -210,7 +212,18 @@ class Run:
             state.stopping.check(rehearsed)  # what is wrong with metrics should not show after an epoch
         if state.owes_evaluation:
             self._evaluate_and_save()
-        return self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
+        steps = self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
+        return self._profiled(steps) if config.profile else steps
+
+    def _profiled(self, steps: Iterator[Step]) -> Iterator[Step]:
+        from .profiling import Profiler  # imports the profiler
+
+        window = profile_window(self.config)
+        if self.state.step >= window.stop:
+            self._print(
+                f"--profile {self.config.profile}: nothing to trace, the run is at step {self.state.step} already"
+            )
+        return Profiler(window, self.config.memory_snapshot, self.world, self.path).around(steps, self.state)
 
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
         while not self.state.is_over():
@@ -511,6 +524,10 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     activity.enter(START_UP, "data")
     train_set, test_set = of_task(task, config, "train"), of_task(task, config, "test")
     validate(config, len(train_set), len(test_set))
+    if config.memory_snapshot and world.device.type != "cuda":
+        raise Refusal(
+            "--memory-snapshot: records the memory of GPUs, and this process computes on the CPU; leave it out"
+        )
     return world, train_set, test_set
 
 
