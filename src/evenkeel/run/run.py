@@ -464,6 +464,7 @@ class Run:
         self._end_failed(Ended(explanation), saved)
         self._watch.kill_frozen()
         self._watch.write_collectives()
+        self._watch.compare_collectives()
 
     def _end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
         if not (self.directory and self.tracker) or self.directory.status.get("state") == "finished":
