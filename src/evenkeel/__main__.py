@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": "cli.compare.CompareCommand",
     "status": "cli.status.StatusCommand",
     "profile": "cli.profile.ProfileCommand",
+    "scaling": "cli.scaling.command.ScalingCommand",
     "follow": "launch.slurm.follow.FollowCommand",
 }
 """Where each command is. Any of these modules may be deleted."""

@@ -252,6 +252,8 @@ COMMAND_BOUNDS: dict[str, Bounds] = {
     "step": (0, COUNT),
     "minutes": (1e-3, 366 * 1440),
     "count": (0, COUNT),
+    "steps": (24, 10**6),
+    "rounds": (1, 1000),
     "seed": SEEDS,
 }
 """Bounds of the other commands' options."""

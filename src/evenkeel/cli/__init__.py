@@ -5,6 +5,7 @@
     compare.py      compare: the first step and the tensors in which two runs differ
     status.py       status: all runs below some folders, a line each
     profile.py      profile: the traces of a run's ranks as one, on one clock
+    scaling/        scaling: short runs on more and more ranks; speed-up, and where the loss comes from
     chaos/          chaos: break a running job again and again, and report what that has cost
     tail.py         the new lines of a metrics.jsonl that grows, for status and chaos
 

@@ -104,7 +104,7 @@ class Profiler:
             part.replace(trace)
             if self.memory:
                 _keep_older(snapshot)
-                torch.cuda.memory._dump_snapshot(str(snapshot))
+                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
                 torch.cuda.memory._record_memory_history(enabled=None)
             if self.world.rank == 0:
                 averages, text = self._profile.key_averages(), self.folder / "operators.txt"
