@@ -146,11 +146,17 @@ class Watch:
             return
         frozen = {(beat.host, beat.pid) for beat in self._frozen}
         live = [rank for rank, beat in enumerate(self._first_beats) if (beat.host, beat.pid) not in frozen]
-        # an assertion of its own ends the analysis of some traces, and older releases of torch have none
-        with contextlib.suppress(Exception):
-            for line in flight_recorder.verdicts(self.logs / FLIGHT, live):
-                log.info("flight recorder: %s", line)
-                print(f"evenkeel: flight recorder: {line}", file=sys.stderr, flush=True)
+
+        def compare() -> None:
+            # an assertion of its own ends the analysis of some traces, and older releases of torch have none
+            with contextlib.suppress(Exception):
+                for line in flight_recorder.verdicts(self.logs / FLIGHT, live):
+                    log.info("flight recorder: %s", line)
+                    print(f"evenkeel: flight recorder: {line}", file=sys.stderr, flush=True)
+
+        comparing = threading.Thread(target=compare, name="compare", daemon=True)
+        comparing.start()
+        comparing.join(PATIENCE)  # with thousands of ranks it takes minutes, and the restart waits for this process
 
     def kill_frozen(self) -> None:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""

@@ -21,7 +21,7 @@ What a run directory holds:
     status.json       running, finished, stopped or failed; step, starts, host and pid of rank 0
     metrics.jsonl     a line for each event; a "start" record for each attempt
     checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
-    logs/             attempt-N/rank-R.log, and stacks after a hang
+    logs/             attempt-N/rank-R.log; after a hang stacks, and flight/ for torchfrtrace
     compiled/         with --compile
     profile/          with --profile: rank-R.json and operators.txt
     wandb/            with Weights & Biases

@@ -6,6 +6,7 @@ several nodes on one clock. Imported only with the option, and between two steps
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -94,11 +95,10 @@ class Profiler:
     def _end(self) -> None:
         """Write what was recorded; a disk that is full costs the trace, not the training."""
         self._profile.stop()
-        name = f"rank-{self.world.rank}"
+        trace, snapshot = (self.folder / f"rank-{self.world.rank}.{kind}" for kind in ("json", "memory.pickle"))
+        part = trace.with_name(f".{trace.name}")
         try:
-            self.folder.mkdir(exist_ok=True)
-            trace, snapshot = self.folder / f"{name}.json", self.folder / f"{name}.memory.pickle"
-            part = self.folder / f".{name}.part.json"
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(part))
             _keep_older(trace)
             part.replace(trace)
@@ -107,12 +107,16 @@ class Profiler:
                 torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
                 torch.cuda.memory._record_memory_history(enabled=None)
             if self.world.rank == 0:
-                averages, text = self._profile.key_averages(), self.folder / "operators.txt"
-                write_atomically(text, lambda file: file.write(operators(averages, KEPT).encode()))
-                print(f"{operators(averages, SHOWN)}evenkeel: traces are in {self.folder}", flush=True)
+                self._tell(self._profile.key_averages())
         except (OSError, RuntimeError) as error:
             log.error("no trace in %s: %s", self.folder, error)
         self._profile = None
+
+    def _tell(self, averages: Any) -> None:
+        text = operators(averages, KEPT).encode()
+        write_atomically(self.folder / "operators.txt", lambda file: file.write(text))
+        with contextlib.suppress(OSError):  # a pipe that is gone
+            print(f"{operators(averages, SHOWN)}evenkeel: traces are in {self.folder}", flush=True)
 
 
 def _stamps(world: World) -> list[int]:
