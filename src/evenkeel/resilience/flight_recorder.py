@@ -73,20 +73,21 @@ def _groups() -> dict[str, dict[str, str]]:
     }
 
 
-def verdicts(folder: Path, ranks: Collection[int]) -> list[str]:
+def verdicts(folder: Path, world_size: int, ranks: Collection[int]) -> list[str]:
     """What `torchfrtrace` says, a line for each backend, once these ranks have written or after :data:`WAIT`.
 
     Args:
         folder: that :func:`write` has written into, in this attempt of the job only: reading a pickle runs code.
+        world_size: of the job.
         ranks: that can write.
     """
     until = time.monotonic() + WAIT
     while time.monotonic() < until and not all([*folder.glob(f"*/{PREFIX}{rank}")] for rank in ranks):
         time.sleep(0.02)
-    return [line for name in DUMPS if (folder / name).is_dir() and (line := _verdict(folder / name))]
+    return [line for name in DUMPS if (folder / name).is_dir() and (line := _verdict(folder / name, world_size))]
 
 
-def _verdict(folder: Path) -> str:
+def _verdict(folder: Path, world_size: int) -> str:
     told = logging.getLogger("Flight Recorder")
     silence = logging.Filter("nobody")  # it tells of each collective on stderr
     told.addFilter(silence)
@@ -98,8 +99,7 @@ def _verdict(folder: Path) -> str:
         arguments = JobConfig().parse_args([str(folder), "--allow-incomplete-ranks", "--prefix", PREFIX])
         details, version = read_dir(arguments)
         traces = {it["rank"]: it["entries"] for it in details.values()}
-        absent = {rank for it in details.values() for rank in _members(it["pg_config"])} - traces.keys()
-        if absent:
+        if absent := set(range(world_size)) - traces.keys():
             return f"{name_ranks([*absent])} left no record; {_waiting(traces)}; {folder}"
         found = [
             it
@@ -109,10 +109,6 @@ def _verdict(folder: Path) -> str:
         return f"{_blame(found[0])}; torchfrtrace {folder}" if found else ""
     finally:
         told.removeFilter(silence)
-
-
-def _members(groups: dict[str, dict[str, str]]) -> list[int]:
-    return [int(rank) for it in groups.values() for rank in it["ranks"].strip("[]").split(",") if rank.strip()]
 
 
 def _blame(collective: Any) -> str:

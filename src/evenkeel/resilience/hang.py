@@ -150,7 +150,7 @@ class Watch:
         def compare() -> None:
             # an assertion of its own ends the analysis of some traces, and older releases of torch have none
             with contextlib.suppress(Exception):
-                for line in flight_recorder.verdicts(self.logs / FLIGHT, live):
+                for line in flight_recorder.verdicts(self.logs / FLIGHT, self.world.world_size, live):
                     log.info("flight recorder: %s", line)
                     print(f"evenkeel: flight recorder: {line}", file=sys.stderr, flush=True)
 

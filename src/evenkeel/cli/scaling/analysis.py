@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...run.records import read_records
 
@@ -148,8 +148,22 @@ def serial_share(rows: Sequence[Row], weak: bool) -> float:
     return min(1.0, max(0.0, above / below)) if below else 0.0
 
 
-def predicted(rows: Sequence[Row], weak: bool) -> tuple[int, float, float]:
-    """(ranks, speed-up, serial share) at twice the largest number of ranks. Not measured."""
+class Prediction(NamedTuple):
+    """Of the speed-up at twice the largest number of ranks."""
+
+    ranks: int
+    speedup: float
+    serial_share: float
+    law: str
+    measured: bool = False
+
+
+def predicted(rows: Sequence[Row], weak: bool) -> Prediction:
+    """What the law says that fits the work."""
     ranks, s = 2 * rows[-1].ranks, serial_share(rows, weak)
     n = ranks / rows[0].ranks
-    return ranks, n - s * (n - 1) if weak else 1 / (s + (1 - s) / n), s
+    return (
+        Prediction(ranks, n - s * (n - 1), s, "Gustafson")
+        if weak
+        else Prediction(ranks, 1 / (s + (1 - s) / n), s, "Amdahl")
+    )

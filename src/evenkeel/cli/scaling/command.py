@@ -114,9 +114,8 @@ class ScalingCommand:
             for ranks, batch in todo:
                 sample = self._run(ranks, batch, options)
                 found[ranks, batch].append(sample)
-                _say(
-                    f"round {number + 1} of {self.rounds}: ranks {ranks}, batch {batch}: {sample.speed:,.0f} samples/s"
-                )
+                done = f"round {number + 1} of {self.rounds}: {_ranks(ranks)}, batch {batch}"
+                _say(f"{done}: {sample.speed:,.0f} samples/s")
         return {pair: middle(samples) for pair, samples in found.items()}
 
     def _run(self, ranks: int, batch: int, options: list[str]) -> Sample:
@@ -148,24 +147,23 @@ class ScalingCommand:
             return measure(run_dir, self.steps // 3, self.steps)
 
     def _show(self, tables: dict[str, list[Row]]) -> None:
+        forecasts = {title: predicted(rows, title == WEAK) for title, rows in tables.items()}
         if self.json:
             found = {
-                title: {"rows": [asdict(row) for row in rows], "prediction": _prediction(title, rows)}
+                title: {"rows": [asdict(row) for row in rows], "prediction": forecasts[title]._asdict()}
                 for title, rows in tables.items()
             }
             print(json.dumps(found, indent=2))
             return
         from rich.console import Console
 
-        console = Console(highlight=False)
+        console = Console(highlight=False, soft_wrap=True)
         for title, rows in tables.items():
             console.print(_as_table(title, rows))
-            it = _prediction(title, rows)
+            it, few = forecasts[title], ", from one point" * (len(rows) == 2)
             console.print(
-                f"prediction, not measured: {it['ranks']} ranks would be {it['speedup']:.2f} x as fast as "
-                f"{rows[0].ranks} ({it['law']}'s law, serial share {it['serial_share']:.0%}"
-                f"{', from one point' if len(rows) == 2 else ''})\n",
-                soft_wrap=True,
+                f"prediction, not measured: {it.ranks} ranks would be {it.speedup:.2f} x as fast as {rows[0].ranks} "
+                f"({it.law}'s law, serial share {it.serial_share:.0%}{few})\n"
             )
 
     def _draw(self, tables: dict[str, list[Row]], path: Path) -> None:
@@ -179,12 +177,6 @@ class ScalingCommand:
         except OSError as error:
             raise Ended(f"--output {path}: {error.strerror}") from None
         _say(f"plot -> {path}")
-
-
-def _prediction(title: str, rows: list[Row]) -> dict[str, float | str]:
-    ranks, speedup, serial = predicted(rows, title == WEAK)
-    law = "Gustafson" if title == WEAK else "Amdahl"
-    return {"ranks": ranks, "speedup": speedup, "serial_share": serial, "law": law, "measured": False}
 
 
 def _as_table(title: str, rows: list[Row]) -> Table:

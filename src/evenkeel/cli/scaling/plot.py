@@ -24,7 +24,7 @@ def draw(tables: dict[str, list[Row]], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, len(tables), squeeze=False)
     for column, (title, rows) in enumerate(tables.items()):
-        ranks, speedup, _ = predicted(rows, weak=column == 1)
+        ranks, speedup, *_ = predicted(rows, weak=column == 1)
         upper, lower = axes[:, column]
         numbers, first = [row.ranks for row in rows], rows[0].ranks
         upper.plot([first, ranks], [1, ranks / first], ":", color="grey", label="ideal")
