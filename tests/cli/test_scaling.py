@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,12 @@ def test_the_plot_is_written(tmp_path: Path) -> None:
     }
     draw(tables, tmp_path / "plot.svg")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_without_matplotlib_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    tables = {"fixed global batch": table({n: (64, amdahl(n, 0.1)) for n in (1, 2)}, weak=False)}
+    ScalingCommand("1,2")._draw(tables, tmp_path / "plot.svg")
+    assert "no plot: matplotlib is missing" in capsys.readouterr().err

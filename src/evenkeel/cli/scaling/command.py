@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import tyro
 from ...common.errors import Ended, Refusal
 from ...common.network import Link
 from ...common.processes import count_cores, die_with_parent
-from ...config import Flag, MaybePath
+from ...config import Flag, MaybePath, devices_per_rank
 from .analysis import LOSSES, Row, Sample, measure, middle, predicted, table
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ScalingCommand:
     """
 
     gpus: Annotated[str, tyro.conf.arg(aliases=["-g"], metavar="N,N,...")]
-    """Numbers of ranks: GPUs, or processes on a machine without GPUs, e.g. 1,2,4. The first is compared with."""
+    """Numbers of ranks: GPUs, or processes on a machine without, e.g. 1,2,4. The smallest is compared with."""
     nodes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Nodes. Only 1 can be measured."""
     steps: int = 60
@@ -65,15 +66,15 @@ class ScalingCommand:
         from ...tasks.command_line import parse
 
         config, _ = parse(train_options)
-        processes_of_node(config, ranks[-1])
+        processes_of_node(config, ranks[-1] * devices_per_rank(config))
         batches = {STRONG: dict.fromkeys(ranks, config.batch_size)}
         batches[WEAK] = {n: config.batch_size * n // ranks[0] for n in ranks}
-        threads = [] if config.threads else ["--threads", str(max(1, count_cores() // ranks[-1]))]
         import torch
 
         if not torch.cuda.is_available():
-            train_options = [*train_options, *threads]
-            if ranks[-1] > (cores := count_cores()):
+            cores = count_cores()
+            train_options = [*train_options, f"--threads={config.threads or max(1, cores // ranks[-1])}"]
+            if ranks[-1] > cores:
                 _say(f"WARNING: {ranks[-1]} ranks share {cores} cores; what that costs looks like bad scaling")
         found = self._run_all(batches, train_options)
         tables = {
@@ -87,10 +88,9 @@ class ScalingCommand:
 
     def _checked(self, train_options: list[str]) -> list[int]:
         """The numbers of ranks, in order; what cannot be measured is refused."""
-        words = self.gpus.split(",")
-        if not all(word.isdecimal() and 1 <= int(word) <= 1024 for word in words) or len(set(words)) < 2:
+        ranks = sorted({int(word) if re.fullmatch("[0-9]{1,4}", word) else 0 for word in self.gpus.split(",")})
+        if len(ranks) < 2 or ranks[0] < 1 or ranks[-1] > 1024:
             raise Refusal(f"-g {self.gpus[:40]}: give two or more numbers of ranks from 1 to 1024, for example 1,2,4")
-        ranks = sorted({int(word) for word in words})
         if odd := [n for n in ranks if n % ranks[0]]:
             raise Refusal(f"-g {self.gpus}: {odd[0]} is not a multiple of {ranks[0]}; a batch could not grow with it")
         if self.nodes > 1:
