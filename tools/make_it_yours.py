@@ -28,6 +28,8 @@ ROOMS = {
     "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
     "status": "src/evenkeel/cli/status.py tests/cli/test_status.py",
     "predict": "src/evenkeel/cli/predict.py tests/cli/test_predict.py tests/processes/test_predict.py",
+    "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
+    "scaling": "src/evenkeel/cli/scaling tests/cli/test_scaling.py tests/processes/test_scaling.py docs/scaling.*",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
     "slurm": "src/evenkeel/launch/slurm slurm tests/launch/slurm tests/cluster docs/slurm.md",
     "docker": "src/evenkeel/launch/docker docker .dockerignore tests/launch/docker tests/docker docs/docker.md",

@@ -23,6 +23,8 @@ COMMANDS = {
     "predict": "cli.predict.PredictCommand",
     "status": "cli.status.StatusCommand",
     "follow": "cli.follow.FollowCommand",
+    "profile": "cli.profile.ProfileCommand",
+    "scaling": "cli.scaling.command.ScalingCommand",
 }
 """Where each command is. Any of these modules may be deleted."""
 

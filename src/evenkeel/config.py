@@ -194,6 +194,10 @@ class LoggingOptions:
     """Weights & Biases: online, offline, disabled; auto: online if there is a key (WANDB_API_KEY or `wandb login`)."""
     wandb_report: Flag = option(False, change="free")
     """Send the page of `evenkeel report` to Weights & Biases at the end, as an artifact."""
+    profile: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="")] = option("", change="unsaved")
+    """Trace these steps into RUN/profile, as in Python's slices: 20:25 are the five steps after the 20th."""
+    memory_snapshot: Flag = option(False, change="unsaved")
+    """With --profile on GPUs: record their memory too, for https://pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,8 @@ COMMAND_BOUNDS: dict[str, Bounds] = {
     "top": (1, 1000),
     "minutes": (1e-3, 366 * 1440),
     "count": (0, COUNT),
+    "steps": (24, 10**6),
+    "rounds": (1, 1000),
     "seed": SEEDS,
 }
 """Bounds of the other commands' options."""
@@ -316,7 +322,19 @@ def validate(config: Config, samples: int | None = None) -> None:
         raise Refusal(f"--init-from {path}: is neither a file nor a folder, but a pipe or a device")
     if config.init_partial and not path:
         raise Refusal("--init-partial: there is no --init-from; name a file or leave it out")
+    window = profile_window(config)
+    if config.memory_snapshot and not window:
+        raise Refusal("--memory-snapshot: of which steps? name them too, for example --profile 20:25")
     _check_devices(config)
+
+
+def profile_window(config: Config) -> range:
+    """The steps of --profile, counted from 0; empty without it. Refused if it is no FIRST:LAST with a step in it."""
+    numbers = re.fullmatch("([0-9]{1,12}):([0-9]{1,12})", config.profile)
+    window = range(int(numbers[1]), int(numbers[2])) if numbers else range(0)
+    if config.profile and not window:
+        raise Refusal(f"--profile {config.profile[:40]}: give FIRST:LAST with FIRST below LAST, for example 20:25")
+    return window
 
 
 def _check_devices(config: Config) -> None:

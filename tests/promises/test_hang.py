@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -24,6 +26,9 @@ from tests.support.processes import (
     wait_until_gone,
 )
 from tests.support.small_runs import PLAN, SAMPLES, job, wait_for_step, workers_of
+
+RECORDER = importlib.util.find_spec("torch.distributed.flight_recorder") is not None
+"""Whether this release of torch has an analysis of its flight recorder."""
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
 
@@ -57,6 +62,8 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(
     logs = run_dir / "logs" / "attempt-0001"
     assert "distributed_loss.py" in (logs / f"rank-{1 - victim}.stacks.txt").read_text()
     assert "gloo:all_reduce" in (logs / f"rank-{1 - victim}.collectives.json").read_text()
+    verdict = "".join(line for line in done.stderr.splitlines() if "flight recorder" in line)
+    assert not RECORDER or f"rank {victim} left no record; rank {1 - victim} in gloo:all_reduce" in verdict
     starts = [record["step"] for record in records(run_dir, "start")]
     assert len(starts) == 2
     assert starts[1] >= 3
@@ -68,14 +75,27 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(
         assert read(run_dir)["ledger"]["dead"] > 5, "a hang is not productive"
 
 
-def test_a_rank_that_is_stuck_in_its_data_says_so_itself(tmp_path: Path) -> None:
+def test_a_rank_that_is_stuck_in_its_data_says_so_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = tmp_path / "run"
     options = job(run_dir, "--checkpoint-every", 0, "--hang-timeout", 5, "--stick-at", 20)
     done = run(torchrun(2, TRAIN, *options, restarts=1))
     assert "rank 1 is in data loading of step 4; rank 0 waits in gradient reduction of step 4" in done.stderr
-    assert "recording_task.py" in (run_dir / "logs" / "attempt-0001" / "rank-1.stacks.txt").read_text()
+    logs = run_dir / "logs" / "attempt-0001"
+    assert "recording_task.py" in (logs / "rank-1.stacks.txt").read_text()
     assert [record["step"] for record in records(run_dir, "start")] == [0, 3]
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+    fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace", reason="older releases have none")
+    (verdict,) = [line for line in done.stderr.splitlines() if "flight recorder" in line]
+    assert "flight recorder: rank 1 did not join gloo:all_reduce" in verdict
+    traces = logs / "flight" / "gloo"
+    fr_trace.main([str(traces)])  # the command `torchfrtrace`
+    assert "Not all ranks joining collective" in caplog.text
+    assert "missing ranks: {1}" in caplog.text
+    for path in traces.iterdir():  # the control: as torch 2.15 writes gloo's, the group without its name
+        trace = pickle.loads(path.read_bytes())
+        path.write_bytes(pickle.dumps(trace | {"pg_config": {"": {"name": "", "desc": "", "ranks": "[0, 1]"}}}))
+    with pytest.raises(KeyError):
+        fr_trace.main([str(traces)])
 
 
 def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(tmp_path: Path) -> None:

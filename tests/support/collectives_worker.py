@@ -26,7 +26,7 @@ from evenkeel.distributed.exits import leave
 from evenkeel.distributed.reduction import Exchange, Tree
 from evenkeel.distributed.sync_batchnorm import synchronise
 from evenkeel.distributed.world import World
-from evenkeel.resilience.hang import _collectives
+from evenkeel.resilience import flight_recorder
 from evenkeel.training.distributed_loss import DistributedLoss, Loss
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
@@ -88,7 +88,7 @@ def step(gradients: DistributedLoss) -> None:
 
 def recorded() -> dict[tuple[int, int], Any]:
     """All collectives of this rank so far, those of torch's C++ code too, by backend and number."""
-    found = [json.loads(text).get("entries", []) for text in _collectives()]
+    found = [told.get("entries", []) for told in json.loads(flight_recorder.as_json()).values()]
     return {(kind, entry["record_id"]): entry for kind, entries in enumerate(found) for entry in entries}
 
 

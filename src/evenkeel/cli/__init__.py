@@ -6,6 +6,8 @@
     predict.py      predict: a run's model on a folder of images or a data set, to CSV or Parquet
     status.py       status: all runs below some folders, a line each
     follow.py       follow: one run as its own console shows it, until it ends
+    profile.py      profile: the traces of a run's ranks as one, on one clock
+    scaling/        scaling: short runs on more and more ranks; speed-up, and where the loss comes from
     chaos/          chaos: break a running job again and again, and report what that has cost
     tail.py         the new lines of a metrics.jsonl that grows, for status, follow and chaos
 

@@ -2,6 +2,7 @@
 
     interruption  takes stop signals in a thread, has the state saved, and ends the process within --grace
     hang          every rank tells the others what it does; no progress for --hang-timeout is a hang
+    flight_recorder  the last collectives of each rank after a hang, for torchfrtrace, and its verdict
     heartbeat     each rank writes a file once a second, for the health check of a container
 
 What is not here: what is saved and how (`run`), a state that is whole between two steps (`training`), the restart,

@@ -24,9 +24,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..common.naming import name_ranks
@@ -34,12 +33,15 @@ from ..common.phases import COMPILATION, LONGEST, REDUCTION, activity
 from ..common.processes import stat
 from ..distributed.devices import device_name
 from ..distributed.world import World
-from . import heartbeat
+from . import flight_recorder, heartbeat
 
 log = logging.getLogger(__name__)
 
 ALARM, SAVED, COMPILING = "alarm", "saved", "compiling"
 """Keys in the store: there is a hang; the step of rank 0's last complete checkpoint; the rank that compiles."""
+
+FLIGHT = "flight"
+"""Folder for the last collectives, among the logs of an attempt."""
 
 PATIENCE = 5.0
 """Seconds to wait for an answer of the store, which may be on the machine that is gone."""
@@ -135,7 +137,26 @@ class Watch:
         """Write the last collectives. Must come last, because torch may hang in it as it does in them."""
         with contextlib.suppress(Exception):
             path = self.logs / f"rank-{self.world.rank}.collectives.json"
-            path.write_bytes(b'{"gloo": %s, "nccl": %s, "nccl2": %s}\n' % _collectives())
+            path.write_bytes(flight_recorder.as_json())
+            flight_recorder.write(self.logs / FLIGHT, self.world.rank)
+
+    def compare_collectives(self) -> None:
+        """On the lowest live rank: say what `torchfrtrace` makes of the collectives that all have written."""
+        if not self._outlook or self.world.rank != self._outlook[1] or self.world.world_size == 1:
+            return
+        frozen = {(beat.host, beat.pid) for beat in self._frozen}
+        live = [rank for rank, beat in enumerate(self._first_beats) if (beat.host, beat.pid) not in frozen]
+
+        def compare() -> None:
+            # an assertion of its own ends the analysis of some traces, and older releases of torch have none
+            with contextlib.suppress(Exception):
+                for line in flight_recorder.verdicts(self.logs / FLIGHT, self.world.world_size, live):
+                    log.info("flight recorder: %s", line)
+                    print(f"evenkeel: flight recorder: {line}", file=sys.stderr, flush=True)
+
+        comparing = threading.Thread(target=compare, name="compare", daemon=True)
+        comparing.start()
+        comparing.join(PATIENCE)  # with thousands of ranks it takes minutes, and the restart waits for this process
 
     def kill_frozen(self) -> None:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
@@ -250,18 +271,3 @@ def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
             which += f" ({', '.join(devices)})"  # perhaps it is the GPU that is to blame
         parts.append(f"{which} {does} in {phase} of step {step + 1}")
     return "; ".join(parts)
-
-
-def _collectives() -> tuple[bytes, bytes, bytes]:
-    """The last collectives of this rank, from torch's flight recorder of each backend: gloo, nccl, nccl2."""
-    recorder: Any = torch._C._distributed_c10d
-
-    def dump(name: str, **which: str) -> bytes:
-        try:
-            return bytes(getattr(recorder, name)(**which))
-        except (AttributeError, TypeError):  # a build without NCCL, a release before 2.15
-            return b"{}"
-
-    # "nccl" is a process group with a recorder of its own, or since torch 2.15 one that the general recorder hears
-    general = "_dump_fr_trace_json"
-    return dump(general), dump("_dump_nccl_trace_json"), dump(general, backend="nccl2")

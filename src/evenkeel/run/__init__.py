@@ -17,6 +17,7 @@
     hints.py          what an option would save, said once
     compiled_code.py  keeps what torch.compile has made with the run
     eval_only.py      --eval-only
+    profiling.py      --profile: traces of some steps, and what must be known to lay them on one clock
 
 What a run directory holds:
 
@@ -25,8 +26,9 @@ What a run directory holds:
     metrics.jsonl     a line for each event; a "start" record for each attempt
     ranks.jsonl       when each rank was ready for the reduction, where there are several
     checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
-    logs/             attempt-N/rank-R.log, and stacks after a hang
+    logs/             attempt-N/rank-R.log; after a hang stacks, and flight/ for torchfrtrace
     compiled/         with --compile
+    profile/          with --profile: rank-R.json and operators.txt
     wandb/            with Weights & Biases; tensorboard/ and metrics.csv, if asked for
     predictions/      with --save-predictions, SET.json of each set
     summary.json      when it has finished, and model.pt, a bare state dict

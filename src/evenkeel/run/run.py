@@ -27,7 +27,7 @@ from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory, keep_freed_memory
 from ..common.naming import VALIDATION, shown
 from ..common.phases import CHECKPOINT, LONGEST, START_UP, activity
-from ..config import Config, devices_per_rank, validate
+from ..config import Config, devices_per_rank, profile_window, validate
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.loader import loader
@@ -133,6 +133,8 @@ class Run:
             cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
             settled = cutter(recorded)
             plan = Plan.of(settled, len(sets[TRAINING]))
+            if (window := profile_window(config)) and window.start >= plan.total_steps:
+                raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
             state = build_state(settled, task, world, plan, model, decides)
             # the last that may refuse; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
@@ -223,7 +225,18 @@ class Run:
                 state.stopping.check(rehearsed)
         if state.owes_evaluation or (self.attempt.unevaluated and state.due_for_evaluation):
             self._evaluate_and_save()
-        return self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
+        steps = self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
+        return self._profiled(steps) if config.profile else steps
+
+    def _profiled(self, steps: Iterator[Step]) -> Iterator[Step]:
+        from .profiling import Profiler  # imports the profiler
+
+        window = profile_window(self.config)
+        if self.state.step >= window.stop:
+            self._print(
+                f"--profile {self.config.profile}: nothing to trace, the run is at step {self.state.step} already"
+            )
+        return Profiler(window, self.config.memory_snapshot, self.world, self.path).around(steps, self.state)
 
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
         while not self.state.is_over():
@@ -503,6 +516,7 @@ class Run:
         self._end_failed(Ended(explanation), saved)
         self._watch.kill_frozen()
         self._watch.write_collectives()
+        self._watch.compare_collectives()
 
     def _end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
         if not (self.directory and self.tracker) or self.directory.status.get("state") == "finished":
@@ -575,6 +589,10 @@ def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
     world = World.from_environment(devices_per_rank(config), config.strategy)
     threads = recorded.get("threads") or threads_of_a_rank(config.exact, world.local_world_size)
     torch.set_num_threads(config.threads or threads)
+    if config.memory_snapshot and world.device.type != "cuda":
+        raise Refusal(
+            "--memory-snapshot: records the memory of GPUs, and this process computes on the CPU; leave it out"
+        )
     return world
 
 

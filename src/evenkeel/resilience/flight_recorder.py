@@ -1,0 +1,135 @@
+"""The last collectives of each rank after a hang, from torch's flight recorder, and what `torchfrtrace` makes of them.
+
+torch remembers the last TORCH_FR_BUFFER_SIZE collectives of a process, for each backend. A rank that hangs writes its
+own down, twice: as JSON for people, and as the pickle that `torchfrtrace` reads, in a folder for each backend. The
+analysis compares the ranks: which has not joined a collective, or has joined with another size or type.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..common.naming import name_ranks
+
+GENERAL, NCCL = "_dump_fr_trace", "_dump_nccl_trace"
+DUMPS: dict[str, tuple[str, dict[str, str]]] = {
+    "gloo": (GENERAL, {}),
+    "nccl": (NCCL, {}),
+    "nccl2": (GENERAL, {"backend": "nccl2"}),
+}
+"""How each backend's recorder is asked: "nccl" is a process group with a recorder of its own, or since torch 2.15 one
+that the general recorder hears."""
+
+PREFIX = "rank-"
+"""Of the files' names, as `torchfrtrace` wants them: the rank follows."""
+
+WAIT = 2.0
+"""Seconds to wait for the files of other ranks. The state is saved by then, but nothing restarts before."""
+
+
+COMPARED = 200
+"""Collectives of each rank that the verdict looks at, the last ones; all would take a second for every five ranks."""
+
+
+def as_json() -> bytes:
+    """This rank's last collectives for each backend, as a JSON object."""
+    dumps = [b'"%s": %s' % (name.encode(), _dump(f"{how}_json", which)) for name, (how, which) in DUMPS.items()]
+    return b"{%s}\n" % b", ".join(dumps)
+
+
+def write(folder: Path, rank: int) -> None:
+    """Write ``BACKEND/rank-R`` for each backend that has recorded something."""
+    for name, (how, which) in DUMPS.items():
+        trace: dict[str, Any] = pickle.loads(_dump(how, which) or pickle.dumps({}))  # noqa: S301  (of this process)
+        if trace.get("entries"):
+            trace["pg_config"] = _groups() | {name: it for name, it in trace["pg_config"].items() if name}
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            part = folder / f".{name}-{rank}"
+            part.write_bytes(pickle.dumps(trace))
+            part.replace(folder / name / f"{PREFIX}{rank}")
+
+
+def _dump(how: str, which: dict[str, str]) -> bytes:
+    try:
+        return bytes(getattr(torch._C._distributed_c10d, how)(**which))
+    except (AttributeError, TypeError):  # a build without NCCL, a release before 2.15
+        return b"{}" if how.endswith("_json") else b""
+
+
+def _groups() -> dict[str, dict[str, str]]:
+    """The process groups by name. torch 2.15 records gloo's without a name, and `torchfrtrace` then fails."""
+    groups = dist.distributed_c10d._world.pg_map
+    return {
+        it.group_name: {
+            "name": it.group_name,
+            "desc": it.group_desc,
+            "ranks": str(sorted(dist.get_process_group_ranks(it))),
+        }
+        for it in groups
+    }
+
+
+def verdicts(folder: Path, world_size: int, ranks: Collection[int]) -> list[str]:
+    """What `torchfrtrace` says, a line for each backend, once these ranks have written or after :data:`WAIT`.
+
+    Args:
+        folder: that :func:`write` has written into, in this attempt of the job only: reading a pickle runs code.
+        world_size: of the job.
+        ranks: that can write.
+    """
+    until = time.monotonic() + WAIT
+    while time.monotonic() < until and not all([*folder.glob(f"*/{PREFIX}{rank}")] for rank in ranks):
+        time.sleep(0.02)
+    return [line for name in DUMPS if (folder / name).is_dir() and (line := _verdict(folder / name, world_size))]
+
+
+def _verdict(folder: Path, world_size: int) -> str:
+    told = logging.getLogger("Flight Recorder")
+    silence = logging.Filter("nobody")  # it tells of each collective on stderr
+    told.addFilter(silence)
+    try:
+        from torch.distributed.flight_recorder.components.builder import build_db
+        from torch.distributed.flight_recorder.components.config_manager import JobConfig
+        from torch.distributed.flight_recorder.components.loader import read_dir
+
+        arguments = JobConfig().parse_args([str(folder), "--allow-incomplete-ranks", "--prefix", PREFIX])
+        details, version = read_dir(arguments)
+        for it in details.values():
+            it["entries"] = it["entries"][-COMPARED:]
+        traces = {it["rank"]: it["entries"] for it in details.values()}
+        if absent := set(range(world_size)) - traces.keys():
+            return f"{name_ranks([*absent])} left no record; {_waiting(traces)}; {folder}"
+        found = [
+            it
+            for it in build_db(details, arguments, version).collectives
+            if it.missing_ranks or it.mismatch_collectives
+        ]
+        return f"{_blame(found[0])}; torchfrtrace {folder}" if found else ""
+    finally:
+        told.removeFilter(silence)
+
+
+def _blame(collective: Any) -> str:
+    what = f"{collective.collective_name} {collective.collective_seq_id} of group {collective.pg_desc}"
+    if collective.missing_ranks:
+        return f"{name_ranks([*collective.missing_ranks])} did not join {what}"
+    other = next(iter(collective.mismatch_collectives.values()))  # of a rank that may be right, and the others wrong
+    return f"the ranks differ in {what}: {str(other.type_of_mismatch).removeprefix('Error type: ')}"
+
+
+def _waiting(traces: dict[int, list[dict[str, Any]]]) -> str:
+    """What ranks wait for: the first collective of each that has not ended."""
+    pending: dict[str, list[int]] = {}
+    for rank, entries in traces.items():
+        first = next((it for it in entries if not it["retired"]), None)
+        what = f"{first['profiling_name']} {first['collective_seq_id']}" if first else "nothing"
+        pending.setdefault(what, []).append(rank)
+    return ", ".join(f"{name_ranks(ranks)} in {what}" for what, ranks in pending.items())
