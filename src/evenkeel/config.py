@@ -249,6 +249,7 @@ COMMAND_BOUNDS: dict[str, Bounds] = {
     "minutes": (1e-3, 366 * 1440),
     "count": (0, COUNT),
     "seed": SEEDS,
+    "timeout": (1, 3600),
 }
 """Bounds of the other commands' options."""
 
