@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import statistics
 import time
@@ -32,8 +34,21 @@ def connect(world: World, store: Store, seconds: float) -> list[Finding]:
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     limit = timedelta(seconds=seconds)
     group = PrefixStore("group", store)
-    dist.init_process_group(backend, store=group, rank=world.rank, world_size=world.world_size, timeout=limit)
+    with _stdout_to_stderr():
+        dist.init_process_group(backend, store=group, rank=world.rank, world_size=world.world_size, timeout=limit)
     return [judged("process group", f"{backend}, {world.world_size} ranks")]
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Because gloo of some torch versions says on stdout that it is connected, which belongs to --json."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def collectives(world: World) -> Iterator[Finding]:

@@ -41,15 +41,15 @@ def torchvision() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         yield Finding("FAIL", "torchvision", "not installed", "the one for this torch", REINSTALL)
         return
-    needs = [re.match(r"torch\s*\(?==\s*([\w.]+)", line) for line in known.requires or []]
-    wanted = next((it[1] for it in needs if it), "")
-    here = torch.__version__.partition("+")[0]
+    needs = [re.match(r"torch\s*\(?([=>])=\s*([\w.]+)", line) for line in known.requires or []]
+    relation, wanted = next(((it[1], it[2]) for it in needs if it), ("", ""))
+    here, least = numbers(torch.__version__), numbers(wanted)
     yield judged(
         "torchvision",
-        known.version + f", for torch {wanted}" * bool(wanted),
-        f"the torchvision for torch {here}",
+        known.version + f", for torch {relation}= {wanted}" * bool(wanted),
+        f"the torchvision for torch {torch.__version__}",
         REINSTALL,
-        fail=wanted and numbers(wanted) != numbers(here)[: len(numbers(wanted))],
+        fail=here < least if relation == ">" else here[: len(least)] != least,
         same=True,
     )
     try:
