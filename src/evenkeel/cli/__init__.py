@@ -4,6 +4,7 @@
     checkpoint.py   checkpoint: list, inspect, verify and export the checkpoints of a run
     compare.py      compare: the first step and the tensors in which two runs differ
     status.py       status: all runs below some folders, a line each
+    doctor/         doctor: check the machines, alone or on all ranks, before a job
     chaos/          chaos: break a running job again and again, and report what that has cost
     tail.py         the new lines of a metrics.jsonl that grows, for status and chaos
 

@@ -80,8 +80,13 @@ def test_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(as_json(merged, "4 ranks", 1.0))
     assert told["level"] == "FAIL"
     assert told["findings"][1] == {
-        "level": "FAIL", "name": "clock", "value": "wrong", "expected": "right", "remedy": "date",
-        "ranks": [2, 3], "where": "node b",
+        "level": "FAIL",
+        "name": "clock",
+        "value": "wrong",
+        "expected": "right",
+        "remedy": "date",
+        "ranks": [2, 3],
+        "where": "node b",
     }
 
 

@@ -185,12 +185,31 @@ def test_what_nvidia_smi_says() -> None:
     assert rows[1]["memory.used"] == "70001"
 
 
+def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in the place of nvidia-smi, which says what a real one has said."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\ncase $1 in\n--query-gpu*) echo 0, GPU-1111, NVIDIA X, 81559, 4, 450.51 ;;\n"
+        f"--query-comp*) echo GPU-1111, {os.getppid()}, 70000 ;;\n*) echo '| CUDA Version: 11.0  |' ;;\nesac\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("torch.version.cuda", "13.2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = {it.name: it for it in devices.gpus()}
+    assert found["GPU 0"].value == "NVIDIA X, 4 of 81559 MiB used, GPU-1111"
+    assert found["driver"].value == "450.51, for CUDA 11.0"
+    told = {name: found[name].level for name in ("driver", "CUDA in torch", "processes on GPUs")}
+    assert told == {"driver": "FAIL", "CUDA in torch": "FAIL", "processes on GPUs": "WARN"}
+    script.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert levels(devices.gpus()) == {"GPUs": "FAIL"}
+    script.unlink()
+
+
 def test_a_left_over_process_is_named_with_its_owner_and_age() -> None:
     mine = {"gpu_uuid": "GPU-2222", "pid": str(os.getppid()), "used_memory": "70000"}
-    process = devices.Process.of(mine, {"GPU-2222": "1"})
-    found = devices.judge_processes([process])
+    found = devices.judge_processes([mine], {"GPU-2222": "1"})
     assert found.level == "WARN"
     assert f"GPU 1: pid {os.getppid()} of " in found.value
     assert str(os.getppid()) in found.remedy
-    own = devices.Process.of({**mine, "pid": str(os.getpid())}, {})
-    assert devices.judge_processes([own]).level == "OK"
+    assert devices.judge_processes([{**mine, "pid": str(os.getpid())}], {}).level == "OK"

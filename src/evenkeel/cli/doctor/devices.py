@@ -13,7 +13,6 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,20 +21,15 @@ from ...common.processes import stat
 from ...distributed.devices import GPU_DEVICES, describe, name_visible
 from ...distributed.world import World
 from .findings import Finding, judged
+from .software import cuda
 
 
 def ask(*arguments: str) -> str:
     """What nvidia-smi says; empty where it is not installed. Raises CalledProcessError."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=8, check=True)  # noqa: S607
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=8, check=True).stdout  # noqa: S607
     except FileNotFoundError:
         return ""
-    return done.stdout
-
-
-def query(what: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    """`nvidia-smi --query-WHAT=FIELDS`, a dictionary for each line."""
-    return table(ask(f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"), fields)
 
 
 def table(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
@@ -44,14 +38,17 @@ def table(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
+def query(what: str, fields: Sequence[str]) -> list[dict[str, str]]:
+    """`nvidia-smi --query-WHAT=FIELDS`, a dictionary for each line."""
+    return table(ask(f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"), fields)
+
+
 GPU = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 PROCESS = ("gpu_uuid", "pid", "used_memory")
 
 
 def gpus() -> Iterator[Finding]:
     """The GPUs of this node, the versions around them, and who uses them."""
-    from .software import cuda
-
     try:
         found = query("gpu", GPU)
         processes = query("compute-apps", PROCESS) if found else []
@@ -71,49 +68,33 @@ def gpus() -> Iterator[Finding]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     yield judged("CUDA_VISIBLE_DEVICES", f"{visible}: {name_visible(torch.cuda.device_count())}")
     yield from cuda(found[0]["driver_version"], header[1] if header else "")
-    numbers = {gpu["uuid"]: gpu["index"] for gpu in found}
-    yield judge_processes([Process.of(row, numbers) for row in processes if row["pid"].isdigit()])
+    yield judge_processes(processes, {gpu["uuid"]: gpu["index"] for gpu in found})
 
 
-@dataclass(frozen=True)
-class Process:
-    """One that uses a GPU."""
+def judge_processes(rows: Sequence[dict[str, str]], numbers: dict[str, str]) -> Finding:
+    """Others' processes on the GPUs, which are often left over from a job that was killed.
 
-    gpu: str
-    pid: int
-    memory: str
-    """MiB."""
-    owner: str
-    age: float
-    """Seconds."""
-    ours: bool
-    """Whether it is a rank of this job."""
-
-    @staticmethod
-    def of(row: dict[str, str], numbers: dict[str, str]) -> Process:
-        """From a line of nvidia-smi and from /proc, where the process may be hidden by a container."""
-        pid, owner, age = int(row["pid"]), "?", 0.0
-        with contextlib.suppress(OSError, KeyError):
+    Args:
+        rows: of nvidia-smi, with the fields of PROCESS.
+        numbers: a GPU's number by its uuid.
+    """
+    others = {}
+    for row in rows:
+        pid = int(row["pid"]) if row["pid"].isdigit() else 0
+        known, owner, age = stat(pid), "?", 0.0
+        if pid == os.getpid() or ("RANK" in os.environ and known and known.parent == os.getppid()):
+            continue  # a rank of this job
+        with contextlib.suppress(OSError, KeyError):  # a container hides it, or its user has no name
             begun = Path(f"/proc/{pid}").stat()
             owner, age = str(begun.st_uid), time.time() - begun.st_mtime
             owner = pwd.getpwuid(begun.st_uid).pw_name
-        known = stat(pid)
-        ours = pid == os.getpid() or ("RANK" in os.environ and known is not None and known.parent == os.getppid())
-        return Process(numbers.get(row["gpu_uuid"], "?"), pid, row["used_memory"], owner, age, ours)
-
-    def __str__(self) -> str:
-        return f"GPU {self.gpu}: pid {self.pid} of {self.owner}, {self.age / 60:.0f} min old, {self.memory} MiB"
-
-
-def judge_processes(processes: Sequence[Process]) -> Finding:
-    """Others' processes on the GPUs, which are often left over from a job that was killed."""
-    others = [it for it in processes if not it.ours]
-    pids = sorted({it.pid for it in others})
+        gpu, memory = numbers.get(row["gpu_uuid"], "?"), row["used_memory"]
+        others[pid] = f"GPU {gpu}: pid {pid} of {owner}, {age / 60:.0f} min old, {memory} MiB"
     return judged(
         "processes on GPUs",
-        "; ".join(map(str, others)) or "none but this job's",
+        "; ".join(others.values()) or "none but this job's",
         "none: they take memory and time",
-        f"ps -o pid,user,etime,args -p {','.join(map(str, pids))}    # left over? kill {' '.join(map(str, pids))}",
+        f"ps -o pid,user,etime,args -p {','.join(map(str, others))}    # left over? kill {' '.join(map(str, others))}",
         warn=others,
     )
 

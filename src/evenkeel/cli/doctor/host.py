@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -15,14 +18,11 @@ from .findings import Finding, judged
 SHM = 256 << 20
 """Bytes of /dev/shm below which loader processes are likely to die. Docker's default is 64 MB."""
 
-FILES, PROCESSES = 4096, 4096
-"""Limits below which a job of many loaders comes to an end; Linux's default for files is 1024."""
-
 
 def cores(ranks: int, workers: int) -> Iterator[Finding]:
     """Threads of this node's ranks and their loaders against its cores."""
     here, threads = count_cores(), torch.get_num_threads()
-    busy = ranks * max(threads, 1) + ranks * workers
+    busy = ranks * (threads + workers)
     fitting = max(1, (here - ranks * workers) // ranks)
     yield judged(
         "cores",
@@ -53,30 +53,20 @@ def shared_memory(needed: bool) -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Open files, processes, and on a node with GPUs locked memory, which InfiniBand needs."""
-    for name, flag, number, least in (
-        ("open files", "-n", resource.RLIMIT_NOFILE, FILES),
-        ("processes", "-u", resource.RLIMIT_NPROC, PROCESSES),
-    ):
-        soft, hard = resource.getrlimit(number)
-        possible = hard == resource.RLIM_INFINITY or hard >= least
-        yield judged(
-            f"limit of {name}",
-            "unlimited" if soft == resource.RLIM_INFINITY else str(soft),
-            f"{least} or more",
-            f"ulimit {flag} {max(least, 65536) if hard == resource.RLIM_INFINITY else max(hard, least)}"
-            + "    # as root: the hard limit is lower" * (not possible),
-            warn=soft != resource.RLIM_INFINITY and soft < least,
+    """Open files, processes, and locked memory where there is InfiniBand, which pins it."""
+    known = [("open files", "-n", resource.RLIMIT_NOFILE, 4096), ("processes", "-u", resource.RLIMIT_NPROC, 4096)]
+    if Path("/sys/class/infiniband").is_dir():
+        known.append(("locked memory", "-l", resource.RLIMIT_MEMLOCK, sys.maxsize))
+    for name, flag, number, least in known:
+        # RLIM_INFINITY is -1
+        soft, hard = (math.inf if it < 0 else it for it in resource.getrlimit(number))
+        wanted = "unlimited" if least == sys.maxsize else max(least, min(hard, 65536))
+        who = "    # as root: the hard limit is lower" * (hard < least)
+        value, expected = (
+            str(soft).replace("inf", "unlimited"),
+            f"{wanted} (Linux's default is too low for many loaders)",
         )
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if os.path.isdir("/sys/class/infiniband"):  # noqa: PTH112
-        yield judged(
-            "locked memory",
-            "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KB",
-            "unlimited: InfiniBand pins memory",
-            "ulimit -l unlimited    # in a container: docker run --ulimit memlock=-1",
-            warn=soft != resource.RLIM_INFINITY,
-        )
+        yield judged(f"limit of {name}", value, expected, f"ulimit {flag} {wanted}{who}", warn=soft < least)
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
