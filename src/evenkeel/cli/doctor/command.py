@@ -34,4 +34,4 @@ class DoctorCommand:
         """Check, print the findings once, and return 1 if there is a FAIL."""
         from .visit import Visit  # imports torch, which the help does without
 
-        return Visit(self, train_options).run()
+        return Visit(train_options, self.run_dir, self.master, self.timeout, self.json).run()

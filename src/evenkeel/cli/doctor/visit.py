@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -18,7 +19,6 @@ from ...distributed.world import World
 from ...launch.topology import parse_master
 from ...tasks.command_line import parse
 from . import collectives, devices, host, network, software, storage
-from .command import DoctorCommand
 from .findings import Finding, Report, as_json, examine, merge, show, worst
 
 Checks = Iterator[tuple[str, Callable[[], Iterable[Finding]]]]
@@ -26,15 +26,15 @@ Checks = Iterator[tuple[str, Callable[[], Iterable[Finding]]]]
 
 
 class Visit:
-    """What this process has found, and how it meets the other ranks."""
+    """What this process has found, and how it meets the other ranks. For the arguments see `command.py`."""
 
-    def __init__(self, typed: DoctorCommand, train_options: list[str]) -> None:
-        self.typed, self.start = typed, time.monotonic()
-        self.config, _ = parse(train_options)
+    def __init__(self, job: list[str], run_dir: Path | None, master: str, timeout: float, json: bool) -> None:
+        self.start, self.master, self.timeout, self.json = time.monotonic(), master, timeout, json
+        self.config, _ = parse(job)
         assert self.config.run_dir is not None  # resolved
-        self.folder = typed.run_dir or self.config.run_dir
+        self.folder = run_dir or self.config.run_dir
         self.nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-        self.limit = typed.timeout + 2
+        self.limit = timeout + 2
         """Seconds for a check: more than a collective may wait, so that its own error says what it waited for."""
         self.world, found = find_world()
         self.own = Report(self.world.rank, socket.gethostname(), found)
@@ -50,7 +50,7 @@ class Visit:
 
     def together(self) -> int:
         """Meet the other ranks, check what they do together, and agree on the exit code."""
-        world, seconds = self.world, self.typed.timeout
+        world, seconds = self.world, self.timeout
         title = f"{world.world_size} ranks on {self.nodes} node{'s' * (self.nodes > 1)}"
         if store := self.meet():
             reports = network.collect(store, world, self.own, 2 * seconds)
@@ -71,7 +71,7 @@ class Visit:
 
     def meet(self) -> Store | None:
         """The store of this job, after the joint checks; None if the ranks have not met."""
-        seconds, findings = self.typed.timeout, self.own.findings
+        seconds, findings = self.timeout, self.own.findings
         try:
             store = network.join(self.world, seconds)
         except Exception as error:
@@ -105,9 +105,9 @@ class Visit:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             yield "address of node 0", partial(network.master, *address, self.nodes)
         else:
-            several, address = 1 + bool(self.typed.master), parse_master(self.typed.master or "127.0.0.1")
+            several, address = 1 + bool(self.master), parse_master(self.master or "127.0.0.1")
             yield "host name", partial(network.host_name, several)
-            if self.typed.master:
+            if self.master:
                 yield "address of node 0", partial(network.master, *address, several)
             yield "port", partial(network.free_port, *address)
             yield "speeds", partial(collectives.speeds, world)
@@ -117,7 +117,7 @@ class Visit:
         """In which all ranks take part, in the same order."""
         world = self.world
         yield "round trip", partial(network.round_trip, store, world.rank)
-        yield "process group", partial(collectives.connect, world, store, self.typed.timeout)
+        yield "process group", partial(collectives.connect, world, store, self.timeout)
         yield "comparing devices", partial(collectives.claims, world)
         yield "comparing clocks", partial(collectives.clocks, world)
         yield "comparing folders", partial(storage.shared, world, self.folder)
@@ -127,7 +127,7 @@ class Visit:
     def tell(self, reports: list[Report], title: str) -> None:
         """Print the findings of all ranks."""
         merged, seconds = merge(reports), time.monotonic() - self.start
-        if self.typed.json:
+        if self.json:
             print(as_json(merged, title, seconds), flush=True)
         else:
             show(merged, title, seconds)
