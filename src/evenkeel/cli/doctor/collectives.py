@@ -62,11 +62,11 @@ def collectives(world: World) -> Iterator[Finding]:
         return bool((tensor == ranks * (ranks + 1) / 2).all())
 
     def all_to_all() -> bool:
-        sent = (rank * ranks + torch.arange(ranks, device=device, dtype=torch.float32)).repeat_interleave(each)
+        others = torch.arange(ranks, device=device, dtype=torch.int32)
+        sent = (rank * ranks + others).repeat_interleave(each)
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent)
-        expected = (torch.arange(ranks, device=device, dtype=torch.float32) * ranks + rank).repeat_interleave(each)
-        return torch.equal(got, expected)
+        return torch.equal(got, (others * ranks + rank).repeat_interleave(each))
 
     def broadcast() -> bool:
         tensor = torch.full((each * ranks,), float(rank), device=device)
@@ -87,12 +87,8 @@ def collectives(world: World) -> Iterator[Finding]:
             size = each * ranks * 4
             value = f"right, {size / 2**20:.0f} MiB in {spent * 1000:.0f} ms, {size / spent / 1e9:.2f} GB/s"
             value = f"wrong numbers on {name_ranks(wrong)}" if wrong else value
-            yield judged(
-                name, value, "the right sum or copy", "NCCL_P2P_DISABLE=1 NCCL_DEBUG=INFO " + AGAIN, fail=wrong
-            )
-
-
-AGAIN = "torchrun ... -m evenkeel doctor"
+            again = "NCCL_P2P_DISABLE=1 NCCL_DEBUG=INFO torchrun ... -m evenkeel doctor"
+            yield judged(name, value, "the right sum or copy", again, fail=wrong)
 
 
 def clocks(world: World) -> Iterator[Finding]:

@@ -76,8 +76,14 @@ def master(host: str, port: int, nodes: int) -> Iterator[Finding]:
     yield judged("address of node 0", f"{shown}, by {link.interface or 'an unnamed interface'} as {link.address}")
 
 
-def free_port(host: str, port: int) -> Iterator[Finding]:
-    """Whether node 0 can listen; from another node, whether something answers. Before a job, so without torchrun."""
+def free_port(host: str, port: int, needed: bool = True) -> Iterator[Finding]:
+    """Whether node 0 can listen; from another node, whether something answers. Before a job, so without torchrun.
+
+    Args:
+        host: of node 0.
+        port: where it will listen.
+        needed: whether somebody has asked for this port; if not, it is only a warning.
+    """
     try:
         with socket.create_server((host, 0)):
             pass
@@ -90,7 +96,7 @@ def free_port(host: str, port: int) -> Iterator[Finding]:
     except Refusal as refusal:
         taken = str(refusal).partition(";")[0].removeprefix("--master: ")
         remedy = f"ss -ltnp 'sport = :{port}'    # or choose another: --master {host}:{port + 1}"
-        yield Finding("FAIL", "port", taken, f"port {port} is free", remedy)
+        yield judged("port", taken, f"port {port} is free", remedy, warn=True, fail=needed)
     else:
         yield judged("port", f"{port} is free")
 

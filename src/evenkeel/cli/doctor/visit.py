@@ -100,16 +100,15 @@ class Visit:
         yield "shared memory", partial(host.shared_memory, shared_memory)
         yield "variables", host.variables
         yield "Weights & Biases", partial(host.weights_and_biases, config.wandb)
+        yield "host name", partial(network.host_name, self.nodes)
         if world.launched:
-            yield "host name", partial(network.host_name, self.nodes)
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             yield "address of node 0", partial(network.master, *address, self.nodes)
         else:
-            several, address = 1 + bool(self.master), parse_master(self.master or "127.0.0.1")
-            yield "host name", partial(network.host_name, several)
+            address = parse_master(self.master or "127.0.0.1")
             if self.master:
-                yield "address of node 0", partial(network.master, *address, several)
-            yield "port", partial(network.free_port, *address)
+                yield "address of node 0", partial(network.master, *address, 2)
+            yield "port", partial(network.free_port, *address, bool(self.master))
             yield "speeds", partial(collectives.speeds, world)
         yield "run directory", partial(storage.run_directory, self.folder)
 
