@@ -148,24 +148,25 @@ def speeds(world: World) -> Iterator[Finding]:
     """Matrix products and copies on every rank at the same time, with the slow ranks named."""
     if world.launched:
         dist.all_reduce(torch.zeros(1))
-    measured = world.gather((products(world.device), copies(world.device)))
+    hosts, *measured = zip(
+        *world.gather((socket.gethostname(), products(world.device), copies(world.device))), strict=True
+    )
     if world.rank == 0:
-        for name, unit, values in zip(
-            ("products", "copies"), ("GFLOP/s", "GB/s"), zip(*measured, strict=True), strict=True
-        ):
-            yield judge_speeds(name, unit, values)
+        yield judge_speeds("products", "GFLOP/s", measured[0], hosts)
+        yield judge_speeds("copies", "GB/s", measured[1], hosts)
 
 
-def judge_speeds(name: str, unit: str, values: Sequence[float]) -> Finding:
-    """From the speed of each rank."""
-    median = statistics.median_high(values)
-    slow = {rank: it for rank, it in enumerate(values) if it < SLOW * median}
-    value = f"median {median:.3g} {unit}, lowest {min(values):.3g} ({name_ranks([values.index(min(values))])})"
+def judge_speeds(name: str, unit: str, values: Sequence[float], hosts: Sequence[str]) -> Finding:
+    """From the speed and the host of each rank."""
+    median, low = statistics.median_high(values), values.index(min(values))
+    slow = [rank for rank, it in enumerate(values) if it < SLOW * median]
+    where = ", ".join(sorted({hosts[rank] for rank in slow}))
+    lowest = f"median {median:.3g} {unit}, lowest {values[low]:.3g} (rank {low})"
     return judged(
         name,
-        value if len(values) > 1 else f"{median:.3g} {unit}",
-        f"at least {SLOW:.0%} of the median; slow: {name_ranks([*slow])}" if slow else "",
-        "top -b -n 1 | head -n 20    # on that node; and for a GPU: nvidia-smi -q -d PERFORMANCE,TEMPERATURE",
+        lowest if len(values) > 1 else f"{median:.3g} {unit}",
+        f"at least {SLOW:.0%} of the median; slow: {name_ranks(slow)} on {where}" if slow else "",
+        f"ssh {hosts[low]} 'top -b -n 1 | head -n 20; nvidia-smi -q -d PERFORMANCE,TEMPERATURE'",
         warn=slow,
     )
 

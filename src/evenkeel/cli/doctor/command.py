@@ -14,11 +14,11 @@ from ...config import Flag, MaybePath
 class DoctorCommand:
     """Check the machines before a job: versions, GPUs, memory, network, clocks, run directory, collectives.
 
-      python -m evenkeel doctor                                             this machine
-      torchrun --standalone --nproc_per_node=2 -m evenkeel doctor           all ranks of a job
+    Example: torchrun --standalone --nproc_per_node=2 -m evenkeel doctor -- --num-workers 4
 
-    What follows after `--` are the options of train.py that the job will have. Each finding is OK, WARN or FAIL; the
-    last two say what was expected and which line to type. Exit code: 1 if there is a FAIL.
+    Under torchrun it checks all ranks of a job, else this machine. What follows after `--` are the options of train.py
+    that the job will have. Below each WARN and FAIL is what was expected and the line to type. Exit code: 1 after a
+    FAIL.
     """
 
     run_dir: MaybePath = None

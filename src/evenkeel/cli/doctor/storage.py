@@ -42,7 +42,7 @@ def run_directory(run_dir: Path) -> Iterator[Finding]:
     yield judged(
         "space",
         f"{free / MIB:.0f} MB free at {place}",
-        f"{LEAST // MIB} MB at least, better {ENOUGH // MIB}: checkpoints are {'' if free else 'not '}written whole",
+        f"{LEAST // MIB} MB at least, better {ENOUGH // MIB}: a new checkpoint is written before an old one goes",
         f"du -xh {quoted} | sort -h | tail    # delete something, or: {other}",
         warn=free < ENOUGH,
         fail=free < LEAST,
@@ -95,29 +95,19 @@ def _mount_of(path: Path) -> Path:
 
 def shared(world: World, run_dir: Path) -> list[Finding]:
     """Whether all ranks see what rank 0 writes in the run directory. Collective."""
-    mark = place_of(run_dir) / f".doctor-{uuid.uuid4().hex}"
-    if world.rank == 0:
-        try:
-            mark.write_text(mark.name)
-        except OSError:
-            mark = Path()  # `run_directory` says why
-    path = world.broadcast(str(mark))
-    seen = world.gather((socket.gethostname(), path is not None and Path(path).is_file()))
-    if world.rank:
-        return []
-    if mark == Path():
+    mark: Path | None = place_of(run_dir) / f".doctor-{uuid.uuid4().hex}" if world.rank == 0 else None
+    try:
+        if mark:
+            mark.touch()
+    except OSError:  # `run_directory` says why
+        mark = None
+    path = world.broadcast(mark)
+    seen = world.gather((socket.gethostname(), path is not None and path.is_file()))
+    if not mark:
         return []
     mark.unlink()
-    blind = sorted({host for host, sees in seen if not sees})
-    value = (
-        f"{', '.join(blind)}: what rank 0 writes in {mark.parent} is not seen there" if blind else "seen by all ranks"
-    )
-    return [
-        judged(
-            "shared folder",
-            value,
-            "one file system; without it only rank 0's node has the run, and must be part of the next start",
-            f"--run-dir /a/shared/folder    # look at: findmnt --target {shlex.quote(str(mark.parent))}",
-            warn=blind,
-        )
-    ]
+    blind = ", ".join(sorted({host for host, sees in seen if not sees}))
+    value = f"{blind}: what rank 0 writes in {mark.parent} is not seen there" if blind else "seen by all ranks"
+    expected = "one file system; without it only rank 0's node has the run, and must be part of the next start"
+    look = f"--run-dir /a/shared/folder    # look at: findmnt --target {shlex.quote(str(mark.parent))}"
+    return [judged("shared folder", value, expected, look, warn=blind)]
