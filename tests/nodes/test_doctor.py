@@ -91,7 +91,7 @@ def test_a_loopback_address_on_two_nodes(tmp_path: Path) -> None:
                 "--max-restarts=2",
             ]
             meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={lab.address(0)}:29500", f"--rdzv-conf=is_host={1 - node}"]
-            own = ["-m", "evenkeel", "doctor", "--timeout", "10", "--run-dir", str(tmp_path)]
+            own = ["-m", "evenkeel", "doctor", "--timeout", "20", "--run-dir", str(tmp_path)]
             jobs.append(start(lab, node, [*head, *meet, *own], tmp_path / f"node{node}.log"))
         codes = [job.wait(timeout=LIMIT) for job in jobs]
     logs = "\n".join((tmp_path / f"node{node}.log").read_text() for node in (0, 1))

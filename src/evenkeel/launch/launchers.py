@@ -185,7 +185,7 @@ def doctor_says(start: Start) -> int:
     command = start.command.argv
     cut = command.index("--")
     train_args = command[cut + 2 :] if start.config else ()
-    checked = (*command[:cut], "--max-restarts=0", "-m", "--", "evenkeel", "doctor", "--", *train_args)
+    checked = (*command[:cut], "--max-restarts=0", "-m", "--", "evenkeel", "doctor", "--timeout=30", "--", *train_args)
     code = subprocess.run(checked, env={**os.environ, **start.command.env}).returncode
     if code in (FAILED, REFUSED):
         print("evenkeel: --doctor: the job is not started", file=sys.stderr)
