@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "cli.plan.PlanCommand",
     "checkpoint": "cli.checkpoint.CheckpointCommand",
     "chaos": "cli.chaos.command.ChaosCommand",
+    "doctor": "cli.doctor.command.DoctorCommand",
     "compare": "cli.compare.CompareCommand",
     "predict": "cli.predict.PredictCommand",
     "status": "cli.status.StatusCommand",

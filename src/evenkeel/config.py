@@ -269,6 +269,7 @@ COMMAND_BOUNDS: dict[str, Bounds] = {
     "steps": (24, 10**6),
     "rounds": (1, 1000),
     "seed": SEEDS,
+    "timeout": (1, 3600),
 }
 """Bounds of the other commands' options."""
 

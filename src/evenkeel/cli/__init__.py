@@ -8,6 +8,7 @@
     follow.py       follow: one run as its own console shows it, until it ends
     profile.py      profile: the traces of a run's ranks as one, on one clock
     scaling/        scaling: short runs on more and more ranks; speed-up, and where the loss comes from
+    doctor/         doctor: check the machines, alone or on all ranks, before a job
     chaos/          chaos: break a running job again and again, and report what that has cost
     tail.py         the new lines of a metrics.jsonl that grows, for status, follow and chaos
 

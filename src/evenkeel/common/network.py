@@ -35,12 +35,12 @@ def find_link(master: str, port: int, *, is_master: bool) -> Link:
         raise Refusal(f"--master {master}: cannot be reached from this node: {error.strerror}") from None
     if not is_master:
         return Link(address, _interface(address))
-    if _is_loopback(address) and not (master == "localhost" or _is_loopback(master)):
+    if is_loopback(address) and not (master == "localhost" or is_loopback(master)):
         # Debian lists a machine's own name as 127.0.1.1. The others see its true address; take the interface of the
         # default route (192.0.2.1 is reserved for documentation).
         with contextlib.suppress(OSError):
             address = _source_address(socket.AF_INET, ("192.0.2.1", 9))
-        if _is_loopback(address):
+        if is_loopback(address):
             raise Refusal(f"--master {master}: is {address} on this node; give the address that the other nodes see")
     return Link(master, _interface(address))
 
@@ -105,19 +105,24 @@ def _source_address(family: int, target: Any) -> str:
         return str(probe.getsockname()[0])
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address, not a name, is one that every machine has for itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return False
 
 
-def _interface(address: str) -> str | None:
-    """The name of the interface with this IPv4 address; None where Linux does not tell."""
+def interfaces() -> dict[str, str]:
+    """This node's interfaces and their IPv4 addresses; empty where Linux does not tell."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 reply = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
-    return None
+                found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def _interface(address: str) -> str | None:
+    return next((name for name, its in interfaces().items() if its == address), None)

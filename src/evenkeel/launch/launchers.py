@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import tyro
 
 from ..common.arguments import one_line_errors, refuse_empty
-from ..common.errors import REFUSED, Refusal
+from ..common.errors import FAILED, REFUSED, Refusal
 from ..common.network import Link, find_link, meet
 from ..config import COMMAND_BOUNDS, check_numbers
 from .topology import (
@@ -54,6 +55,8 @@ class SingleNode:
     """Run this file instead of train.py."""
     dry_run: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
     """Print the exact command and its environment, and start nothing."""
+    doctor: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """First check the machines by `evenkeel doctor` on the same ranks; start nothing if it finds a FAIL."""
 
     @property
     def topology(self) -> Topology:
@@ -175,6 +178,21 @@ def prepare(options: type[SingleNode], argv: Sequence[str], train: Path) -> Star
     return Start(typed, topology, link, torchrun(topology, link, script, train_args), config)
 
 
+def doctor_says(start: Start) -> int:
+    """With --doctor: run `evenkeel doctor` on the ranks that the job will have. Returns 0 if the job may start."""
+    if not start.typed.doctor:
+        return 0
+    command = start.command.argv
+    cut = command.index("--")
+    train_args = command[cut + 2 :] if start.config else ()
+    checked = (*command[:cut], "--max-restarts=0", "-m", "--", "evenkeel", "doctor", "--timeout=30", "--", *train_args)
+    code = subprocess.run(checked, env={**os.environ, **start.command.env}).returncode
+    if code in (FAILED, REFUSED):
+        print("evenkeel: --doctor: the job is not started", file=sys.stderr)
+        return FAILED
+    return code
+
+
 def topology_in(arguments: Sequence[str]) -> list[str]:
     """Turn ``train.py -n 2 -g 4 -nr 0 ...`` into a launcher's command line; empty if it names no topology.
 
@@ -210,4 +228,6 @@ def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
     except Refusal as refusal:
         print(f"evenkeel: {refusal}", file=sys.stderr)
         return REFUSED
+    if code := doctor_says(start):
+        return code
     return start.command.execute()

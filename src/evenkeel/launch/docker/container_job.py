@@ -20,7 +20,7 @@ from ...common.network import Waiting
 from ...config import Config
 from ...resilience import heartbeat
 from .. import agent
-from ..launchers import MultiNode, check_train_options, parse_arguments, prepare, wait_for_master
+from ..launchers import MultiNode, check_train_options, doctor_says, parse_arguments, prepare, wait_for_master
 from ..topology import JOIN_SECONDS, OWN_STORE, SHUTDOWN_SECONDS, refuse_useless_gpus
 
 TRAIN = Path("train.py")  # in the image it is in the working directory
@@ -66,6 +66,8 @@ def _launch(arguments: list[str], only_check: bool) -> int:
     if start.topology.max_nodes > 1:
         hold_places(f"{start.topology.master_port} {start.topology.run_id}", start.link.address)
     wait_for_master(start.topology)
+    if code := doctor_says(start):
+        return code
     os.environ.update(start.command.env)
     return agent.main(list(start.command.argv[3:]))  # in this process, which has imported torch
 

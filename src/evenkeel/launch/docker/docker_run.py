@@ -152,6 +152,7 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
         "--script": typed.script and typed.script.name,
     }
     launch = ["launch", *(str(word) for pair in words.items() if pair[1] is not None for word in pair)]
+    launch += ["--doctor"] * typed.doctor
     return Command((typed.engine, "run", *options, typed.image, *launch, "--", *train_args), {})
 
 

@@ -1,0 +1,37 @@
+"""The options of `python -m evenkeel doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from ...config import Flag, MaybePath
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Check the machines before a job: versions, GPUs, memory, network, clocks, run directory, collectives.
+
+    Example: torchrun --standalone --nproc_per_node=2 -m evenkeel doctor -- --num-workers 4
+
+    Under torchrun it checks all ranks of a job, else this machine. What follows after `--` are the options of train.py
+    that the job will have. Below each WARN and FAIL is what was expected and the line to type. Exit code: 1 after a
+    FAIL.
+    """
+
+    run_dir: MaybePath = None
+    """Folder to test; nothing stays in it. Default: the run directory of the job's options."""
+    master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]")] = ""
+    """Without torchrun: the address of node 0 that several nodes will use. Default: only the port, 29500, is tested."""
+    timeout: float = 10.0
+    """Seconds that the ranks wait for each other, and that a check may take."""
+    json: Flag = False
+    """For programs: print a JSON object."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Check, print the findings once, and return 1 if there is a FAIL."""
+        from .visit import Visit  # imports torch, which the help does without
+
+        return Visit(train_options, self.run_dir, self.master, self.timeout, self.json).run()

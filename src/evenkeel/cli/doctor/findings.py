@@ -1,0 +1,156 @@
+"""A finding; a check that may crash or hang; the findings of many ranks as one list, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from ...common.naming import name_ranks
+
+Level = Literal["OK", "WARN", "FAIL"]
+STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found on one rank."""
+
+    level: Level
+    name: str
+    value: str
+    expected: str = ""
+    remedy: str = ""
+    """The line to type."""
+    same: bool = False
+    """Whether all ranks should have this value."""
+
+
+def judged(
+    name: str,
+    value: str,
+    expected: str = "",
+    remedy: str = "",
+    *,
+    warn: object = False,
+    fail: object = False,
+    same: bool = False,
+) -> Finding:
+    """A finding that is OK unless a condition holds; then it has no need of a remedy."""
+    level: Level = "FAIL" if fail else "WARN" if warn else "OK"
+    return Finding(level, name, value, *(("", "") if level == "OK" else (expected, remedy)), same)
+
+
+def examine(name: str, check: Callable[[], Iterable[Finding]], seconds: float, crash: Level = "WARN") -> list[Finding]:
+    """Run a check; one that crashes is a finding of that level, and one that hangs a failure."""
+    found: list[Finding] = []
+
+    def work() -> None:
+        try:
+            found.extend(check())
+        except BaseException as error:  # also a SystemExit, as from `leave` in a library
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            found.append(Finding(crash, name, f"could not be checked: {text[:400]}", "a check that ends", ISSUE))
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not thread.is_alive():
+        return found
+    return [Finding("FAIL", name, f"no answer within {seconds:g} s", "an answer", f"{COMMAND} --timeout 60")]
+
+
+COMMAND = "python -m evenkeel doctor"
+ISSUE = f"{COMMAND} --json    # and report it with this output"
+
+
+@dataclass
+class Report:
+    """All findings of one rank."""
+
+    rank: int
+    host: str
+    findings: list[Finding]
+
+    def dumps(self) -> str:
+        """As JSON, for the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str | bytes) -> Report:
+        """The inverse of :meth:`dumps`."""
+        known: dict[str, Any] = json.loads(text)
+        return Report(known["rank"], known["host"], [Finding(**it) for it in known["findings"]])
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A finding that some ranks share."""
+
+    finding: Finding
+    ranks: list[int]
+    where: str
+    """Which nodes or ranks; empty: all that were asked."""
+
+
+def merge(reports: Sequence[Report]) -> list[Merged]:
+    """Equal findings of several ranks become one, in the order in which they were made."""
+    groups: dict[Finding, list[Report]] = {}
+    for report in reports:
+        for finding in dict.fromkeys(report.findings):
+            groups.setdefault(finding, []).append(report)
+    names = list(dict.fromkeys(finding.name for finding in groups))
+    merged = []
+    for finding in sorted(groups, key=lambda it: names.index(it.name)):
+        asked = [report for report in reports if any(it.name == finding.name for it in report.findings)]
+        having, values = groups[finding], {it.value for it in groups if it.name == finding.name}
+        if finding.same and len(values) > 1 and finding.level == "OK":
+            finding = replace(finding, level="WARN", expected="the same on all ranks", remedy="make setup")
+        merged.append(Merged(finding, [it.rank for it in having], _where(having, asked)))
+    return merged
+
+
+def _where(having: Sequence[Report], asked: Sequence[Report]) -> str:
+    if len(having) == len(asked):
+        return ""
+    hosts = list(dict.fromkeys(it.host for it in having))
+    if len(having) == sum(it.host in hosts for it in asked):
+        return f"node{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
+    return name_ranks([it.rank for it in having])
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """The worst level among findings."""
+    levels = {it.level for it in findings}
+    return "FAIL" if "FAIL" in levels else "WARN" if "WARN" in levels else "OK"
+
+
+def show(merged: Sequence[Merged], title: str, seconds: float) -> None:
+    """Print the findings for people: a line each, and below a trouble what was expected and the line to type."""
+    console = Console(highlight=False, soft_wrap=True)  # a line to type is not broken
+    console.print(Text(f"doctor: {title}"))
+    width = max((len(it.finding.name) for it in merged), default=0)
+    for it in merged:
+        finding = it.finding
+        line = Text(f"{finding.level:<6}", style=STYLES[finding.level])
+        line.append(f"{finding.name:<{width}}  {finding.value}{f'  ({it.where})' * bool(it.where)}", style="default")
+        console.print(line)
+        for word, text in (("expected", finding.expected), ("type", finding.remedy)):
+            if text:
+                console.print(Text(f"      {word:<{width}}  {text}"))
+    counts = [f"{sum(it.finding.level == level for it in merged)} {level}" for level in STYLES]
+    console.print(Text(f"{', '.join(counts)} in {seconds:.1f} s"))
+
+
+def as_json(merged: Sequence[Merged], title: str, seconds: float) -> str:
+    """The findings for programs."""
+    rows = [{**asdict(it.finding), "ranks": it.ranks, "where": it.where} for it in merged]
+    for row in rows:
+        del row["same"]
+    level = worst(it.finding for it in merged)
+    return json.dumps({"level": level, "about": title, "seconds": round(seconds, 2), "findings": rows}, indent=2)

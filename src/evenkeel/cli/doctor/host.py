@@ -1,0 +1,106 @@
+"""This node: cores, shared memory, limits, variables that contradict each other, W&B."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from ...common.processes import count_cores
+from .findings import Finding, judged
+
+SHM = 256 << 20
+"""Bytes of /dev/shm below which loader processes are likely to die. Docker's default is 64 MB."""
+
+
+def cores(ranks: int, workers: int) -> Iterator[Finding]:
+    """Threads of this node's ranks and their loaders against its cores."""
+    here, threads = count_cores(), torch.get_num_threads()
+    busy = ranks * (threads + workers)
+    fitting = max(1, (here - ranks * workers) // ranks)
+    yield judged(
+        "cores",
+        f"{here} for {ranks} rank{'s' * (ranks > 1)} x ({threads} threads + {workers} workers) = {busy}",
+        "no more threads and workers than cores: they would wait for each other",
+        f"export OMP_NUM_THREADS={fitting}" + f"    # and --num-workers {max(0, here // ranks - 1)}" * (workers > 0),
+        warn=busy > here and (threads > 1 or workers),
+    )
+
+
+def shared_memory(needed: bool) -> Iterator[Finding]:
+    """Shared memory, through which loader processes pass batches, and NCCL the ranks of a node.
+
+    Args:
+        needed: whether this job uses it; if not, too little is only a warning.
+    """
+    place = "/dev/shm"  # noqa: S108
+    usage = shutil.disk_usage(place)
+    small = usage.free < SHM
+    yield judged(
+        place,
+        f"{usage.free >> 20} MB free of {usage.total >> 20} MB",
+        f"{SHM >> 20} MB free: loader processes pass batches through it, and die of a bus error",
+        "mount -o remount,size=8g /dev/shm    # in a container: docker run --shm-size 8g, or --ipc=host",
+        warn=small,
+        fail=small and needed,
+    )
+
+
+def limits() -> Iterator[Finding]:
+    """Open files, processes, and locked memory where there is InfiniBand, which pins it."""
+    known = [("open files", "-n", resource.RLIMIT_NOFILE, 4096), ("processes", "-u", resource.RLIMIT_NPROC, 4096)]
+    if Path("/sys/class/infiniband").is_dir():
+        known.append(("locked memory", "-l", resource.RLIMIT_MEMLOCK, sys.maxsize))
+    for name, flag, number, least in known:
+        # RLIM_INFINITY is -1
+        soft, hard = (math.inf if it < 0 else it for it in resource.getrlimit(number))
+        wanted = "unlimited" if least == sys.maxsize else max(least, min(hard, 65536))
+        who = "    # as root: the hard limit is lower" * (hard < least)
+        value, expected = (
+            str(soft).replace("inf", "unlimited"),
+            f"{wanted} (Linux's default is too low for many loaders)",
+        )
+        yield judged(f"limit of {name}", value, expected, f"ulimit {flag} {wanted}{who}", warn=soft < least)
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Variables of Slurm and torchrun that cannot both be true."""
+
+    def number(name: str) -> int | None:
+        return int(environ[name]) if environ.get(name, "").isdigit() else None
+
+    launched = "TORCHELASTIC_RUN_ID" in environ
+    wrong = []
+    nodes, groups = number("SLURM_STEP_NUM_NODES"), number("GROUP_WORLD_SIZE")
+    tasks, given, local = number("SLURM_STEP_NUM_TASKS"), number("SLURM_GPUS_ON_NODE"), number("LOCAL_WORLD_SIZE")
+    one_each = "srun --ntasks-per-node=1 slurm/node.py -- OPTIONS"
+    if tasks and nodes and tasks != nodes:
+        wrong.append((f"SLURM_STEP_NUM_TASKS={tasks} on {nodes} nodes", "one task for each node", one_each))
+    if launched and nodes and groups and nodes != groups:
+        wrong.append((f"SLURM_STEP_NUM_NODES={nodes}, GROUP_WORLD_SIZE={groups}", "torchrun on each node", one_each))
+    if launched and given and local and given != local:
+        found = f"SLURM_GPUS_ON_NODE={given}, LOCAL_WORLD_SIZE={local}"
+        wrong.append((found, "a rank for each GPU", f"torchrun --nproc_per_node={given} ..."))
+    if not launched and any(name in environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in environ]
+        wrong.append((f"{' '.join(left)} without torchrun", "none: torchrun sets them", f"unset {' '.join(left)}"))
+    for value, expected, remedy in wrong:
+        yield Finding("WARN", "variables", value, expected, remedy)
+    if not wrong:
+        yield judged("variables", "Slurm's and torchrun's agree" if nodes else "none contradict")
+
+
+def weights_and_biases(asked: str) -> Iterator[Finding]:
+    """What --wandb means here; the key itself is never read."""
+    from ...run.tracking import wandb_mode
+
+    mode, why = wandb_mode(asked)
+    missing = asked == "online" and wandb_mode("auto")[0] == "disabled"
+    value = f"{mode}, but no key is found" if missing else f"{mode}{f': {why}' * bool(why)}"
+    yield judged("Weights & Biases", value, "a key for --wandb online", "wandb login", warn=missing)

@@ -1,0 +1,96 @@
+"""Findings of many ranks: merged, shown, and what becomes of checks that crash or hang."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from evenkeel.cli.doctor.findings import Finding, Report, as_json, examine, judged, merge, show, worst
+
+GOOD, BAD = judged("clock", "right"), judged("clock", "wrong", "right", "date", fail=True)
+
+
+def reports(*findings: Finding) -> list[Report]:
+    """Two nodes of two ranks."""
+    return [Report(rank, "ab"[rank // 2], [finding]) for rank, finding in enumerate(findings)]
+
+
+@pytest.mark.parametrize(
+    ("findings", "where"),
+    [
+        ((GOOD, GOOD, GOOD, GOOD), [""]),
+        ((GOOD, GOOD, BAD, BAD), ["node a", "node b"]),
+        ((GOOD, BAD, GOOD, GOOD), ["ranks 0, 2-3", "rank 1"]),
+    ],
+)
+def test_equal_findings_are_one(findings: tuple[Finding, ...], where: list[str]) -> None:
+    assert [it.where for it in merge(reports(*findings))] == where
+
+
+def test_a_check_that_one_rank_of_each_node_does_is_of_all() -> None:
+    first = [Report(0, "a", [GOOD]), Report(1, "a", []), Report(2, "b", [GOOD]), Report(3, "b", [])]
+    assert [(it.where, it.ranks) for it in merge(first)] == [("", [0, 2])]
+
+
+def test_versions_that_differ_are_a_warning_and_speeds_are_not() -> None:
+    def levels(same: bool) -> set[str]:
+        made = [Finding("OK", "torch", value, same=same) for value in ("2.8", "2.8", "2.8", "2.9")]
+        return {it.finding.level for it in merge(reports(*made))}
+
+    assert levels(same=True) == {"WARN"}
+    assert levels(same=False) == {"OK"}
+
+
+def test_a_check_that_crashes_is_a_warning_and_one_that_hangs_a_failure() -> None:
+    def crash() -> Iterator[Finding]:
+        yield GOOD
+        raise ZeroDivisionError("of one's own")
+
+    def hang() -> list[Finding]:
+        threading.Event().wait(20)
+        return [GOOD]
+
+    good, warning = examine("crash", crash, 20)
+    assert good == GOOD
+    assert (warning.level, warning.value) == ("WARN", "could not be checked: ZeroDivisionError: of one's own")
+    (failure,) = examine("hang", hang, 0.1)
+    assert failure.level == "FAIL"
+    assert examine("fine", lambda: [GOOD], 20) == [GOOD]
+
+
+def test_a_report_travels_as_json() -> None:
+    report = Report(3, "b", [GOOD, BAD])
+    assert Report.loads(report.dumps()) == report
+
+
+def test_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    merged = merge(reports(GOOD, GOOD, BAD, BAD))
+    show(merged, "4 ranks", 1.0)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [
+        "OK clock right (node a)",
+        "FAIL clock wrong (node b)",
+        "expected right",
+        "type date",
+        "1 OK, 0 WARN, 1 FAIL in 1.0 s",
+    ]
+    told = json.loads(as_json(merged, "4 ranks", 1.0))
+    assert told["level"] == "FAIL"
+    assert told["findings"][1] == {
+        "level": "FAIL",
+        "name": "clock",
+        "value": "wrong",
+        "expected": "right",
+        "remedy": "date",
+        "ranks": [2, 3],
+        "where": "node b",
+    }
+
+
+def test_the_worst_counts() -> None:
+    assert [worst(found) for found in ([], [GOOD], [GOOD, judged("x", "", warn=1)], [BAD, GOOD])] == [
+        *("OK", "OK", "WARN", "FAIL")
+    ]

@@ -1,0 +1,215 @@
+"""The checks of one process, on real files, ports and limits where there are some, else on recorded data."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evenkeel.cli.doctor import devices, host, network, software, storage
+from evenkeel.cli.doctor.collectives import judge_claims, judge_clocks, judge_speeds
+from evenkeel.cli.doctor.findings import Finding, Level
+from tests.support.processes import free_port
+
+
+def levels(found: Iterator[Finding]) -> dict[str, Level]:
+    return {it.name: it.level for it in found}
+
+
+@pytest.fixture
+def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits for one."""
+    monkeypatch.setenv("RES_OPTIONS", "attempts:1 timeout:1")
+
+
+def torchvision_that_needs(folder: Path, requirement: str) -> None:
+    info = folder / "torchvision-0.10.0.dist-info"
+    info.mkdir()
+    text = f"Metadata-Version: 2.1\nName: torchvision\nVersion: 0.10.0\nRequires-Dist: {requirement}\n"
+    (info / "METADATA").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "level"),
+    [("torch==1.9.0", "FAIL"), ("torch (==1.9.0)", "FAIL"), ("torch>=99", "FAIL"), ("torch (>=2.0)", "OK")],
+)
+def test_a_torchvision_for_another_torch(
+    requirement: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchvision_that_needs(tmp_path, requirement)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = software.torchvision()
+    assert (found.level, found.value.partition(",")[0]) == (level, "0.10.0")
+    assert ("pip install" in found.remedy) == (level == "FAIL")
+
+
+def test_the_versions_here_fit() -> None:
+    assert set(levels(software.versions()).values()) == {"OK"}
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.2")
+    assert levels(software.cuda("450.1", "11.0"))["driver"] == "FAIL"
+    assert levels(software.cuda("590.1", "13.0"))["driver"] == "OK"
+    assert levels(software.cuda("", "")) == {}
+
+
+def test_limits_of_this_process() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        low = next(it for it in host.limits() if it.name == "limit of open files")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+        assert levels(host.limits())["limit of open files"] == "OK"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (low.level, low.value) == ("WARN", "512")
+    assert low.remedy.startswith("ulimit -n ")
+
+
+def test_more_workers_than_cores() -> None:
+    (many,), (few,) = host.cores(8, 100), host.cores(1, 0)
+    assert (many.level, few.level) == ("WARN", "OK")
+    assert many.remedy.startswith("export OMP_NUM_THREADS=1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, ""),
+        ({"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "GROUP_WORLD_SIZE": "2"}, ""),
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4"),
+        ({"SLURM_STEP_NUM_NODES": "2", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, "GROUP_WORLD_SIZE=1"),
+        ({"SLURM_GPUS_ON_NODE": "8", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, "LOCAL_WORLD_SIZE=2"),
+        ({"RANK": "0"}, "RANK without torchrun"),
+    ],
+)
+def test_variables_that_contradict_each_other(environ: dict[str, str], said: str) -> None:
+    (found,) = host.variables(environ)
+    assert found.level == ("WARN" if said else "OK")
+    assert said in found.value
+
+
+def test_no_key_for_wandb_and_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NETRC", os.devnull)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert [it.level for it in host.weights_and_biases("online")] == ["WARN"]
+    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
+    (found,) = host.weights_and_biases("online")
+    assert found.level == "OK"
+    assert "secret" not in str(found)
+
+
+@pytest.mark.usefixtures("no_name_server")
+def test_a_port_in_use() -> None:
+    port = free_port()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        (taken,) = network.free_port("127.0.0.1", port)
+    (free,) = network.free_port("127.0.0.1", port)
+    assert (taken.level, free.level) == ("FAIL", "OK")
+    assert f"127.0.0.1:{port + 1}" in taken.remedy
+
+
+@pytest.mark.usefixtures("no_name_server")
+def test_a_loopback_master_is_wrong_for_several_nodes_only() -> None:
+    (several,), (one,) = network.master("127.0.0.1", 29500, 2), network.master("127.0.0.1", 29500, 1)
+    assert (several.level, one.level) == ("FAIL", "OK")
+    (unknown,) = network.master("no-such-host.invalid", 29500, 1)
+    assert unknown.level == "FAIL"
+
+
+def test_a_good_run_directory_and_nothing_left_in_it(tmp_path: Path) -> None:
+    place = tmp_path / "runs"
+    place.mkdir()
+    found = list(storage.run_directory(place / "not" / "yet"))
+    assert [it.name for it in found] == ["space", "run directory"]
+    assert "FAIL" not in {it.level for it in found}
+    assert list(place.iterdir()) == []
+
+
+def test_a_run_directory_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert levels(storage.run_directory(tmp_path / "file" / "run")) == {"run directory": "FAIL"}
+
+
+def test_locks_that_do_not_work_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # as on some network file systems: each gets it
+    assert levels(storage.run_directory(tmp_path))["run directory"] == "FAIL"
+
+
+def test_a_full_run_directory(small_disk: Path) -> None:
+    size = os.statvfs(small_disk)
+    with (small_disk / "full").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size.f_bavail * size.f_bsize)
+    found = {it.name: it for it in storage.run_directory(small_disk)}
+    assert {name: it.level for name, it in found.items()} == {"space": "FAIL", "run directory": "FAIL"}
+    assert "No space left" in found["run directory"].value
+    assert [path.name for path in small_disk.iterdir()] == ["full"]
+
+
+def test_two_ranks_on_one_device() -> None:
+    twice = judge_claims(["GPU-a", "GPU-b", "GPU-a"])
+    assert (twice.level, twice.value) == ("FAIL", "ranks 0, 2 on one device, GPU-a")
+    assert twice.remedy.startswith("CUDA_VISIBLE_DEVICES=")
+    assert judge_claims(["GPU-a", "GPU-b", ""]).level == "OK"
+    assert judge_claims(["", ""]).level == "OK", "any number of ranks may share a CPU"
+
+
+def test_clocks_that_differ() -> None:
+    assert [judge_clocks([0.0, apart]).level for apart in (0.1, -1.0, 5.0)] == ["OK", "WARN", "FAIL"]
+    assert "rank 1 by up to +5.0 s" in judge_clocks([0.0, 5.0, 0.1]).value
+
+
+def test_a_slow_rank_is_named() -> None:
+    slow = judge_speeds("products", "GFLOP/s", [40.0, 41.0, 12.0, 39.0], "aabb")
+    assert slow.level == "WARN"
+    assert slow.expected.endswith("slow: rank 2 on b")
+    assert judge_speeds("products", "GFLOP/s", [40.0, 41.0, 30.0, 39.0], "aabb").level == "OK"
+
+
+QUERY = """0, GPU-1111, NVIDIA X, 81559, 4, 550.54.15
+1, GPU-2222, NVIDIA X, 81559, 70001, 550.54.15
+no devices were found
+"""
+
+
+def test_what_nvidia_smi_says() -> None:
+    rows = devices.table(QUERY, devices.GPU)
+    assert [row["uuid"] for row in rows] == ["GPU-1111", "GPU-2222"]
+    assert rows[1]["memory.used"] == "70001"
+
+
+def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in the place of nvidia-smi, which says what a real one has said."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\ncase $1 in\n--query-gpu*) echo 0, GPU-1111, NVIDIA X, 81559, 4, 450.51 ;;\n"
+        f"--query-comp*) echo GPU-1111, {os.getppid()}, 70000 ;;\n*) echo '| CUDA Version: 11.0  |' ;;\nesac\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("torch.version.cuda", "13.2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = {it.name: it for it in devices.gpus()}
+    assert found["GPU 0"].value == "NVIDIA X, 4 of 81559 MiB used, GPU-1111"
+    assert found["driver"].value == "450.51, for CUDA 11.0"
+    told = {name: found[name].level for name in ("driver", "CUDA in torch", "processes on GPUs")}
+    assert told == {"driver": "FAIL", "CUDA in torch": "FAIL", "processes on GPUs": "WARN"}
+    script.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert levels(devices.gpus()) == {"GPUs": "FAIL"}
+    script.unlink()
+
+
+def test_a_left_over_process_is_named_with_its_owner_and_age() -> None:
+    mine = {"gpu_uuid": "GPU-2222", "pid": str(os.getppid()), "used_memory": "70000"}
+    found = devices.judge_processes([mine], {"GPU-2222": "1"})
+    assert found.level == "WARN"
+    assert f"GPU 1: pid {os.getppid()} of " in found.value
+    assert str(os.getppid()) in found.remedy
+    assert devices.judge_processes([{**mine, "pid": str(os.getpid())}], {}).level == "OK"

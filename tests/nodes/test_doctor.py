@@ -1,0 +1,102 @@
+"""`evenkeel doctor` where faults need root: mounts of one process, and two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenkeel.cli.chaos.nodes import Lab
+from tests.support.processes import LIMIT, ROOT, environment, read, run
+
+DOCTOR = [sys.executable, "-m", "evenkeel", "doctor", "--json", "--timeout", "60"]
+
+
+def mounted(first: str, *options: object, expect: int) -> dict[str, str]:
+    """The levels of a doctor's findings after some shell in a mount namespace of its own."""
+    command = f"{first}\nexec {shlex.join([*DOCTOR, *map(str, options)])}"
+    done = run(["unshare", "-m", "sh", "-e", "-c", command], expect=expect)
+    return {it["name"]: it["level"] for it in json.loads(done.stdout)["findings"]}
+
+
+def test_64_mb_of_shared_memory(tmp_path: Path) -> None:
+    where = ["--run-dir", tmp_path]
+    small, large = "mount -t tmpfs -o size=64m shm /dev/shm", "mount -t tmpfs -o size=2g shm /dev/shm"
+    assert mounted(small, *where, expect=0)["/dev/shm"] == "WARN"
+    assert mounted(small, *where, "--", "--num-workers", 2, expect=1)["/dev/shm"] == "FAIL"
+    assert mounted(large, *where, "--", "--num-workers", 2, expect=0)["/dev/shm"] == "OK"
+
+
+def test_a_read_only_and_a_full_run_directory(tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=2g disk {tmp_path}"
+    levels = mounted(f"{mount}\nmount -o remount,ro {tmp_path}", "--run-dir", tmp_path / "run", expect=1)
+    assert (levels["space"], levels["run directory"]) == ("WARN", "FAIL")
+    fill = f"{mount}\ndd if=/dev/zero of={tmp_path}/full bs=1M status=none || true"
+    fill = fill.replace("size=2g", "size=8m")
+    levels = mounted(fill, "--run-dir", tmp_path / "run", expect=1)
+    assert (levels["space"], levels["run directory"]) == ("FAIL", "FAIL")
+    levels = mounted(mount, "--run-dir", tmp_path / "run", expect=0)
+    assert "FAIL" not in levels.values()
+
+
+def start(lab: Lab, node: int, command: list[str], log: Path) -> subprocess.Popen[Any]:
+    env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    with log.open("w") as out:
+        return lab.popen(node, command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.parametrize("falsely", [True, False])
+def test_a_folder_that_is_not_shared_and_then_the_job(falsely: bool, tmp_path: Path) -> None:
+    """The launchers' --doctor on two nodes. Control: the same folder on both."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    small = ["--batch-size", "16", "--limit-batches", "4", "--max-steps", "2", "--wandb", "disabled"]
+    with Lab(2) as lab:
+        if falsely:
+            lab.run(1, ["mount", "-t", "tmpfs", "-o", "size=1g", "disk", str(runs)])
+        jobs = []
+        for node in lab.nodes:
+            head = [sys.executable, "launch/multi_node.py", "-n", "2", "-g", "1", "-nr", str(node), "--doctor"]
+            command = [*head, "--master", lab.address(0), "--", *small, "--run-dir", str(runs / "run")]
+            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        codes = [job.wait(timeout=LIMIT) for job in jobs]
+        names = [lab.hostname(node) for node in lab.nodes]
+    logs = [(tmp_path / f"node{node}.log").read_text() for node in (0, 1)]
+    assert codes == [0, 0], "\n".join(logs)
+    assert "doctor: " in logs[0]
+    assert "doctor: " not in logs[1], "rank 0 speaks for all"
+    (line,) = [line for line in logs[0].splitlines() if " shared folder " in line]
+    assert line.startswith("WARN" if falsely else "OK")
+    assert (names[1] in line) == falsely
+    assert read(runs / "run")["step"] == 2
+
+
+def test_a_loopback_address_on_two_nodes(tmp_path: Path) -> None:
+    """Plain torchruns, which know each other; but the host names, which gloo takes, are 127.0.1.1. Control: above."""
+    with Lab(2) as lab:
+        jobs = []
+        for node in lab.nodes:
+            head = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+                "--nproc-per-node=1",
+                "--max-restarts=2",
+            ]
+            meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={lab.address(0)}:29500", f"--rdzv-conf=is_host={1 - node}"]
+            own = ["-m", "evenkeel", "doctor", "--timeout", "20", "--run-dir", str(tmp_path)]
+            jobs.append(start(lab, node, [*head, *meet, *own], tmp_path / f"node{node}.log"))
+        codes = [job.wait(timeout=LIMIT) for job in jobs]
+    logs = "\n".join((tmp_path / f"node{node}.log").read_text() for node in (0, 1))
+    assert all(codes), logs
+    failed = [line for line in logs.splitlines() if line.startswith("FAIL")]
+    assert any("127.0.1.1" in line for line in failed), logs
+    assert "GLOO_SOCKET_IFNAME=eth0" in logs or "--local-addr" in logs
+    assert "Traceback" not in logs

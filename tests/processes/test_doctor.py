@@ -1,0 +1,115 @@
+"""`python -m evenkeel doctor` on real ranks: a healthy job, and faults that it must find."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import ROOT, free_port, read, run, run_forked, torchrun
+
+DOCTOR = ["-m", "evenkeel", "doctor", "--json", "--timeout", "60"]
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    """The findings by name, the worst of each name last."""
+    found = json.loads(done.stdout)["findings"]
+    return {it["name"]: it for it in sorted(found, key=lambda it: ["OK", "WARN", "FAIL"].index(it["level"]))}
+
+
+def failures(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [name for name, it in told(done).items() if it["level"] == "FAIL"]
+
+
+def each_rank(tmp_path: Path, first: str) -> list[str]:
+    """torchrun's options to run a line of shell before the doctor on each rank, which is `$RANK` there."""
+    script = tmp_path / "rank.sh"
+    script.write_text(f'{first}\nexec "{sys.executable}" "$@"\n')
+    return ["--no-python", "/bin/bash", str(script)]
+
+
+def test_two_healthy_ranks(tmp_path: Path) -> None:
+    done = run(torchrun(2, *DOCTOR, "--run-dir", tmp_path / "run"))
+    found = told(done)
+    assert failures(done) == []
+    for name in ("all-reduce", "all-to-all", "broadcast"):
+        assert found[name]["value"].startswith("right, ")
+    for name in ("Python", "torch", "torchvision", "run directory", "clocks", "shared folder", "process group"):
+        assert found[name]["level"] in ("OK", "WARN")
+    assert found["torch"]["ranks"] == [0, 1]
+    assert found["torch"]["where"] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_ends_torchrun_without_restarts_or_tracebacks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run(torchrun(2, *DOCTOR, "--run-dir", tmp_path / "file" / "run", restarts=3), expect=-signal.SIGALRM)
+    assert failures(done) == ["run directory"]
+    assert "Traceback" not in done.stderr
+    assert "FAILED" not in done.stderr
+
+
+def test_alone_a_port_in_use_and_a_loopback_master() -> None:
+    port = free_port()
+    master = ["--master", f"127.0.0.1:{port}"]
+    assert failures(run_forked(*DOCTOR, *master, expect=1)) == ["address of node 0"]
+    with socket.create_server(("127.0.0.1", port)):
+        assert failures(run_forked(*DOCTOR, *master, expect=1)) == ["address of node 0", "port"]
+    assert failures(run_forked(*DOCTOR)) == []
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env = os.environ | alone | {"MASTER_PORT": str(free_port())}
+    done = run([sys.executable, *DOCTOR[:4], "--timeout", "2"], env=env, expect=1)
+    assert "waiting for 1" in told(done)["ranks meet"]["value"]
+    assert "--timeout 12" in told(done)["ranks meet"]["remedy"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 or not shutil.which("taskset"), reason="needs two cores, taskset")
+def test_a_slowed_rank_is_named(tmp_path: Path) -> None:
+    """Rank 1 shares its core with eight busy processes, with which it also takes long to import torch."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    burn = f"""
+if [ "$RANK" = 1 ]; then
+  for _ in 1 2 3 4 5 6 7 8; do timeout 230 taskset -c {first} sh -c 'while :; do :; done' & done
+  trap 'kill $(jobs -p)' EXIT
+  taskset -c {first} "{sys.executable}" "$@"
+  exit
+fi
+taskset -p -c {second} $$ >/dev/null"""
+    done = run(torchrun(2, *each_rank(tmp_path, burn), *DOCTOR[:-1], "200", "--run-dir", tmp_path), expect=0)
+    slow = told(done)["products"]
+    assert slow["level"] == "WARN"
+    assert "slow: rank 1 on " in slow["expected"]
+
+
+@pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (apt install faketime)")
+def test_a_clock_that_is_off_by_five_seconds(tmp_path: Path) -> None:
+    fake = f'[ "$RANK" = 1 ] && export LD_PRELOAD={FAKETIME} FAKETIME=+5s'
+    done = run(torchrun(2, *each_rank(tmp_path, fake), *DOCTOR, "--run-dir", tmp_path), expect=-signal.SIGALRM)
+    assert failures(done) == ["clocks"]
+    assert (
+        "rank 1 by up to +5" in told(done)["clocks"]["value"] or "rank 1 by up to +4.9" in told(done)["clocks"]["value"]
+    )
+
+
+def test_the_launcher_starts_nothing_after_a_failure_and_the_job_after_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    launcher = [sys.executable, str(ROOT / "launch" / "single_node.py"), "-g", "2", "--doctor", "--"]
+    small = ["--batch-size", "16", "--limit-batches", "4", "--max-steps", "2", "--wandb", "disabled"]
+    done = run([*launcher, *small, "--run-dir", str(tmp_path / "file" / "run")], expect=1)
+    assert "FAIL  run directory" in done.stdout
+    assert done.stderr.endswith("evenkeel: --doctor: the job is not started\n")
+    done = run([*launcher, *small, "--run-dir", str(tmp_path / "run")])
+    assert " 0 FAIL in " in done.stdout
+    assert read(tmp_path / "run")["step"] == 2
