@@ -21,6 +21,7 @@ COMMANDS = {
     "chaos": "cli.chaos.command.ChaosCommand",
     "compare": "cli.compare.CompareCommand",
     "status": "cli.status.StatusCommand",
+    "report": "cli.report.command.ReportCommand",
     "follow": "launch.slurm.follow.FollowCommand",
 }
 """Where each command is. Any of these modules may be deleted."""

@@ -4,6 +4,7 @@
     checkpoint.py   checkpoint: list, inspect, verify and export the checkpoints of a run
     compare.py      compare: the first step and the tensors in which two runs differ
     status.py       status: all runs below some folders, a line each
+    report/         report: an HTML page about a run or several, with pictures and numbers if asked
     chaos/          chaos: break a running job again and again, and report what that has cost
     tail.py         the new lines of a metrics.jsonl that grows, for status and chaos
 
@@ -14,7 +15,7 @@ where it is needed, so that the help and most commands take a tenth of a second.
 
 To add a command: write such a file, name it in `__main__.py`, give numbers bounds in `config.COMMAND_BOUNDS`, and
 test it in `tests/cli`. To remove one: delete its file, its line in `__main__.py` and its tests; nothing else imports
-it. All but chaos only read (`checkpoint export` writes the file that it is told to).
+it. All but chaos only read (`checkpoint export` and `report` write the files that they are told to).
 
 Not here: `follow`, which is Slurm's (`launch/slurm/follow.py`); the launchers and submit.py (`launch/`); the options
 of train.py (`config.py`, `tasks/command_line.py`); the formats of what a run writes (`run/`).

@@ -37,8 +37,11 @@ LOCK_PATIENCE = 10.0
 ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 """Names of folders with runs that were moved aside."""
 
-OURS = ("metrics.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled", "wandb", "config.toml")
-"""What a run writes into its folder, besides status.json."""
+OURS = (
+    *("metrics.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled", "wandb", "config.toml"),
+    "report.html",
+)
+"""What a run writes into its folder besides status.json, and what `evenkeel report` makes of it."""
 
 BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
 """Folders that Slurm, another rank or a failed start may have made before there is a run, and what is in them."""
