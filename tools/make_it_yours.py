@@ -27,7 +27,8 @@ ROOMS = {
     "checkpoint": "src/evenkeel/cli/checkpoint.py tests/cli/test_checkpoint.py tests/*/test_checkpoint_command.py",
     "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
     "status": "src/evenkeel/cli/status.py tests/cli/test_status.py",
-    "report": "src/evenkeel/cli/report src/evenkeel/assets/report.css tests/cli/report docs/report.md",
+    "report": "src/evenkeel/cli/report src/evenkeel/assets/report.css tests/cli/report tests/support/reports.py "
+    "docs/report.md",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
     "slurm": "src/evenkeel/launch/slurm slurm tests/launch/slurm tests/cluster docs/slurm.md",
     "docker": "src/evenkeel/launch/docker docker .dockerignore tests/launch/docker tests/docker docs/docker.md",

@@ -9,7 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,12 +32,11 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: ap
 MEASURE = """<script>addEventListener("load", () => {
   const wide = [...document.querySelectorAll("body *")].filter(it => !it.closest(".scroll") &&
     it.getBoundingClientRect().right > innerWidth + 1).map(it => it.tagName + "." + it.className);
-  const loaded = performance.getEntriesByType("resource").map(it => it.name);
-  const ink = getComputedStyle(document.querySelector("svg text") || document.body).fill;
-  parent.postMessage(JSON.stringify({scrolls: document.documentElement.scrollWidth > innerWidth, wide, loaded, ink,
-    width: innerWidth, pictures: [...document.images].filter(it => !it.naturalWidth).length}), "*");
+  const ink = getComputedStyle(document.querySelector("h1")).color;
+  parent.postMessage(JSON.stringify({scrolls: document.documentElement.scrollWidth > innerWidth, wide, ink,
+    width: innerWidth, lacking: [...document.images].filter(it => !it.naturalWidth).length}), "*");
 })</script>"""
-"""Added to a copy of a page, which itself runs no script: whether it is wider than the window, what it has loaded."""
+"""Added to a copy of a page, which itself runs no script: whether it is wider than the window, which pictures it lacks."""
 
 
 def report(*arguments: object, expect: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -85,27 +88,55 @@ def write_ranks(run_dir: Path, lines: int = 40) -> None:
         file.write('{"step": 999, "arriv')
 
 
-def in_a_browser(page: Path, width: int, dark: bool = False) -> tuple[dict[str, object], str, str]:
-    """Open a page in headless Chromium: (what MEASURE found, the DOM, what the console said)."""
+class Seen(NamedTuple):
+    """What came of a page in a browser."""
+
+    measured: dict[str, Any]
+    """By MEASURE, in a copy of the page."""
+    dom: str
+    """Of the page itself, as are the next two of both."""
+    console: str
+    requests: set[str]
+    """Besides the pages themselves."""
+
+
+def in_a_browser(page: Path, width: int, dark: bool = False) -> Seen:
+    """Open a page in headless Chromium, served by HTTP, so that it could ask for more."""
     folder = page.parent / f"browser-{width}-{dark}"
     folder.mkdir()
-    measured, frame = folder / "measured.html", folder / "frame.html"
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
-    measured.write_text(text.replace("</body>", f"{MEASURE}</body>"))
+    text = page.read_text()
+    (folder / "page.html").write_text(text)
+    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    (folder / "measured.html").write_text(free.replace("</body>", f"{MEASURE}</body>"))
     # a headless window is at least 500 pixels wide, a frame is not
-    frame.write_text(
-        f'<iframe src="measured.html" style="border:0;width:{width}px;height:3000px"></iframe>'
-        "<pre></pre><script>onmessage = it => document.querySelector('pre').textContent = it.data</script>"
+    (folder / "frame.html").write_text(
+        f'<link rel="icon" href="data:,"><iframe src="measured.html" style="border:0;width:{width}px;height:3000px">'
+        "</iframe><pre></pre><script>onmessage = it => document.querySelector('pre').textContent = it.data</script>"
     )
-    found = re.search(r"<pre>(.*?)</pre>", _chromium(frame, folder, dark)[0])
+    requests = set[str]()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.add(self.path)
+            super().do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        frame, said = _chromium(server.server_port, "frame.html", folder, dark)
+        dom, more = _chromium(server.server_port, "page.html", folder, dark)
+        server.shutdown()
+    found = re.search(r"<pre>(.*?)</pre>", frame)
     assert found, "the page did not load"
-    dom, said = _chromium(page, folder, dark)
-    return json.loads(found[1]), dom, said
+    return Seen(json.loads(found[1]), dom, said + more, requests - {"/frame.html", "/measured.html", "/page.html"})
 
 
-def _chromium(page: Path, folder: Path, dark: bool) -> tuple[str, str]:
+def _chromium(port: int, name: str, folder: Path, dark: bool) -> tuple[str, str]:
+    """(the DOM of a page, what the console said)."""
     assert CHROMIUM
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--enable-logging=stderr"]
-    done = run([*command, "--virtual-time-budget=5000", "--dump-dom", page.resolve().as_uri()])
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    done = run([*command, "--virtual-time-budget=5000", "--dump-dom", f"http://127.0.0.1:{port}/{name}"])
+    return done.stdout, "".join(line for line in done.stderr.splitlines(keepends=True) if "CONSOLE" in line)

@@ -79,7 +79,8 @@ def _place(group: str, lines: Sequence[Line]) -> tuple[int, str]:
 def _curves(group: str, lines: Sequence[Line], size: tuple[float, float]) -> Figure:
     part, _, metric = group.rpartition("/")
     part = part or lines[0][0] * (len(lines) == 1 and not lines[0][-1])
-    title = TITLES.get(metric, metric[:1].upper() + metric[1:].replace("_", " ")) + f" ({part})" * bool(part)
+    title = TITLES.get(metric, metric[:1].upper() + metric[1:].replace("_", " "))
+    title += f" ({part})" * bool(part and (part != TRAIN or metric == "loss"))
     canvas, axes = _canvas(size)
     handles = []
     for _, curve, number, noisy in lines:
@@ -147,7 +148,8 @@ def timeline(history: History) -> Iterator[Figure]:
     marks.grid(visible=False)
     bars.set_xlabel(f"time since the first start ({unit})")
     _legend(steps, list(handles.values()), list(handles))
-    yield Figure("timeline", "All attempts", _attempts_in_words(history), canvas)
+    title = "All attempts" + " (bold: on another number of ranks)" * (len({it.ranks for it in attempts}) > 1)
+    yield Figure("timeline", title, _attempts_in_words(history), canvas)
 
 
 def _bars(axes: Axes, attempts: Sequence[Attempt], at: Callable[..., list[float]]) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class Figure:
     def png(self) -> bytes:
         """The figure on white, 200 dots an inch."""
         with io.BytesIO() as file:
-            self.canvas.savefig(file, format="png", dpi=200, facecolor="white", metadata={"Software": SOFTWARE})
+            frame: dict[str, Any] = {"dpi": 200, "facecolor": "white", "bbox_inches": "tight", "pad_inches": 0.15}
+            self.canvas.savefig(file, format="png", metadata={"Software": SOFTWARE}, **frame)
             return file.getvalue()
 
 
