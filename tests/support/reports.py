@@ -36,7 +36,7 @@ MEASURE = """<script>addEventListener("load", () => {
   parent.postMessage(JSON.stringify({scrolls: document.documentElement.scrollWidth > innerWidth, wide, ink,
     width: innerWidth, lacking: [...document.images].filter(it => !it.naturalWidth).length}), "*");
 })</script>"""
-"""Added to a copy of a page, which itself runs no script: whether it is wider than the window, which pictures it lacks."""
+"""Added to a copy of a page, which itself runs no script: whether it is wider than the window, what it lacks."""
 
 
 def report(*arguments: object, expect: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

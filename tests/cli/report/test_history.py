@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,19 @@ def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
     history = read(write(tmp_path / "run", records))
     assert list(history.curves["train/loss"].steps) == [2]
     assert list(history.curves["train/lr"].steps) == [1]
+
+
+def test_without_the_command_status_the_state_is_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "evenkeel.cli.status", None)
+    assert read(copy_of_a_run(tmp_path / "run")).state == "finished"
+
+
+def test_numbers_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
+    good = [record("start", 0, 1.0), record("train", 1, 2.0, loss=1.0)]
+    bad = [record("train", 10**30, 3.0, loss=1.0), record("train", 2, math.nan, loss=1.0), record("train", -5, 3.0)]
+    bad += [record("train", 3, 4.0, loss=10**400, lr=math.inf, grad_norm=math.nan)]
+    history = read(write(tmp_path / "run", [*good, *bad]))
+    assert {name: list(curve.steps) for name, curve in history.curves.items()} == {"train/loss": [1]}
 
 
 def test_runs_are_named_by_their_folders_or_else_by_their_paths(tmp_path: Path) -> None:

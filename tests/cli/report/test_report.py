@@ -168,6 +168,7 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "png").mkdir()
     (tmp_path / "png" / "loss.png").write_bytes(b"\x89PNG of mine")
     assert "loss.png: exists" in refused(run_dir, png=tmp_path / "png")
+    assert "is the report's own file" in refused(run_dir, output=tmp_path / "both", csv=tmp_path / "both")
     assert not (run_dir / "report.html").exists(), "nothing is written then"
     for _ in range(2):
         assert ReportCommand((run_dir,), csv=tmp_path / "a.csv", png=tmp_path / "new")([]) == 0

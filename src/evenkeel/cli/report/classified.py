@@ -55,7 +55,8 @@ def _read(path: Path) -> Classified | None:
         content = read_json(path)
     except (OSError, ValueError):
         return None
-    targets, predictions = content.get("targets"), content.get("predictions")
+    targets: Any = content.get("targets")
+    predictions: Any = content.get("predictions")
     if not alike(targets, [0]) or not alike(predictions, [0]) or not 0 < len(targets) == len(predictions):
         return None
     named, most = alike(content.get("classes"), [""]), max(*targets, *predictions)

@@ -45,11 +45,7 @@ class ReportCommand:
         for path, (_, mark) in files.items():
             _refuse_foreign(path, mark)
         for path, (content, _) in files.items():
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, lambda file, content=content: file.write(content), private=True)  # type: ignore[misc]
-            except OSError as error:
-                raise Ended(f"{path}: cannot be written: {error.strerror or error}; name another file") from None
+            _write(path, content)
             print(path)
         return 0
 
@@ -67,6 +63,8 @@ class ReportCommand:
             files = {self.output or default: (page(histories, sections).encode(errors="replace"), BEGINS)}
             if self.png:
                 files |= {self.png / f"{figure.name}.png": (figure.png(), SOFTWARE) for figure in figures}
+        if self.csv in files:
+            raise Refusal(f"--csv {self.csv}: is the report's own file; name another one")
         if self.csv:
             write_csv(histories, rows := io.StringIO(newline=""))
             files[self.csv] = rows.getvalue().encode(errors="replace"), ",".join(HEAD)
@@ -80,3 +78,12 @@ def _refuse_foreign(path: Path, mark: str) -> None:
             raise Refusal(f"{path}: exists and was not made by `evenkeel report`; name another file")
     except OSError as error:
         raise Refusal(f"{path}: cannot be read: {error.strerror or error}; name another file") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    private = path.suffix not in (".png", ".csv")  # as config.toml is, whose options the page has
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(content), private=private)
+    except OSError as error:
+        raise Ended(f"{path}: cannot be written: {error.strerror or error}; name another file") from None

@@ -15,9 +15,10 @@ SMOOTHED = 50
 """A curve of fewer points is shown as it is."""
 
 Numbers = npt.NDArray[np.float64]
+Values = Sequence[float] | Numbers
 
 
-def thinned(steps: Sequence[float], values: Sequence[float], most: int = MOST) -> tuple[Numbers, Numbers]:
+def thinned(steps: Values, values: Values, most: int = MOST) -> tuple[Numbers, Numbers]:
     """At most so many points: the first and the last one, and the least and the greatest value of each stretch."""
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if len(x) <= most:
@@ -30,7 +31,7 @@ def thinned(steps: Sequence[float], values: Sequence[float], most: int = MOST) -
     return x[chosen], y[chosen]
 
 
-def smoothed(values: Sequence[float]) -> Numbers:
+def smoothed(values: Values) -> Numbers:
     """The mean of the values around each one: a twenty-fifth of all, less at both ends."""
     y = np.asarray(values, dtype=np.float64)
     half, here = max(4, len(y) // 50), np.arange(len(y))

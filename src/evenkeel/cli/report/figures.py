@@ -147,7 +147,7 @@ def timeline(history: History) -> Iterator[Figure]:
         axes.spines["bottom"].set_visible(False)
     marks.grid(visible=False)
     bars.set_xlabel(f"time since the first start ({unit})")
-    _legend(steps, list(handles.values()), list(handles))
+    _legend(steps, list(handles.values()), list(handles), columns=len(handles))
     title = "All attempts" + " (bold: on another number of ranks)" * (len({it.ranks for it in attempts}) > 1)
     yield Figure("timeline", title, _attempts_in_words(history), canvas)
 
@@ -296,10 +296,9 @@ def _canvas(inches: tuple[float, float], nrows: int = 1, **more: Any) -> tuple[A
     return canvas, canvas.subplots(nrows, **more)
 
 
-def _legend(axes: Axes, handles: Sequence[Any], labels: Sequence[str], columns: int = 0) -> None:
+def _legend(axes: Axes, handles: Sequence[Any], labels: Sequence[str], columns: int = 3) -> None:
     """A legend above the axes, so that it covers nothing."""
     seen = [f" {_short(label)}" if label.startswith("_") else _short(label) for label in labels]  # _ would hide it
-    columns = columns or (min(8, len(seen)) if axes.get_figure().get_figwidth() > SMALL[0] else 3)
     axes.legend(handles, seen, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=columns, columnspacing=1.2)
 
 

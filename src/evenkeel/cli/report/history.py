@@ -96,7 +96,7 @@ class History:
     @property
     def step(self) -> int:
         """The last step that is known to be done."""
-        return max(self.status.get("step", 0), self.attempts[-1].last_step if self.attempts else 0)
+        return max(int(self.status.get("step", 0)), self.attempts[-1].last_step if self.attempts else 0)
 
     @property
     def starts(self) -> int:

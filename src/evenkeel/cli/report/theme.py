@@ -39,7 +39,7 @@ SERIES = ("accent", "second", "third", "fourth", "fifth", "good")
 SOFTWARE = "evenkeel report"
 """Said by each PNG."""
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": LIGHT["line"],
     "axes.facecolor": "none",
