@@ -11,6 +11,7 @@ import tyro
 
 from ...common.errors import Ended, Refusal
 from ...common.files import write_atomically
+from ...config import MaybePath
 from .history import read_histories
 
 REPORT = "report.html"
@@ -28,11 +29,11 @@ class ReportCommand:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run directories."""
-    output: Path | None = None
+    output: MaybePath = None
     """The file to write. Default: report.html in the run's folder; of several runs, beside the first one's."""
-    png: Path | None = None
+    png: MaybePath = None
     """Also write each figure as a PNG into this folder."""
-    csv: Path | None = None
+    csv: MaybePath = None
     """Also write all measured values into this CSV file."""
 
     def __call__(self, train_options: list[str]) -> int:
