@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from evenkeel.cli.report.command import ReportCommand
 from evenkeel.cli.report.history import History, differing_options, read_histories, read_history
 from evenkeel.common.errors import Refusal
 from tests.support.reports import copy_of_a_run
@@ -97,6 +98,13 @@ def test_attempts_end_as_they_say_or_were_killed(tmp_path: Path) -> None:
     assert list(history.curves["train/loss"].values) == [2.0], "of a step that was done again the last value counts"
     assert list(history.curves["validation/auc"].steps) == [10]
     assert history.seconds["dead"] == pytest.approx((18 - 14) + (28 - 22) + (38 - 30))
+
+
+def test_a_run_that_has_lost_all_its_steps(tmp_path: Path) -> None:
+    records = [record("start", 0, 1.0), record("train", 5, 2.0, loss=1.0), record("start", 0, 3.0)]
+    history = read(write(tmp_path / "run", records))
+    assert (history.curves, history.again, history.best_value()) == ({}, 5, None)
+    assert ReportCommand((tmp_path / "run",))([]) == 0
 
 
 def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:

@@ -143,6 +143,10 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert "3 runs" in shown
     assert "Timeline: tree" in shown
     assert "--reduce" in shown
+    text = (tmp_path / "report.html").read_text()
+    (last,) = re.findall(r'<th scope="row">test/loss</th>(.*?)</tr>', text)
+    assert last.count("<td>") == 3
+    assert last.startswith(f"<td>{json.loads((runs[0] / 'summary.json').read_text())['metrics']['loss']:.4g}</td>")
     losses = next(label for label in page.labels if label.startswith("Loss (train)"))
     assert all(run.name in losses for run in runs)
 

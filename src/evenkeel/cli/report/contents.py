@@ -31,7 +31,7 @@ def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]
         found.extend(new)
         return page.gallery(new, more)
 
-    sections = {"Curves": cards(figures.curves(histories))}
+    sections = {"Curves": cards(figures.curves(histories)) + page.last_values(histories)}
     for history in histories:
         of = f": {history.name}" * (len(histories) > 1)
         sections[f"Timeline{of}"] = cards(figures.timeline(history)) + page.attempts(history)

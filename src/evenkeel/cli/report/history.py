@@ -203,6 +203,7 @@ def read_history(path: Path, name: str) -> History:
             history.take(record)
     except OSError as error:
         raise Refusal(f"{path}: cannot be read: {error.strerror or error}; mend that") from None
+    history.curves = {name: curve for name, curve in history.curves.items() if curve.steps}  # all may be done again
     history.state, history.why = _state(path, history.status)
     history.why = history.why or trouble
     if newest := Checkpoints(path / "checkpoints", 1, None).newest_manifest():

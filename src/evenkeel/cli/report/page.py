@@ -155,6 +155,15 @@ def time_table(histories: Sequence[History]) -> str:
     return table(["account", *(escape(it.name) for it in histories)], rows)
 
 
+def last_values(histories: Sequence[History]) -> str:
+    """The last value of each curve, a column for each run; of one run on demand, as the figures show it."""
+    names = sorted({name for history in histories for name in history.curves})
+    known = [(name, [history.curves.get(name) for history in histories]) for name in names]
+    rows = [[escape(name), *(f"{it.values[-1]:.4g}" if it else "-" for it in found)] for name, found in known]
+    made = table(["last value", *(escape(history.name) for history in histories)], rows) if rows else ""
+    return made if len(histories) > 1 else _folded("Table of the last values", made) if made else ""
+
+
 def _share(seconds: Mapping[str, float], account: str) -> str:
     return f"{seconds[account] / max(sum(seconds.values()), 1e-9):.1%}"
 
