@@ -39,6 +39,10 @@ def test_smoothing_stays_within_the_values(values: list[float]) -> None:
     assert smooth.max() <= max(values) + 1e-6
 
 
+def test_what_is_constant_stays_so() -> None:
+    assert set(smoothed([0.001] * 100_000)) == {0.001}
+
+
 def test_smoothing_is_the_mean_around() -> None:
     values = np.random.default_rng(0).normal(size=1000)
     smooth = smoothed(values)

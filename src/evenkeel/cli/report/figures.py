@@ -96,6 +96,7 @@ def _curves(group: str, lines: Sequence[Line], size: tuple[float, float]) -> Fig
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("step")
+    axes.locator_params(axis="x", nbins=6)
     if len(lines) > 1:
         _legend(axes, handles, [label for label, *_ in lines])
     told = [f"{label} {_in_words(curve)}" for label, curve, *_ in lines]
@@ -138,7 +139,7 @@ def timeline(history: History) -> Iterator[Figure]:
         if ended:
             where, style = at(*[it.until for it in ended]), {"marker": marker, "color": LIGHT[colour], "zorder": 4}
             handles[ending] = bars.scatter(where, [it.number for it in ended], s=26, linewidths=0, **style)
-            for axes in (steps, marks) if ending != "finished" else ():
+            for axes in (steps, marks) if ending != "finished" and len(attempts) <= ROWS else ():
                 for time in where:
                     axes.axvline(time, color=LIGHT[colour], linewidth=0.8, alpha=0.5)
     steps.set_ylabel("step")
@@ -162,7 +163,7 @@ def _bars(axes: Axes, attempts: Sequence[Attempt], at: Callable[..., list[float]
         left, right = np.array(at(*begins)), np.array(at(*ends))
         alpha = 0.35 if name == "start-up" else 1.0
         handles[name] = axes.barh(numbers, right - left, left=left, height=0.5, color=LIGHT[colour], alpha=alpha)
-    shown = attempts[:: -(-len(attempts) // ROWS)]
+    shown = attempts[:: -(-len(attempts) // (ROWS // 2))]
     before = [0, *(it.ranks for it in attempts)]
     axes.set_yticks([it.number for it in shown], [f"{it.number}:  {_ranks(it.ranks)}" for it in shown])
     for it, label in zip(shown, axes.get_yticklabels(), strict=True):

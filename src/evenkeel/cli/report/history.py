@@ -219,6 +219,8 @@ def _state(path: Path, status: Mapping[str, Any]) -> tuple[str, str]:
         from ..status import Metrics, status_of
     except ImportError:
         return status.get("state", "unknown"), status.get("reason", "")
+    if not status:
+        return "unknown", ""
     found = status_of(path, Metrics(path / "metrics.jsonl"))
     return found.state, found.why
 

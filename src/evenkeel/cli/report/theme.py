@@ -43,6 +43,7 @@ STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": LIGHT["line"],
     "axes.facecolor": "none",
+    "axes.formatter.limits": (-5, 9),
     "axes.formatter.useoffset": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
