@@ -37,4 +37,5 @@ def smoothed(values: Values) -> Numbers:
     half, here = max(4, len(y) // 50), np.arange(len(y))
     begin, end = np.maximum(here - half, 0), np.minimum(here + half + 1, len(y))
     sums = np.concatenate([[0.0], np.cumsum(y)])
-    return np.clip((sums[end] - sums[begin]) / (end - begin), y.min(), y.max())  # of a constant, without rounding
+    means = (sums[end] - sums[begin]) / (end - begin)
+    return np.asarray(np.clip(means, y.min(), y.max()))  # a constant stays one, whatever was rounded
