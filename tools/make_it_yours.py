@@ -30,6 +30,8 @@ ROOMS = {
     "predict": "src/evenkeel/cli/predict.py tests/cli/test_predict.py tests/processes/test_predict.py",
     "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
     "scaling": "src/evenkeel/cli/scaling tests/cli/test_scaling.py tests/processes/test_scaling.py docs/scaling.*",
+    "report": "src/evenkeel/cli/report src/evenkeel/assets/report.css tests/cli/report tests/support/reports.py "
+    "docs/report.md",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
     "doctor": "src/evenkeel/cli/doctor tests/cli/doctor tests/*/test_doctor.py docs/doctor.md",
     "slurm": "src/evenkeel/launch/slurm slurm tests/launch/slurm tests/cluster docs/slurm.md",

@@ -24,6 +24,7 @@ COMMANDS = {
     "predict": "cli.predict.PredictCommand",
     "status": "cli.status.StatusCommand",
     "follow": "cli.follow.FollowCommand",
+    "report": "cli.report.command.ReportCommand",
     "profile": "cli.profile.ProfileCommand",
     "scaling": "cli.scaling.command.ScalingCommand",
 }

@@ -9,6 +9,7 @@
     profile.py      profile: the traces of a run's ranks as one, on one clock
     scaling/        scaling: short runs on more and more ranks; speed-up, and where the loss comes from
     doctor/         doctor: check the machines, alone or on all ranks, before a job
+    report/         report: an HTML page about a run or several, with pictures and numbers if asked
     chaos/          chaos: break a running job again and again, and report what that has cost
     tail.py         the new lines of a metrics.jsonl that grows, for status, follow and chaos
 
@@ -19,7 +20,8 @@ where it is needed, so that the help and most commands take a tenth of a second.
 
 To add a command: write such a file, name it in `__main__.py`, give numbers bounds in `config.COMMAND_BOUNDS`, and
 test it in `tests/cli`. To remove one: delete its file, its line in `__main__.py` and its tests; nothing else imports
-it. All but chaos only read (`checkpoint export` and `predict` write the file that they are told to).
+it. All but chaos only read (`checkpoint export`, `predict`, `report` and `profile` write the files that they are told
+to).
 
 Not here: the log of a Slurm job, which `follow` shows (`launch/slurm/follow.py`); the launchers and submit.py
 (`launch/`); the options of train.py (`config.py`, `tasks/command_line.py`); the formats of what a run writes (`run/`).

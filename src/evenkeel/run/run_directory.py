@@ -39,9 +39,9 @@ ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
-    "wandb", "tensorboard", "predictions", "config.toml",
+    "wandb", "tensorboard", "predictions", "profile", "config.toml", "report.html",
 )  # fmt: skip
-"""What a run writes into its folder, besides status.json."""
+"""What a run writes into its folder besides status.json, and what `evenkeel report` makes of it."""
 
 BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
 """Folders that Slurm, another rank or a failed start may have made before there is a run, and what is in them."""

@@ -1,0 +1,24 @@
+"""`python -m evenkeel report`: one HTML file about one run or several, their figures as PNG, their numbers as CSV.
+
+    command.py      the options and their checks; writes what was asked for
+    history.py      what a run has left: curves, attempts, checkpoints and evaluations, read line by line
+    classified.py   predictions/SET.json: the confusion matrix, accuracy by class, the most wrong images
+    ranks.py        ranks.jsonl: how far apart the ranks are
+    curves.py       a curve thinned out and smoothed for a figure
+    figures.py      the figures, by matplotlib
+    theme.py        colours and style of figures; a figure as SVG that follows the page from light to dark
+    contents.py     the sections of a report and the figures in them
+    page.py         the HTML page
+    spreadsheet.py  --csv
+
+A new figure is a function in `figures.py` that returns a `Figure`, and a place for it in `page.py`; colours come from
+`theme.LIGHT`. The style sheet is `assets/report.css`. matplotlib is imported only when a report is made.
+
+The page loads nothing and runs no script. What a user has named is escaped, and options that are secret are not in the
+files it is made from. It is made from the run's folder alone: the data is not needed.
+
+Nothing imports this folder but `__main__.py` and tests, so it may be deleted with `assets/report.css`,
+`tests/cli/report`, `tests/processes/test_report.py` and docs/report.md.
+
+Not here: what a run records (`run/`), runs that are still at work as a table (`cli/status.py`).
+"""

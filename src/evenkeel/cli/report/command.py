@@ -1,0 +1,90 @@
+"""`python -m evenkeel report`: the options and their checks; writes the page, and pictures and numbers if asked."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from ...common.errors import Ended, Refusal
+from ...common.files import write_atomically
+from ...config import MaybePath
+from .history import read_histories
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Make one HTML file about a run, or about several side by side: curves, all attempts, where the time went.
+
+    Example: python -m evenkeel report runs/classify
+
+    The file needs no network and no data, so it can be sent as it is. It may be made while a run is at work. Needs
+    matplotlib: pip install 'evenkeel[report]'
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories."""
+    output: MaybePath = None
+    """The file to write. Default: report.html in the run's folder; of several runs, beside the first one's."""
+    png: MaybePath = None
+    """Also write each figure as a PNG into this folder."""
+    csv: MaybePath = None
+    """Also write all measured values into this CSV file."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Write the files and print their names."""
+        if train_options:
+            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
+        if not self.runs:
+            raise Refusal("report: no run is named; name run directories, for example runs/classify")
+        files = self._make()
+        for path, (_, mark) in files.items():
+            _refuse_foreign(path, mark)
+        for path, (content, _) in files.items():
+            _write(path, content)
+            print(path)
+        return 0
+
+    def _make(self) -> Mapping[Path, tuple[bytes, str]]:
+        """File -> its content, and the words by which such a file is known as ours."""
+        from .contents import contents
+        from .page import BEGINS, page
+        from .spreadsheet import HEAD, write_csv
+        from .theme import SOFTWARE, drawing
+
+        histories, first = read_histories(self.runs), self.runs[0].resolve()
+        default = (self.runs[0] if len(self.runs) == 1 else first.parent) / REPORT
+        with drawing():
+            sections, figures = contents(histories)
+            files = {self.output or default: (page(histories, sections).encode(errors="replace"), BEGINS)}
+            if self.png:
+                files |= {self.png / f"{figure.name}.png": (figure.png(), SOFTWARE) for figure in figures}
+        if self.csv in files:
+            raise Refusal(f"--csv {self.csv}: is the report's own file; name another one")
+        if self.csv:
+            write_csv(histories, rows := io.StringIO(newline=""))
+            files[self.csv] = rows.getvalue().encode(errors="replace"), ",".join(HEAD)
+        return files
+
+
+def _refuse_foreign(path: Path, mark: str) -> None:
+    """Refuse to replace what is no earlier file of this command."""
+    try:
+        if path.exists() and not (path.is_file() and mark.encode() in path.read_bytes()[:1000]):
+            raise Refusal(f"{path}: exists and was not made by `evenkeel report`; name another file")
+    except OSError as error:
+        raise Refusal(f"{path}: cannot be read: {error.strerror or error}; name another file") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    private = path.suffix not in (".png", ".csv")  # as config.toml is, whose options the page has
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(content), private=private)
+    except OSError as error:
+        raise Ended(f"{path}: cannot be written: {error.strerror or error}; name another file") from None

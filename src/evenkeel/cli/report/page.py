@@ -1,0 +1,216 @@
+"""The report as one HTML page: it loads nothing, runs no script, and is laid out for a screen and for a phone."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ... import __version__
+from ...common.naming import TRAIN
+from ...config import flag
+from .classified import Classified
+from .figures import CELLS
+from .history import History, differing_options
+from .theme import SERIES, Figure
+
+BEGINS = "<!DOCTYPE html><!-- evenkeel report -->"
+"""By these words a file is known as a report, which another one may replace."""
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""The browser itself refuses whatever a page might load."""
+
+FACTS = {
+    "state": "state",
+    "best": "best",
+    "steps": "steps",
+    "speed": "samples/s",
+    "goodput": "goodput",
+    "attempts": "attempts",
+    "again": "steps done again",
+    "time": "time",
+}
+"""The key figures of a run and their headings."""
+
+ROWS = 200
+"""Attempts that are listed; of more the last ones."""
+
+
+def page(histories: Sequence[History], sections: Mapping[str, str]) -> str:
+    """The whole page.
+
+    Args:
+        histories: the runs.
+        sections: heading -> HTML of what is below it; those that are empty are left out.
+    """
+    names = ", ".join(history.name for history in histories)
+    style = (Path(__file__).parents[2] / "assets" / "report.css").read_text()
+    command = shlex.join(["evenkeel", *sys.argv[1:]])
+    body = "".join(
+        f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections.items() if content
+    )
+    return (
+        f'{BEGINS}<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(names)}</title><style>{style}</style></head>'
+        f"<body>{_header(histories)}<main>{body}</main><footer>Made by Evenkeel {__version__} on "
+        f"{time.strftime('%Y-%m-%d %H:%M')}: <code>{escape(command)}</code></footer></body></html>\n"
+    )
+
+
+def _header(histories: Sequence[History]) -> str:
+    if len(histories) > 1:
+        rows = [[_chip(number) + escape(it.name), *_facts(it).values()] for number, it in enumerate(histories)]
+        heads = ["run", *FACTS.values()]
+        return f"<header><p>Evenkeel report</p><h1>{len(histories)} runs</h1>{table(heads, rows)}</header>"
+    (history,) = histories
+    facts = _facts(history)
+    tiles = "".join(
+        f"<div><dt>{head}</dt><dd>{facts[name]}</dd></div>" for name, head in FACTS.items() if name != "state"
+    )
+    why = f"<p>{escape(history.why)}</p>" * bool(history.why)
+    about = " · ".join(["Evenkeel report", *_about(history)])
+    return f"<header><p>{about}</p><h1>{escape(history.name)} {facts['state']}</h1>{why}<dl>{tiles}</dl></header>"
+
+
+def _about(history: History) -> Iterator[str]:
+    if task := history.options.get("task"):
+        yield f"task {escape(str(task))}"
+    if history.attempts:
+        ranks = sorted({attempt.ranks for attempt in history.attempts})
+        yield f"on {' to '.join(map(str, ranks[:1] + ranks[1:][-1:]))} rank{'s' * (ranks[-1] != 1)}"
+        yield time.strftime("%Y-%m-%d %H:%M", time.localtime(history.attempts[0].begun))
+
+
+def _facts(history: History) -> dict[str, str]:
+    """The key figures of a run, as HTML."""
+    step, total, best = history.step, history.status.get("total_steps"), history.best_value()
+    speeds = history.curves.get(f"{TRAIN}/samples_per_s")
+    shown = f"{best[1]:.4g} <small>{escape(best[0])} at step {best[2]:,}</small>" if best else "-"
+    at = f" at step {step:,}" * (history.state not in ("finished", "running"))
+    kinds = {"finished": "good", "running": "accent", "stopped": "fifth"}
+    seconds = sum(history.seconds.values())
+    colour = kinds.get(history.state, "bad")
+    return {
+        "state": f'<span class="state" style="--of: var(--{colour})">{escape(history.state)}{at}</span>',
+        "best": shown,
+        "steps": f"{step:,}" + (f" <small>of {total:,}</small>" if total and total != step else ""),
+        "speed": f"{median(speeds.values):,.0f} <small>median</small>" if speeds and speeds.values else "-",
+        "goodput": "-" if history.goodput is None else f"{history.goodput:.0%}",
+        "attempts": str(history.starts),
+        "again": f"{history.again:,}",
+        "time": str(timedelta(seconds=round(seconds))),
+    }
+
+
+def _chip(number: int) -> str:
+    return f'<i style="background: var(--{SERIES[number % len(SERIES)]})"></i>'
+
+
+def gallery(figures: Iterable[Figure], more: str = "") -> str:
+    """Figures as cards, each with its words for those who do not see it; ``more`` is the HTML of another card."""
+    cards = "".join(
+        f'<figure class="{it.place}"><figcaption>{escape(it.title)}</figcaption>'
+        f'<div class="scroll" role="img" aria-label="{escape(it.told)}" tabindex="0">{it.svg()}</div></figure>'
+        for it in figures
+    )
+    return f'<div class="cards">{cards}{more}</div>' if cards else ""
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
+    """A table of HTML in a card of its own, which scrolls if it is too wide; the first cell of a row is its heading."""
+    top = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
+    )
+    title = f"<caption>{escape(caption)}</caption>" * bool(caption)
+    return f'<div class="scroll card"><table>{title}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def attempts(history: History) -> str:
+    """A table of all starts of a run and how they have ended; shown on demand, as it says what the timeline shows."""
+    rows = [
+        [str(it.number), str(it.ranks), f"{it.first_step:,} to {it.last_step:,}", f"{it.until - it.begun:.1f} s",
+         escape(f"{it.ending}: {it.reason}" if it.reason else it.ending)]
+        for it in history.attempts[-ROWS:]
+    ]  # fmt: skip
+    heads = ["attempt", "ranks", "steps", "lived", "end"]
+    return _folded("Table of the attempts", table(heads, rows)) if rows else ""
+
+
+def time_table(histories: Sequence[History]) -> str:
+    """Seconds by account of the ledger, a column for each run."""
+    ledgers = [history.seconds for history in histories]
+    rows = [
+        [account.replace("_", "-"), *(f"{it[account]:,.1f} s ({_share(it, account)})" for it in ledgers)]
+        for account in ledgers[0]
+    ]
+    return table(["account", *(escape(it.name) for it in histories)], rows)
+
+
+def last_values(histories: Sequence[History]) -> str:
+    """The last value of each curve, a column for each run; of one run on demand, as the figures show it."""
+    names = sorted({name for history in histories for name in history.curves})
+    known = [(name, [history.curves.get(name) for history in histories]) for name in names]
+    rows = [[escape(name), *(f"{it.values[-1]:.4g}" if it else "-" for it in found)] for name, found in known]
+    made = table(["last value", *(escape(history.name) for history in histories)], rows) if rows else ""
+    return made if len(histories) > 1 else _folded("Table of the last values", made) if made else ""
+
+
+def _share(seconds: Mapping[str, float], account: str) -> str:
+    return f"{seconds[account] / max(sum(seconds.values()), 1e-9):.1%}"
+
+
+def options(histories: Sequence[History]) -> str:
+    """The options of which a run is made, or in which runs differ; all of them on demand."""
+    differing = list(differing_options(histories))
+    heads = ["option", *(escape(history.name) for history in histories)]
+    names = sorted({name for history in histories for name in history.options})
+    every = [(name, [history.options.get(name) for history in histories]) for name in names]
+    words = [escape(f"{flag(name)} {_value(values[0])}") for name, values in differing]
+    if len(histories) == 1:
+        shown = f'<div class="card words">{"".join(f"<code>{word}</code>" for word in words)}</div>' * bool(words)
+    else:
+        shown = table(heads, _option_rows(differing)) if differing else '<p class="card">They do not differ.</p>'
+    return shown + _folded(f"All {len(every)} options", table(heads, _option_rows(every))) if every else ""
+
+
+def _option_rows(values: Iterable[tuple[str, Sequence[Any]]]) -> list[list[str]]:
+    return [[f"<code>{escape(flag(name))}</code>", *(escape(_value(it)) for it in its)] for name, its in values]
+
+
+def _value(value: Any) -> str:
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def confusion_table(found: Classified) -> str:
+    """The confusion matrix as a table, if it is small."""
+    if len(found.classes) > CELLS:
+        return ""
+    names = [escape(name) for name in found.classes]
+    rows = [[name, *map(str, row)] for name, row in zip(names, found.confusion.tolist(), strict=True)]
+    return _folded("Table of the confusion matrix", table(["target \\ prediction", *names], rows))
+
+
+def mistakes(found: Classified) -> str:
+    """The images that the model took for something else with the greatest confidence."""
+    names = [escape(name) for name in found.classes]
+    shown = "".join(
+        f'<figure><img src="data:image/png;base64,{it["image"]}" alt="sample {it["index"]}">'
+        f"<figcaption><b>{names[it['prediction']]}</b> {it['confidence']:.0%}<br>is {names[it['target']]}"
+        f"<small>sample {it['index']}</small></figcaption></figure>"
+        for it in found.worst
+    )
+    head = f"<h3>Most wrong ({escape(found.part)})</h3>"
+    return f'<div class="card">{head}<div class="images">{shown}</div></div>' if shown else ""
+
+
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"

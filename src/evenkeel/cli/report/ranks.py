@@ -1,0 +1,79 @@
+"""How far apart the ranks are, from ranks.jsonl. Read as a stream: a long run on many ranks has many numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...run.records import alike
+
+LINE: dict[str, Any] = {"step": 0, "hosts": [""], "arrival": [0.0], "data_wait": [0.0]}
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass
+class Ranks:
+    """Of each rank the mean over all lines, in seconds per step; of each line the spread over the ranks.
+
+    Attributes:
+        hosts: of each rank, as last seen.
+        arrival: mean time from the step's start until the rank is ready for its first reduction.
+        data_wait: mean time it waits for data.
+        steps: of the lines; `spread` has the least, median and greatest arrival of each.
+    """
+
+    hosts: list[str] = field(default_factory=list)
+    arrival: Numbers = field(default_factory=lambda: np.zeros(0))
+    data_wait: Numbers = field(default_factory=lambda: np.zeros(0))
+    steps: list[int] = field(default_factory=list)
+    spread: list[tuple[float, float, float]] = field(default_factory=list)
+
+    @property
+    def slowest(self) -> int:
+        """The rank that arrives last, on average."""
+        return int(np.argmax(self.arrival))
+
+
+def read_ranks(path: Path) -> Ranks | None:
+    """What a ranks.jsonl tells; None where there is none, or nothing in it."""
+    found = Ranks()
+    sums, lines = np.zeros((2, 0)), np.zeros(0)
+    for line in _lines(path):
+        number = len(line["arrival"])
+        if (more := number - lines.size) > 0:  # the run goes on with more ranks
+            sums, lines = np.pad(sums, ((0, 0), (0, more))), np.pad(lines, (0, more))
+        sums[:, :number] += line["arrival"], line["data_wait"]
+        lines[:number] += 1
+        while found.steps and found.steps[-1] >= line["step"]:  # it is done again
+            found.steps.pop(), found.spread.pop()
+        low, middle, high = np.percentile(line["arrival"], (0, 50, 100))
+        found.steps.append(line["step"])
+        found.spread.append((float(low), float(middle), float(high)))
+        found.hosts = [*line["hosts"], *found.hosts[number:]]
+    if not found.steps:
+        return None
+    found.arrival, found.data_wait = sums / lines
+    return found
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines that are as they should be; a last one may be cut."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict) and all(alike(line.get(name), LINE[name]) for name in LINE):
+                lengths = {len(line[name]) for name in ("hosts", "arrival", "data_wait")}
+                if len(lengths) == 1 and 0 not in lengths and np.isfinite(line["arrival"] + line["data_wait"]).all():
+                    yield line

@@ -1,0 +1,50 @@
+"""Curves that are thinned out keep what the eye looks for."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel.cli.report.curves import MOST, smoothed, thinned
+
+FLOATS = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=400), st.integers(10, 50))
+def test_ends_and_extremes_stay(values: list[float], most: int) -> None:
+    steps, kept = thinned(range(len(values)), values, most)
+    assert len(steps) <= max(most, 4)
+    assert (steps[0], steps[-1], kept[0], kept[-1]) == (0, len(values) - 1, values[0], values[-1])
+    assert (kept.min(), kept.max()) == (min(values), max(values))
+    assert (np.diff(steps) > 0).all()
+    assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
+
+
+def test_a_long_curve_with_one_spike() -> None:
+    values = np.zeros(1_000_000)
+    values[123_456] = 1.0
+    steps, kept = thinned(range(len(values)), values)
+    assert len(steps) <= MOST
+    assert steps[kept.argmax()] == 123_456
+    every = np.linspace(0, len(values) - 1, MOST).astype(int)
+    assert values[every].max() == 0, "the control: taking each n-th point loses it"
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=300))
+def test_smoothing_stays_within_the_values(values: list[float]) -> None:
+    smooth = smoothed(values)
+    assert len(smooth) == len(values)
+    assert smooth.min() >= min(values) - 1e-6
+    assert smooth.max() <= max(values) + 1e-6
+
+
+def test_what_is_constant_stays_so() -> None:
+    assert set(smoothed([0.001] * 100_000)) == {0.001}
+
+
+def test_smoothing_is_the_mean_around() -> None:
+    values = np.random.default_rng(0).normal(size=1000)
+    smooth = smoothed(values)
+    assert np.allclose(smooth[500], values[480:521].mean())
+    assert np.allclose(smooth[0], values[:21].mean())

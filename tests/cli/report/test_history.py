@@ -1,0 +1,145 @@
+"""What a run has left, from real runs whose files were then damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenkeel.cli.report.command import ReportCommand
+from evenkeel.cli.report.history import History, differing_options, read_histories, read_history
+from evenkeel.common.errors import Refusal
+from tests.support.reports import copy_of_a_run
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(run_dir: Path, records: list[dict[str, Any]]) -> Path:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run_dir
+
+
+def read(run_dir: Path) -> History:
+    return read_history(run_dir, run_dir.name)
+
+
+def record(kind: str, step: int, time: float, **facts: Any) -> dict[str, Any]:
+    return {"kind": kind, "step": step, "time": time} | facts
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    history = read(copy_of_a_run(tmp_path / "run"))
+    assert (history.state, history.step, history.starts, history.again) == ("finished", 60, 1, 0)
+    assert set(history.curves) == {
+        "train/loss", "train/grad_norm", "train/lr", "train/samples_per_s", "test/loss", "test/accuracy"
+    }  # fmt: skip
+    (attempt,) = history.attempts
+    assert (attempt.ranks, attempt.first_step, attempt.last_step, attempt.ending) == (2, 0, 60, "finished")
+    assert attempt.begun < attempt.ready < attempt.until
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert history.best_value()
+    assert history.goodput == pytest.approx(summary["goodput"], abs=0.05)
+
+
+def test_a_truncated_last_line_and_bytes_that_are_no_text_cost_these_lines_only(tmp_path: Path) -> None:
+    run_dir = copy_of_a_run(tmp_path / "run")
+    whole = read(run_dir)
+    file = run_dir / "metrics.jsonl"
+    before = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*before[:5], b"\xff\xfe\x00\n", b'{"kind": "train"}\n', *before[5:-1], before[-1][:30]]))
+    damaged = read(run_dir)
+    assert damaged.curves == whole.curves
+    assert [mark for mark in whole.marks if mark not in damaged.marks] == ["finish"]
+
+
+@pytest.mark.parametrize("status", ["", "[]", '{"state": 3, "world_sizes": "two"}', None])
+def test_little_is_left(tmp_path: Path, status: str | None) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.toml").touch()
+    if status is not None:
+        (run_dir / "status.json").write_text(status)
+    history = read(run_dir)
+    assert (history.step, history.starts, history.goodput, history.best_value()) == (0, 0, None, None)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_no_run_is_refused(tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "none").mkdir()
+    with pytest.raises(Refusal, match=r"none: no run there .* name a run directory"):
+        read(tmp_path / "none")
+
+
+def test_attempts_end_as_they_say_or_were_killed(tmp_path: Path) -> None:
+    spent = {"start_up": 2.0}
+    records = [record("start", 0, 12.0, world_size=2, spent=spent)]
+    records += [record("train", 10, 14.0, loss=3.0, spent=spent | {"productive": 2.0})]  # and then kill -9
+    records += [record("start", 5, 20.0, world_size=3, spent=spent)]
+    records += [record("train", 10, 21.0, loss=2.0, spent=spent), record("eval", 10, 21.5, **{"validation/auc": 0.5})]
+    records += [record("stop", 11, 22.0, reason="SIGTERM", spent=spent)]
+    records += [record("start", 11, 30.0, world_size=1, spent=spent), record("failure", 12, 31.0, reason="<b>")]
+    records += [record("start", 12, 40.0, world_size=1, spent=spent)]
+    history = read(write(tmp_path / "run", records))
+    found = [(it.ranks, it.first_step, it.last_step, it.ending, it.reason) for it in history.attempts]
+    assert found == [
+        (2, 0, 10, "killed", ""), (3, 5, 11, "stopped", "SIGTERM"), (1, 11, 12, "failed", "<b>"),
+        (1, 12, 12, "killed", ""),
+    ]  # fmt: skip
+    assert history.attempts[1].begun == 18.0
+    assert history.again == 5
+    assert list(history.curves["train/loss"].values) == [2.0], "of a step that was done again the last value counts"
+    assert list(history.curves["validation/auc"].steps) == [10]
+    assert history.seconds["dead"] == pytest.approx((18 - 14) + (28 - 22) + (38 - 30))
+
+
+def test_a_run_that_has_lost_all_its_steps(tmp_path: Path) -> None:
+    records = [record("start", 0, 1.0), record("train", 5, 2.0, loss=1.0), record("start", 0, 3.0)]
+    history = read(write(tmp_path / "run", records))
+    assert (history.curves, history.again, history.best_value()) == ({}, 5, None)
+    assert ReportCommand((tmp_path / "run",))([]) == 0
+
+
+def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
+    records = [record("start", 0, 1.0), record("train", 1, 2.0, loss=None, lr=0.1), record("train", 2, 3.0, loss=1.5)]
+    history = read(write(tmp_path / "run", records))
+    assert list(history.curves["train/loss"].steps) == [2]
+    assert list(history.curves["train/lr"].steps) == [1]
+
+
+def test_without_the_command_status_the_state_is_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "evenkeel.cli.status", None)
+    assert read(copy_of_a_run(tmp_path / "run")).state == "finished"
+
+
+def test_numbers_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
+    good = [record("start", 0, 1.0), record("train", 1, 2.0, loss=1.0)]
+    bad = [record("train", 10**30, 3.0, loss=1.0), record("train", 2, math.nan, loss=1.0), record("train", -5, 3.0)]
+    bad += [record("train", 3, 4.0, loss=10**400, lr=math.inf, grad_norm=math.nan)]
+    history = read(write(tmp_path / "run", [*good, *bad]))
+    assert {name: list(curve.steps) for name, curve in history.curves.items()} == {"train/loss": [1]}
+
+
+def test_runs_are_named_by_their_folders_or_else_by_their_paths(tmp_path: Path) -> None:
+    paths = (tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "b" / "other")
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        copy_of_a_run(path)
+    assert [it.name for it in read_histories(paths)] == [str(paths[0]), str(paths[1]), "other"]
+
+
+def test_the_options_in_which_runs_differ(tmp_path: Path) -> None:
+    histories = [read(copy_of_a_run(tmp_path / name, name)) for name in ("finished", "typed")]
+    differing = dict(differing_options(histories))
+    assert differing.keys() == {"micro_batch"}
+    alone = dict(differing_options(histories[:1]))
+    assert alone["batch_size"] == [96]
+    assert "log_every" not in alone, "it does not shape the result"
+    assert "lr" not in alone, "it is as by default"
