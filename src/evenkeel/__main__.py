@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 
 from .common.arguments import lose_stdout, one_line_errors, refuse_empty
-from .config import COMMAND_BOUNDS, check_numbers
+from .config import check_numbers
 from .distributed.exits import exit_code
 
 COMMANDS = {
@@ -46,7 +46,7 @@ def main() -> int:
     command: Callable[[list[str]], int] = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments[:cut], prog=prog, description=__doc__)
     )
-    check_numbers(getattr(command, "action", command), COMMAND_BOUNDS)
+    check_numbers(getattr(command, "action", command))
     try:
         return command(arguments[cut + 1 :])
     except BrokenPipeError:

@@ -16,7 +16,7 @@ import tyro
 from ..common.arguments import one_line_errors, refuse_empty
 from ..common.errors import REFUSED, Refusal
 from ..common.network import Link, find_link, meet
-from ..config import COMMAND_BOUNDS, check_numbers
+from ..config import check_numbers, option
 from .topology import (
     DEFAULT_PORT,
     JOIN_SECONDS,
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Count = tyro.conf.arg(metavar="N", help_behavior_hint="")
+Gpus = Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")]
+
 
 @dataclass(frozen=True)
 class SingleNode:
@@ -46,9 +49,9 @@ class SingleNode:
     continued, 2 refused, 137 killed; anything else is a bug.
     """
 
-    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
+    gpus: Gpus = option(None, 1, 1024)
     """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
-    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
     """How often a node may restart its processes after one of them, or another node, has died."""
     script: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
     """Run this file instead of train.py."""
@@ -75,7 +78,7 @@ class MultiNode(SingleNode):
 
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
     """Number of nodes. MIN:MAX for an elastic job, which may lose and gain nodes while it runs."""
-    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"], metavar="N", help_behavior_hint="")] = None
+    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"]), Count] = option(None, 0, 2**16)
     """Rank of this node, from 0. Node 0 hosts the rendezvous."""
     master: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")] = None
     """Address by which the other nodes reach node 0; the same on every node. Default port: 29500."""
@@ -103,7 +106,7 @@ def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]
         lambda: tyro.cli(options, args=argv[:cut], description=text, config=(tyro.conf.FlagCreatePairsOff,)),
         hint="see --help; options for train.py come after --",
     )
-    check_numbers(parsed, COMMAND_BOUNDS)
+    check_numbers(parsed)
     return parsed, list(argv[cut + 1 :])
 
 

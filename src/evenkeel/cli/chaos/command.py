@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ...common.errors import Ended, Refusal
+from ...config import SEEDS, option
 from ...run.records import read_facts
 from .experiment import Experiment, say
 from .faults import KINDS, SAFE, Fault, schedule
@@ -39,17 +40,17 @@ class ChaosCommand:
 
     kill_every: Annotated[str, tyro.conf.arg(metavar="DURATION")] = "20s"
     """Mean time between two faults: 20s, 2m, or seconds. A fault also waits for a step since the one before."""
-    minutes: float = 5.0
+    minutes: float = option(5.0, 1e-3, 366 * 1440)
     """No faults after this time."""
-    count: int = 0
+    count: int = option(0, 0)
     """At most this many faults. 0: no limit."""
-    seed: int = 0
+    seed: int = option(0, *SEEDS)
     """Decides which faults come in which order, and at which intervals."""
     faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...")] = ""
     """kill, term, stop (a rank), truncate (a checkpoint), agent, fill (the disk), node. Default: all but fill."""
     then: Literal["finish", "stop"] = "finish"
     """After the last fault: let the job finish, or stop it by SIGTERM."""
-    nodes: int = 1
+    nodes: int = option(1, 1, 2**16)
     """Nodes (network namespaces; needs root). In the command {node} is a node's number, {master} node 0's address."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
     """The run's folder. Default: the --run-dir in the command."""

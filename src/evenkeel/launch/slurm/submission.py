@@ -19,7 +19,8 @@ import tyro
 
 from ...common.errors import Refusal
 from ...common.files import close_to_others, make_unused, unused
-from ..launchers import check_train_options, parse_arguments
+from ...config import option
+from ..launchers import Gpus, check_train_options, parse_arguments
 from ..topology import parse_nodes
 from .cluster import Request, parse_time, partitions, request, show_time
 from .code import copy_code
@@ -50,7 +51,7 @@ class Submit:
 
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
     """Number of nodes. MIN:MAX takes what is free at each start."""
-    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
+    gpus: Gpus = option(None, 1, 1024)
     """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
     partition: Words = None
     """Partition to use. Default: the cluster's default one."""
@@ -60,7 +61,7 @@ class Submit:
     """Quality of service."""
     time: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="")] = None
     """Time limit of one start: minutes, H:MM:SS, D-HH:MM:SS, or 90m, 12h, 2d. Default: the partition's limit."""
-    cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = option(None, 1, 4096)
     """CPU cores per process. Default: --num-workers + 1."""
     mem: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     """Memory per node, such as 64G. Default: the partition's."""
@@ -74,9 +75,9 @@ class Submit:
     """Run in this image; the cluster must have pyxis."""
     setup: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="LINE")] = ()
     """Shell line to run on the first node before the start, such as "module load cuda"; may be repeated."""
-    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
     """How often a node may restart its processes after one of them has died, within one start of the job."""
-    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = MAX_REQUEUES
+    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = option(MAX_REQUEUES, 0)
     """How often in a row the job may be requeued without finishing a step."""
     array_seeds: Annotated[str | None, tyro.conf.arg(metavar="FIRST:END", help_behavior_hint="")] = None
     """One run per seed from FIRST to END-1, as a job array, in RUN_DIR/seed-N."""
