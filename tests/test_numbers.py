@@ -16,7 +16,7 @@ from evenkeel.common.errors import Refusal
 from evenkeel.config import BOUNDS, LARGEST_WORLD, Config, check_numbers, flag, validate
 from evenkeel.distributed.world import World
 from evenkeel.launch import launchers
-from evenkeel.launch.launchers import MultiNode, SingleNode, parse_arguments
+from evenkeel.launch.launchers import MultiNode, parse_arguments
 from evenkeel.tasks import command_line as cli
 from evenkeel.tasks.registry import built_in, load_task
 from evenkeel.training.cut import settle
@@ -33,7 +33,7 @@ NUMBERS: tuple[Any, ...] = (float("inf"), float("-inf"), float("nan"), -1, 0, 1e
 DOCKER, SLURM = optional("launch.docker.docker_run.ContainerNode"), optional("launch.slurm.submission.Submit")
 
 
-LAUNCHERS = (SingleNode, MultiNode, *DOCKER, *SLURM)
+LAUNCHERS = (MultiNode, *DOCKER, *SLURM)
 
 
 ACTIONS = [it for command in subcommands().values() for it in get_args(get_type_hints(command).get("action"))]
@@ -123,7 +123,7 @@ def train(*arguments: str) -> None:
 
 
 def launch(*arguments: str) -> None:
-    launchers.prepare(MultiNode, [*arguments, "--dry-run"], TRAIN)
+    launchers.prepare([*arguments, "--dry-run"], TRAIN)
 
 
 def docker(*arguments: str) -> None:

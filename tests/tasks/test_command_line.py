@@ -25,7 +25,7 @@ from evenkeel.config import GROUPS, Config, flag, saved_options
 from evenkeel.distributed.devices import explain_devices
 from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.agent import first_error
-from evenkeel.launch.launchers import MultiNode, SingleNode
+from evenkeel.launch.launchers import MultiNode
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.command_line import BY_NAME, SYNONYMS, parse
 from evenkeel.tasks.registry import built_in, load_task
@@ -354,7 +354,6 @@ OF_ROOMS = (
 
 
 COMMANDS = (
-    SingleNode,
     MultiNode,
     *(it for name in OF_ROOMS for it in optional(name)),
     *subcommands().values(),

@@ -2,7 +2,6 @@
 
     docker run IMAGE --nproc_per_node=2 train.py --epochs 5              torchrun's own options
     docker run IMAGE launch -n 2 -g 4 -nr 0 --master HOST -- --epochs 5  the options of launch/multi_node.py
-    docker run IMAGE check launch -g 4 -- --epochs 5                     only check these options, start nothing
 
 Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137 killed; anything else is a bug.
 """
