@@ -9,20 +9,17 @@ Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137 killed; a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import sys
 import time
 
-from ...common.processes import STOP_SIGNALS
+from ...common.processes import STOP_SIGNALS, adopt_orphans
 from ...resilience import heartbeat
 
 # Signals that this process waits for. They are blocked from the start, so that none is lost.
 HEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT, signal.SIGCHLD})
-
-PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>: orphans become children of this process, as they do of process 1
 
 SAVING_SECONDS = 30.0  # how long ranks may go on that have lost torchrun; train.py's --grace is 25
 
@@ -37,7 +34,7 @@ def main(arguments: list[str]) -> int:
     if arguments in ([], ["-h"], ["--help"]):
         print(__doc__)
         return 0
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     child = os.fork()
     if child == 0:
         os.setsid()  # a terminal's Ctrl-C then comes once, through the parent
