@@ -27,13 +27,13 @@ REFUSED = {
     "--time 2h": "--time 02:00:00: partition low allows 01:00:00; ask for less: a job that reaches its limit is "
     "requeued and continues",
     "--time soon": "--time soon: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d",
-    "--mem plenty": "--mem plenty: give a number with K, M, G or T, such as 64G",
+    "--mem plenty": "Slurm does not take the job: .*(mem|[Ii]nvalid)",
     "--array-seeds 3": "--array-seeds 3: give FIRST:END with FIRST < END, 10000 at most; 0:4 are seeds 0, 1, 2 and 3",
     "--nodelist node9": "Slurm does not take the job: .*[Ii]nvalid node name",
     "--constraint none": "Slurm does not take the job: .*feature",
     "--mem 900G": "Slurm does not take the job: .*([Mm]emory|not available)",
     "-- --batch-size 0": "--batch-size 0: must be at least 1",
-    "-- --epoch 3": "--epoch: here it is --epochs",
+    "-- --epoch 3": "Unrecognized options: --epoch, 3; perhaps --epochs",
 }
 
 

@@ -19,10 +19,10 @@ import tyro
 
 from ...common.errors import Refusal
 from ...common.files import close_to_others, make_unused, unused
-from ...config import option
+from ...config import Flag, MaybePath, option
 from ..launchers import Gpus, check_train_options, parse_arguments
 from ..topology import parse_nodes
-from .cluster import Request, parse_time, partitions, request, show_time
+from .cluster import DAY, Partition, choose, parse_time, partitions, show_time
 from .code import copy_code
 from .jobs import JobRecord
 from .node import MAX_REQUEUES, Node, check_job
@@ -83,11 +83,11 @@ class Submit:
     """One run per seed from FIRST to END-1, as a job array, in RUN_DIR/seed-N."""
     name: Words = None
     """Name of the job. Default: that of the run directory."""
-    folder: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    folder: MaybePath = None
     """Folder for logs, the copy of the code and tracebacks, visible to all nodes. Default: RUN_DIR/slurm."""
-    follow: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    follow: Flag = False
     """Show the job's state and log until it ends. Ctrl-C leaves it running."""
-    dry_run: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    dry_run: Flag = False
     """Print the script for sbatch, and submit nothing."""
 
 
@@ -95,38 +95,38 @@ def main(argv: Sequence[str], repository: Path) -> int:
     """Check everything, submit the job, and say how to watch it."""
     typed, train_args = parse_arguments(Submit, argv)
     _check(typed)
-    nodes = parse_nodes(typed.nodes)
-    partition = typed.partition or os.environ.get("SBATCH_PARTITION")
     limit = (os.environ.get("SBATCH_TIMELIMIT") or None) if typed.time is None else typed.time
-    minutes = None if limit is None else parse_time(limit)
-    asked = request(partitions(), partition, nodes, typed.gpus, minutes)
+    minutes, most = None if limit is None else parse_time(limit), parse_nodes(typed.nodes)[1]
+    name = typed.partition or os.environ.get("SBATCH_PARTITION")
+    partition = choose(partitions(), name, most, typed.gpus, minutes)
+    minutes, gpus = minutes or partition.minutes or DAY, typed.gpus or partition.gpus or None
     run_dir = _run_dir(check_train_options(train_args))
     members = _members(typed, train_args, run_dir)
     from ...distributed.data_parallel import refuse_company  # imports torch, as parsing train.py's options does
 
     configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
     if configs[0].strategy == "dp":
-        refuse_company((asked.gpus or 1) * asked.max_nodes, gpus=0)
+        refuse_company((gpus or 1) * most, gpus=0)
     parent = (typed.folder or run_dir / "slurm").absolute()
     stamp = parent / time.strftime("%Y%m%d-%H%M%S")
     folder = unused(stamp) if typed.dry_run else make_unused(stamp)
     _forget_other_jobs(typed)
-    executor = _executor(typed, asked, folder, repository, configs[0])
+    executor = _executor(typed, partition, minutes, folder, repository, configs[0])
     if typed.dry_run:
         print(executor._make_submission_file_text(executor._submitit_command_str, ""))
         return 0
     revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, parent))
     submitted = time.time()  # what a run says later is this job's
     script, limits = folder / "code" / "train.py", (typed.max_restarts, typed.max_requeues)
-    jobs = _submit(executor, [Node(script, tuple(member), asked.gpus, *limits, folder) for member in members])
-    processes = "the GPUs given" if asked.gpus is None else f"{asked.gpus} processes"
+    jobs = _submit(executor, [Node(script, tuple(member), gpus, *limits, folder) for member in members])
+    processes = "the GPUs given" if gpus is None else f"{gpus} processes"
     print(
-        f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {asked.partition.name}, "
-        f"{show_time(asked.minutes)} for each start; code {revision or 'without git'}"
+        f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {partition.name}, "
+        f"{show_time(minutes)} for each start; code {revision or 'without git'}"
     )
     for job, member, config in zip(jobs, members, configs, strict=True):
         run_dir = _run_dir(config).absolute()
-        facts = (typed.nodes, asked.gpus, revision, tuple(member), submitted)
+        facts = (typed.nodes, gpus, revision, tuple(member), submitted)
         record = JobRecord(job.job_id, str(run_dir), str(folder), str(job.paths.stdout), *facts)
         record.save()
         shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
@@ -148,9 +148,7 @@ def _check(typed: Submit) -> None:
         raise Refusal("--follow: shows one job; leave it out with --array-seeds, and follow a run by its folder")
     if typed.container and typed.array_seeds:
         raise Refusal("--container: not with --array-seeds, for which submitit runs the Python of this machine")
-    if typed.mem is not None and not re.fullmatch(r"[0-9]{1,9}[KMGT]?", typed.mem, re.IGNORECASE):
-        raise Refusal(f"--mem {typed.mem}: give a number with K, M, G or T, such as 64G")
-    for name in ("partition", "account", "qos", "constraint", "exclude", "nodelist", "name", "container"):
+    for name in ("mem", "partition", "account", "qos", "constraint", "exclude", "nodelist", "name", "container"):
         value = getattr(typed, name)
         if value is not None and (not value.strip() or "\n" in value):
             raise Refusal(f"--{name} {value!r}: must be one line and not empty")
@@ -190,9 +188,11 @@ def _forget_other_jobs(typed: Submit) -> None:
             del os.environ[name]
 
 
-def _executor(typed: Submit, asked: Request, folder: Path, repository: Path, config: Config) -> submitit.SlurmExecutor:
+def _executor(
+    typed: Submit, partition: Partition, minutes: int, folder: Path, repository: Path, config: Config
+) -> submitit.SlurmExecutor:
     """submitit's executor, with all that the script says."""
-    processes = asked.gpus or 2
+    processes = typed.gpus or partition.gpus or 2
     code = folder / "code"
     preamble = [  # the script's lines before srun
         f"export EVENKEEL_CODE={shlex.quote(str(code))}",
@@ -209,17 +209,17 @@ def _executor(typed: Submit, asked: Request, folder: Path, repository: Path, con
             f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
             f"--container-workdir={Path.cwd()}",
         ]
-    elastic = asked.max_nodes > asked.min_nodes
+    least, most = parse_nodes(typed.nodes)
     with redirect_stderr(io.StringIO()):
         executor = submitit.SlurmExecutor(folder, python="python" if typed.container else None)
         executor.update_parameters(
             job_name=typed.name or _run_dir(config).name,
-            partition=asked.partition.name,
+            partition=partition.name,
             account=typed.account,
             qos=typed.qos,
-            time=asked.minutes,
-            nodes=asked.min_nodes,
-            gpus_per_node=processes if asked.partition.gpus else None,
+            time=minutes,
+            nodes=least,
+            gpus_per_node=processes if partition.gpus else None,
             cpus_per_task=processes * (typed.cpus_per_gpu or config.num_workers + 1),
             mem=typed.mem,
             constraint=typed.constraint,
@@ -227,8 +227,7 @@ def _executor(typed: Submit, asked: Request, folder: Path, repository: Path, con
             nodelist=typed.nodelist,
             signal_delay_s=WARNING_SECONDS,
             stderr_to_stdout=True,
-            additional_parameters={"requeue": True}
-            | ({"nodes": f"{asked.min_nodes}-{asked.max_nodes}"} if elastic else {}),
+            additional_parameters={"requeue": True} | ({"nodes": f"{least}-{most}"} if most > least else {}),
             srun_args=container,
             setup=[*preamble, *typed.setup],
         )
