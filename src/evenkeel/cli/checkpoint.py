@@ -164,10 +164,8 @@ class CheckpointCommand:
         | Annotated[ExportModel, tyro.conf.subcommand("export")]
     ]
 
-    def __call__(self, train_options: list[str]) -> int:
+    def __call__(self) -> int:
         """Run the chosen action."""
-        if train_options:
-            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
         return self.action()
 
 
