@@ -331,13 +331,16 @@ def test_what_a_synonym_names_exists_and_the_synonym_does_not() -> None:
     ours = {flag(option_name(option.name)) for cls in (Config, Classify) for option in fields(cls)}
     assert [name for here in SYNONYMS.values() for name in re.findall(r"--[a-z-]+", here) if name not in ours] == []
     assert ours & BY_NAME.keys() == {"--model", "--dataset", "--data-dir"}, "which other tasks have not"
-    asked = "--learning-rate --gradient-accumulation-steps --resume --amp --fp16 --bf16 --workers --bs --batch --wd "
-    asked += (
-        "--max-epochs --num-epochs --output-dir --logdir --checkpoint --ckpt --local-rank --arch --data --data-path "
-    )
-    asked += "--print-freq --distributed --dist-url --use-env"
+    asked = "--learning-rate --gradient-accumulation-steps --resume --amp --fp16 --bf16 --bs --batch --wd --output-dir "
+    asked += "--logdir --checkpoint --ckpt --local-rank --arch --data --data-path --print-freq --distributed --use-env"
     assert set(asked.split()) <= BY_NAME.keys()
     assert len(BY_NAME) == sum(len(names.split()) for names in SYNONYMS), "each once"
+
+
+def test_what_no_table_has_to_say_is_said_by_its_spelling(refused: Refused) -> None:
+    similar = {"--workers": "--num-workers", "--max-epochs": "--epochs", "--optim": "--optimizer"}
+    for typed, here in {**similar, "--lr-scheduler": "--schedule", "--warmup": "--warmup-steps"}.items():
+        assert f"Unrecognized options: {typed}, 1; perhaps {here}?" in refused(typed, "1")
 
 
 def test_a_task_may_have_an_option_of_that_name(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Annotated, TypeVar
 
 import tyro
 
-from ..common.arguments import one_line_errors, refuse_empty
+from ..common.arguments import one_line_errors, refuse_empty, some_options
 from ..common.errors import REFUSED, Refusal
 from ..common.network import Link, find_link, meet
 from ..config import Config, Flag, MaybePath, check_numbers, devices_per_rank, option
@@ -185,13 +184,7 @@ def topology_in(arguments: Sequence[str]) -> list[str]:
     Raises:
         Refusal: torchrun has started this process, and so the others.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for names in (("-n", "--nodes"), ("-g", "--gpus"), ("-nr", "--node-rank"), ("--master",)):
-        parser.add_argument(*names)
-    try:
-        typed, job = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise Refusal(str(error)) from None
+    typed, job = some_options(arguments, ("-n", "--nodes"), ("-g", "--gpus"), ("-nr", "--node-rank"), ("--master",))
     words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(typed).items() if value is not None]
     if words and "RANK" in os.environ:
         raise Refusal(f"{words[0]}: torchrun has started the ranks; leave it out, or type python instead of torchrun")
