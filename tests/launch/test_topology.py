@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import socket
 import subprocess
@@ -99,11 +98,6 @@ def test_torchrun_gets_every_argument_as_it_is() -> None:
     parsed = parse_args(command(Topology(2), HERE, *args).argv[3:])
     assert parsed.training_script == "train.py"
     assert macros.substitute(parsed.training_script_args, "3") == args
-
-
-def test_the_printed_command_can_be_pasted() -> None:
-    made = Command(("run", "a b", "it's", "$x"), {"A": "1", "B": "x y"})
-    assert shlex.split(str(made)) == ["A=1", "B=x y", "run", "a b", "it's", "$x"]
 
 
 def test_reading_nodes_and_master() -> None:
@@ -209,15 +203,6 @@ def test_a_dry_run_needs_no_other_node(node: int, capsys: pytest.CaptureFixture[
     assert said.startswith("evenkeel: --master no-such-host.invalid: cannot be reached from this node: ")
     assert said.endswith("; the command lacks what depends on that address\n")
     assert launchers.main(argv, REPOSITORY / "train.py") == REFUSED
-
-
-def test_dry_run_and_elastic_node_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["-n", "2:4", "-g", "2", "-nr", "3", "--master", "127.0.0.1:1", "--dry-run", "--script", __file__]
-    assert launchers.main([*argv, "--", "a b"], REPOSITORY / "train.py") == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ")
-    assert printed.endswith("test_topology.py 'a b'\n")
-    assert "--nnodes 2:4" in printed
 
 
 def test_help_has_the_examples_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
