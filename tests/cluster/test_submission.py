@@ -27,7 +27,7 @@ REFUSED = {
     "--time 2h": "--time 02:00:00: partition low allows 01:00:00; ask for less: a job that reaches its limit is "
     "requeued and continues",
     "--time soon": "--time soon: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d",
-    "--mem plenty": "Slurm does not take the job: .*(mem|[Ii]nvalid)",
+    "--mem plenty": "--mem plenty: give a number with K, M, G or T, such as 64G",
     "--array-seeds 3": "--array-seeds 3: give FIRST:END with FIRST < END, 10000 at most; 0:4 are seeds 0, 1, 2 and 3",
     "--nodelist node9": "Slurm does not take the job: .*[Ii]nvalid node name",
     "--constraint none": "Slurm does not take the job: .*feature",

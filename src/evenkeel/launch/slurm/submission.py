@@ -148,7 +148,9 @@ def _check(typed: Submit) -> None:
         raise Refusal("--follow: shows one job; leave it out with --array-seeds, and follow a run by its folder")
     if typed.container and typed.array_seeds:
         raise Refusal("--container: not with --array-seeds, for which submitit runs the Python of this machine")
-    for name in ("mem", "partition", "account", "qos", "constraint", "exclude", "nodelist", "name", "container"):
+    if typed.mem is not None and not re.fullmatch(r"[0-9]{1,9}[KMGT]?", typed.mem, re.IGNORECASE):
+        raise Refusal(f"--mem {typed.mem}: give a number with K, M, G or T, such as 64G")
+    for name in ("partition", "account", "qos", "constraint", "exclude", "nodelist", "name", "container"):
         value = getattr(typed, name)
         if value is not None and (not value.strip() or "\n" in value):
             raise Refusal(f"--{name} {value!r}: must be one line and not empty")
