@@ -15,7 +15,7 @@ import tyro
 from torch import Tensor, nn
 
 from ..common.errors import Ended, Refusal
-from ..config import BELOW_1, FINITE, NAME, Flag, check_numbers, option
+from ..config import BELOW_1, FINITE, NAME, Flag, option
 from ..data.dataset import SizedDataset
 from ..data.decoding import Decode
 from ..training.checks import TOO_FEW
@@ -70,7 +70,6 @@ class Classify(Classification):
     earlier: ClassVar[Mapping[str, Any]] = {"decode": "exact"}
 
     def __post_init__(self) -> None:
-        check_numbers(self)
         if self.model_ == models.OWN and self.image_size == 1:
             raise Refusal("--image-size 1: must be at least 2, or 0 for the data set's own")
         models.check_model_name(self.model_)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
-from ..config import check_numbers, option
+from ..config import option
 from ..data.dataset import InMemory
 from ..training.task import Task
 
@@ -29,9 +29,6 @@ class Regress(Task):
     """Targets per sample."""
 
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("loss", "min")
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
     def train_dataset(self) -> InMemory:
         """Inputs from 0 to 1, float [samples, inputs], and targets, float [samples, outputs]."""

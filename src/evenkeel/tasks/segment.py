@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ..common.errors import Refusal
-from ..config import FINITE, Config, check_numbers, option
+from ..config import FINITE, Config, option
 from ..data.randomness import derive
 from ..distributed.sync_batchnorm import SyncBatchNorm
 from ..training.optimization import build_optimizer, rate
@@ -67,7 +67,6 @@ class Segment(Task):
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("miou", "max")
 
     def __post_init__(self) -> None:
-        check_numbers(self)
         if self.digit_size > self.canvas:
             raise Refusal(f"--digit-size {self.digit_size}: is above --canvas {self.canvas}; a digit must fit on it")
 
