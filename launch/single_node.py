@@ -9,4 +9,4 @@ need_evenkeel()
 from evenkeel.launch import launchers  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(launchers.main(launchers.SingleNode, sys.argv[1:], REPOSITORY / "train.py"))
+    sys.exit(launchers.main(sys.argv[1:], REPOSITORY / "train.py"))

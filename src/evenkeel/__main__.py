@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import tyro
 
 from .common.arguments import lose_stdout, one_line_errors, refuse_empty
-from .config import COMMAND_BOUNDS, check_numbers
+from .common.errors import Refusal
+from .config import check_numbers
 from .distributed.exits import exit_code
 
 COMMANDS = {
@@ -48,12 +50,16 @@ def main() -> int:
     known = subcommands()
     refuse_empty(arguments[:cut], *known.values())
     prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"
-    command: Callable[[list[str]], int] = one_line_errors(
+    command: Callable[..., int] = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments[:cut], prog=prog, description=__doc__)
     )
-    check_numbers(getattr(command, "action", command), COMMAND_BOUNDS)
+    check_numbers(getattr(command, "action", command))
+    words = arguments[cut + 1 :]
+    takes_words = bool(inspect.signature(command).parameters)
+    if words and not takes_words:
+        raise Refusal(f"-- {' '.join(words)}: `{arguments[0]}` takes no options of train.py; leave them out")
     try:
-        return command(arguments[cut + 1 :])
+        return command(words) if takes_words else command()
     except BrokenPipeError:
         lose_stdout()
         return 0

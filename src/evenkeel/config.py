@@ -6,10 +6,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -254,34 +252,15 @@ CUTTING, UNSAVED, _FREE = (
 HARMLESS = _FREE | UNSAVED | {"data_dir"}  # a task's option: the same data may lie elsewhere on another node
 BOUNDS: dict[str, Bounds] = {it.name: it.metadata["bounds"] for it in fields(Config) if "bounds" in it.metadata}
 
-COMMAND_BOUNDS: dict[str, Bounds] = {
-    "gpus": (1, 1024),
-    "node_rank": (0, 2**16),
-    "nodes": (1, 2**16),
-    "max_restarts": (0, 10**6),
-    "max_requeues": (0, 10**6),
-    "cpus_per_gpu": (1, 4096),
-    "world_size": (1, 2**16),
-    "step": (0, COUNT),
-    "top": (1, 1000),
-    "minutes": (1e-3, 366 * 1440),
-    "count": (0, COUNT),
-    "steps": (24, 10**6),
-    "rounds": (1, 1000),
-    "seed": SEEDS,
-    "timeout": (1, 3600),
-}
-"""Bounds of the other commands' options."""
 
-
-def check_numbers(options: Any, bounds: Mapping[str, Bounds] = MappingProxyType({})) -> None:
-    """Refuse numbers of a dataclass that are beyond the bounds of their :func:`option`, or given here by field."""
+def check_numbers(options: Any) -> None:
+    """Refuse numbers of a dataclass that are beyond the bounds of their :func:`option`."""
     for it in fields(options):
         value = getattr(options, it.name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         widest = (-math.inf, math.inf) if isinstance(value, float) else (-(2**63), 2**63 - 1)
-        least, most = bounds.get(it.name) or it.metadata.get("bounds", widest)
+        least, most = it.metadata.get("bounds", widest)
         if not least <= value <= most:
             side, bound = ("most", most) if value > most else ("least", least)  # NaN as well
             must = {FINITE: "finite", BELOW_1: "below 1", -math.inf: "a number"}.get(bound, f"at {side} {bound}")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evenkeel.common import network
 from evenkeel.common.errors import REFUSED, Refusal
 from evenkeel.common.network import Link, find_link, meet
+from evenkeel.config import Config
 from evenkeel.launch import launchers
-from evenkeel.launch import topology as launch
 from evenkeel.launch.topology import Command, Topology, parse_master, parse_nodes, torchrun
 from tests.support.processes import LIMIT, free_port
 
@@ -101,11 +100,6 @@ def test_torchrun_gets_every_argument_as_it_is() -> None:
     assert macros.substitute(parsed.training_script_args, "3") == args
 
 
-def test_the_printed_command_can_be_pasted() -> None:
-    made = Command(("run", "a b", "it's", "$x"), {"A": "1", "B": "x y"})
-    assert shlex.split(str(made)) == ["A=1", "B=x y", "run", "a b", "it's", "$x"]
-
-
 def test_reading_nodes_and_master() -> None:
     assert parse_nodes("3") == (3, 3)
     assert parse_nodes("2:4") == (2, 4)
@@ -154,7 +148,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.setattr(Command, "execute", lambda self: pytest.fail("started"))
     script = [] if "--script" in argv else ["--script", __file__]
-    assert launchers.main(launchers.MultiNode, [*argv, *script], REPOSITORY / "train.py") == REFUSED
+    assert launchers.main([*argv, *script], REPOSITORY / "train.py") == REFUSED
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if "no GPU here" not in line]
     assert out == ""
@@ -165,8 +159,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_train_options_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["-g", "2", "--", "--no-such-option"]
-    assert launchers.main(launchers.SingleNode, argv, REPOSITORY / "train.py") == REFUSED
+    assert launchers.main(argv, REPOSITORY / "train.py") == REFUSED
     assert "--no-such-option" in capsys.readouterr().err
+
+
+def count(gpus: int | None, each: int = 1) -> int:
+    return launchers.processes_of_node(replace(Config(), model_parallel=each), gpus)
 
 
 def test_processes_for_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,27 +173,27 @@ def test_processes_for_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert launch.count_processes(None) == 4
-    assert launch.count_processes(3) == 3
+    assert count(None) == 4
+    assert count(3) == 3
     with pytest.raises(Refusal, match=r"-g 5.*CUDA_VISIBLE_DEVICES.*0,1,2,3"):
-        launch.count_processes(5)
-    assert (launch.count_processes(None, 2), launch.count_processes(2, 2), launch.count_processes(None, 3)) == (2, 1, 1)
+        count(5)
+    assert (count(None, 2), count(2, 2), count(None, 3)) == (2, 1, 1)
     with pytest.raises(Refusal, match=r"-g 3: each process uses 2 GPUs"):
-        launch.count_processes(3, 2)
+        count(3, 2)
     with pytest.raises(Refusal, match=r"1 process on this node with 5 GPUs each .* but 4 visible GPUs"):
-        launch.count_processes(None, 5)
+        count(None, 5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert launch.count_processes(5) == 5
-    assert launch.count_processes(5, 2) == 5, "on the CPU nothing is divided"
+    assert count(5) == 5
+    assert count(5, 2) == 5, "on the CPU nothing is divided"
     assert capsys.readouterr().err == ""
-    assert launch.count_processes(None) == 2
+    assert count(None) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_dry_run_needs_no_other_node(node: int, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["-n", "2", "-g", "2", "-nr", str(node), "--master", "no-such-host.invalid", "--script", __file__]
-    assert launchers.main(launchers.MultiNode, [*argv, "--dry-run"], REPOSITORY / "train.py") == 0
+    assert launchers.main([*argv, "--dry-run"], REPOSITORY / "train.py") == 0
     printed, said = capsys.readouterr()
     assert (
         f"--rdzv-endpoint no-such-host.invalid:29500 --rdzv-id evenkeel-29500 --rdzv-conf is_host={1 - node},"
@@ -204,25 +202,15 @@ def test_a_dry_run_needs_no_other_node(node: int, capsys: pytest.CaptureFixture[
     assert "--local-addr" not in printed
     assert said.startswith("evenkeel: --master no-such-host.invalid: cannot be reached from this node: ")
     assert said.endswith("; the command lacks what depends on that address\n")
-    assert launchers.main(launchers.MultiNode, argv, REPOSITORY / "train.py") == REFUSED
+    assert launchers.main(argv, REPOSITORY / "train.py") == REFUSED
 
 
-def test_dry_run_and_elastic_node_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["-n", "2:4", "-g", "2", "-nr", "3", "--master", "127.0.0.1:1", "--dry-run", "--script", __file__]
-    assert launchers.main(launchers.MultiNode, [*argv, "--", "a b"], REPOSITORY / "train.py") == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ")
-    assert printed.endswith("test_topology.py 'a b'\n")
-    assert "--nnodes 2:4" in printed
-
-
-@pytest.mark.parametrize("options", [launchers.SingleNode, launchers.MultiNode])
-def test_help_has_the_examples_line_by_line(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_the_examples_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        launchers.main(options, ["--help"], REPOSITORY / "train.py")
+        launchers.main(["--help"], REPOSITORY / "train.py")
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("  launch/") for line in lines) == 3
+    assert sum(line.startswith("  launch/") for line in lines) == 4
     assert all(any(name in line for line in lines) for name in ("-g", "--gpus", "--dry-run"))
 
 

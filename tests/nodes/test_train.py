@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from evenkeel.cli.chaos.nodes import Lab, why_not
+from evenkeel.cli.chaos.nodes import why_not
+from tests.support.nodes import Lab
 from tests.support.processes import LIMIT, ROOT, environment, read, records, wait_until
 from tests.support.readme import blocks
 from tests.support.small_runs import PLAN, SAMPLES, job

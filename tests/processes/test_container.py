@@ -99,7 +99,7 @@ def test_orphans_are_buried(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         ([*PLAIN, "--epochz", 5], "Unrecognized options: --epochz, 5; perhaps --epochs? (--help lists all options)"),
-        (["check", "launch", "-g", 2, "--", "--lr", -1], "--lr -1.0: must be at least 0"),
+        (["launch", "-g", 2, "--dry-run", "--", "--lr", -1], "--lr -1.0: must be at least 0"),
         (["--nprocs=2", "train.py"], "unrecognized arguments: --nprocs=2 (torchrun's options, then train.py"),
         (["--nproc_per_node=2", "nothing.py"], "nothing.py: no such file in this container; mount it"),
         (["launch", "-n", "2:1", "-g", 1], "-n 2:1: give a number of nodes, or MIN:MAX with 1 <= MIN <= MAX"),
@@ -112,11 +112,8 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[object], line: st
     assert done.stderr.count("\n") == 1
 
 
-def test_check_starts_nothing(tmp_path: Path) -> None:
-    for words in (
-        ["check", *PLAIN],
-        ["check", "launch", "-n", 2, "-g", 1, "-nr", 1, "--master", "later.invalid", "--"],
-    ):
-        done = processes.finish(container(tmp_path, *words, "--run-dir", tmp_path / "run"))
-        assert done.returncode == 0, done.stderr
-        assert not (tmp_path / "run").exists()
+def test_a_dry_run_starts_nothing_and_needs_no_other_node(tmp_path: Path) -> None:
+    words = ["launch", "-n", 2, "-g", 1, "-nr", 1, "--master", "later.invalid", "--dry-run", "--"]
+    done = processes.finish(container(tmp_path, *words, "--run-dir", tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run").exists()

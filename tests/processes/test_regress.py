@@ -32,4 +32,4 @@ def test_the_linear_model_learns_its_random_data(loss: Any, tmp_path: Path) -> N
 
 def test_it_refuses_what_cannot_be() -> None:
     with pytest.raises(Refusal, match=r"^--outputs 0: must be at least 1"):
-        Regress(outputs=0)
+        parse(["--task", "regress", "--outputs", "0"])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenkeel.common.errors import Refusal
+from evenkeel.config import check_numbers
 from evenkeel.data.loader import Seeded
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import run
@@ -129,7 +130,7 @@ def test_grey_images_for_a_network_of_colour_ones_are_enlarged_and_repeated() ->
 )
 def test_options_that_cannot_be_meant(options: dict[str, Any], message: str) -> None:
     with pytest.raises(Refusal) as caught:
-        Classify(**options)
+        check_numbers(Classify(**options))
     assert str(caught.value).startswith(message)
 
 

@@ -25,7 +25,7 @@ from evenkeel.config import GROUPS, Config, flag, saved_options
 from evenkeel.distributed.devices import explain_devices
 from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.agent import first_error
-from evenkeel.launch.launchers import MultiNode, SingleNode
+from evenkeel.launch.launchers import MultiNode
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.command_line import BY_NAME, SYNONYMS, parse
 from evenkeel.tasks.registry import built_in, load_task
@@ -352,13 +352,16 @@ def test_what_a_synonym_names_exists_and_the_synonym_does_not() -> None:
     ours = {flag(option_name(option.name)) for cls in (Config, Classify) for option in fields(cls)}
     assert [name for here in SYNONYMS.values() for name in re.findall(r"--[a-z-]+", here) if name not in ours] == []
     assert ours & BY_NAME.keys() == {"--model", "--dataset", "--data-dir"}, "which other tasks have not"
-    asked = "--learning-rate --gradient-accumulation-steps --resume --amp --fp16 --bf16 --workers --bs --batch --wd "
-    asked += (
-        "--max-epochs --num-epochs --output-dir --logdir --checkpoint --ckpt --local-rank --arch --data --data-path "
-    )
-    asked += "--print-freq --distributed --dist-url --use-env"
+    asked = "--learning-rate --gradient-accumulation-steps --resume --amp --fp16 --bf16 --bs --batch --wd --output-dir "
+    asked += "--logdir --checkpoint --ckpt --local-rank --arch --data --data-path --print-freq --distributed --use-env"
     assert set(asked.split()) <= BY_NAME.keys()
     assert len(BY_NAME) == sum(len(names.split()) for names in SYNONYMS), "each once"
+
+
+def test_what_no_table_has_to_say_is_said_by_its_spelling(refused: Refused) -> None:
+    similar = {"--workers": "--num-workers", "--max-epochs": "--epochs", "--optim": "--optimizer"}
+    for typed, here in {**similar, "--lr-scheduler": "--schedule", "--warmup": "--warmup-steps"}.items():
+        assert f"Unrecognized options: {typed}, 1; perhaps {here}?" in refused(typed, "1")
 
 
 def test_a_task_may_have_an_option_of_that_name(folder: Path) -> None:
@@ -375,7 +378,6 @@ OF_ROOMS = (
 
 
 COMMANDS = (
-    SingleNode,
     MultiNode,
     *(it for name in OF_ROOMS for it in optional(name)),
     *subcommands().values(),

@@ -174,8 +174,8 @@ def test_without_torchvisions_decoder_it_is_pillows(tmp_path: Path, monkeypatch:
     """Later releases of torchvision will not have it."""
     root = folder(tmp_path, encoded(photograph(100, 75)))
     with_it = both(root, augment="basic")[1]
-    assert decoding._torchvision_decoder() is not None
-    monkeypatch.setattr(decoding, "_torchvision_decoder", lambda: None)
+    assert decoding._by_torchvision(encoded(photograph(100, 75))) is not None
+    monkeypatch.setattr(decoding, "_by_torchvision", lambda _content: None)
     exact, without = both(root, augment="basic")
     assert torch.equal(exact, without)
     assert distance(with_it, without) < 0.5

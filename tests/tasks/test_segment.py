@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from evenkeel.common.errors import Ended, Refusal
-from evenkeel.config import Config
+from evenkeel.config import Config, check_numbers
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.digits import digits
 from evenkeel.tasks.segment import (
@@ -71,7 +71,7 @@ def test_a_digit_is_labelled_with_what_it_is() -> None:
 )
 def test_refusals(option: dict[str, Any]) -> None:
     with pytest.raises(Refusal, match=f"--{next(iter(option)).replace('_', '-')} "):
-        Segment(**option)
+        check_numbers(Segment(**option))
 
 
 def gradients(task: Segment, model: nn.ModuleDict, loss: Tensor) -> dict[str, list[Tensor]]:

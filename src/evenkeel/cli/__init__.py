@@ -14,11 +14,11 @@
     tail.py         the new lines of a metrics.jsonl that grows, for status, follow and chaos
 
 A command is a dataclass. Its fields are the options and their docstrings the help, read by tyro; its own docstring
-says in a sentence what the command does, and shows an example. It is called with the words after `--` and returns the
-exit code. Bad input raises `Refusal`, in a line that names the flag or the file and the remedy. torch is imported
-where it is needed, so that the help and most commands take a tenth of a second.
+says in a sentence what the command does, and shows an example. It is called, with the words after `--` if it takes any,
+and returns the exit code. Bad input raises `Refusal`, in a line that names the flag or the file and the remedy. torch
+is imported where it is needed, so that the help and most commands take a tenth of a second.
 
-To add a command: write such a file, name it in `__main__.py`, give numbers bounds in `config.COMMAND_BOUNDS`, and
+To add a command: write such a file, name it in `__main__.py`, give numbers bounds by `config.option`, and
 test it in `tests/cli`. To remove one: delete its file, its line in `__main__.py` and its tests; nothing else imports
 it. All but chaos only read (`checkpoint export`, `predict`, `report` and `profile` write the files that they are told
 to).

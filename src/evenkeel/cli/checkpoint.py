@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from ..common.errors import Ended, Refusal
 from ..common.files import write_atomically
 from ..common.naming import shown
-from ..config import Flag
+from ..config import Flag, option
 from ..run.checkpoint import (
     Checkpoints,
     Damaged,
@@ -65,7 +65,7 @@ class InspectCheckpoint:
     """Print what the newest checkpoint holds: files, the model's tensors, the size of the optimizer state."""
 
     path: Place
-    step: Step = None
+    step: Step = option(None, 0)
 
     def __call__(self) -> int:
         """Print it."""
@@ -123,7 +123,7 @@ class ExportModel:
     path: Place
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The file to write; it must not exist."""
-    step: Step = None
+    step: Step = option(None, 0)
     form: Annotated[Literal["bare", "dp", "safetensors"], tyro.conf.arg(name="as")] = "bare"
     """bare: names as in the model; dp: with the prefix `module.` of DataParallel; safetensors: bare, in that format."""
     raw: Flag = False
@@ -164,10 +164,8 @@ class CheckpointCommand:
         | Annotated[ExportModel, tyro.conf.subcommand("export")]
     ]
 
-    def __call__(self, train_options: list[str]) -> int:
+    def __call__(self) -> int:
         """Run the chosen action."""
-        if train_options:
-            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
         return self.action()
 
 

@@ -44,10 +44,8 @@ class CompareCommand:
     run_b: tyro.conf.Positional[Path]
     """The run directory to compare it with."""
 
-    def __call__(self, train_options: list[str]) -> int:
+    def __call__(self) -> int:
         """Print the first difference and what could have caused it."""
-        if train_options:
-            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
         for path in (self.run_a, self.run_b):
             if not (path / "config.toml").is_file():
                 raise Refusal(f"{path}: no run there (no config.toml); name two run directories")

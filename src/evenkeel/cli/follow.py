@@ -41,10 +41,8 @@ class FollowCommand:
     run_dir: tyro.conf.Positional[Path]
     """Run directory."""
 
-    def __call__(self, train_options: list[str]) -> int:
+    def __call__(self) -> int:
         """Follow it."""
-        if train_options:
-            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
         try:
             from ..launch.slurm.follow import follow_job
         except ModuleNotFoundError:  # launch/slurm may be deleted

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ..config import option
 from ..data.plan import Plan
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class PlanCommand:
     What follows after `--` are options of train.py.
     """
 
-    world_size: Annotated[int, tyro.conf.arg(aliases=["-w"])] = 2
+    world_size: Annotated[int, tyro.conf.arg(aliases=["-w"])] = option(2, 1, 2**16)
     """Ranks to plan for; with --strategy dp the GPUs of its one process."""
 
     def __call__(self, train_options: list[str]) -> int:

@@ -18,7 +18,7 @@ import tyro
 
 from ..common.errors import Ended, EndedByData, Refusal
 from ..common.files import write_atomically
-from ..config import Flag, MaybePath
+from ..config import Flag, MaybePath, option
 from ..run.checkpoint import Checkpoints, step_folders, step_of
 from ..run.records import read_config, recorded_options
 
@@ -53,7 +53,7 @@ class PredictCommand:
     """A set of the run's task: train, validation, test, or a name of its own."""
     checkpoint: str = "last"
     """last, best or a step, e.g. 460."""
-    top: int = 1
+    top: int = option(1, 1, 1000)
     """How many of the likeliest classes to write, each with its probability."""
     overwrite: Flag = False
     """Replace the output file if there is one."""

@@ -44,10 +44,8 @@ class ProfileCommand:
     output: MaybePath = None
     """File to write. Default: profile/merged.json in the run directory."""
 
-    def __call__(self, train_options: list[str]) -> int:
+    def __call__(self) -> int:
         """Write the merged trace and say what is in it."""
-        if train_options:
-            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
         if self.output and self.output.exists():
             raise Refusal(f"--output {self.output}: exists already; name another file")
         traces, older = newest(read_traces(self.run / "profile"))

@@ -67,10 +67,8 @@ class StatusCommand:
     json: Flag = False
     """For programs: print a JSON list with an object for each run."""
 
-    def __call__(self, train_options: list[str]) -> int:
+    def __call__(self) -> int:
         """Print the table or the list."""
-        if train_options:
-            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
         if self.watch and self.json:
             raise Refusal("--watch --json: one is for people, the other for programs; choose one")
         for folder in self.folders:

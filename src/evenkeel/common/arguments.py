@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -21,6 +22,21 @@ def lose_stdout() -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)
+
+
+def some_options(words: Sequence[str], *options: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The values of some options, each given by its names, and the words that belong to others.
+
+    Raises:
+        Refusal: one of them has no value.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in options:
+        parser.add_argument(*names)
+    try:
+        return parser.parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        raise Refusal(str(error)) from None
 
 
 def refuse_empty(words: Sequence[str], *classes: Any) -> None:

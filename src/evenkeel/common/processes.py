@@ -50,6 +50,11 @@ def die_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
+def adopt_orphans() -> None:
+    """From now on processes below this one become its children when their own parent dies. Linux only."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER in <linux/prctl.h>
+
+
 def leave_nothing(seconds: float = 1.0) -> None:
     """Kill the `multiprocessing` children of this process, wait for them, and delete its temporary folders.
 

@@ -1,8 +1,7 @@
-"""The command lines of ``launch/single_node.py`` and ``launch/multi_node.py``: check all, then become torchrun."""
+"""The command line of ``launch/single_node.py`` and ``launch/multi_node.py``: check all, then become torchrun."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import os
 import subprocess
@@ -10,75 +9,59 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import tyro
 
-from ..common.arguments import one_line_errors, refuse_empty
+from ..common.arguments import one_line_errors, refuse_empty, some_options
 from ..common.errors import FAILED, REFUSED, Refusal
 from ..common.network import Link, find_link, meet
-from ..config import COMMAND_BOUNDS, check_numbers
+from ..config import Config, Flag, MaybePath, check_numbers, devices_per_rank, option
 from .topology import (
+    CPU_PROCESSES,
     DEFAULT_PORT,
     JOIN_SECONDS,
     Command,
     Topology,
-    count_processes,
     parse_master,
     parse_nodes,
+    refuse_useless_gpus,
     torchrun,
 )
 
-if TYPE_CHECKING:
-    from ..config import Config
-
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class SingleNode:
-    """Start a training job on this machine. Options after -- are passed to train.py.
-
-      launch/single_node.py -- --epochs 5             one process per GPU
-      launch/single_node.py -g 4 -- --epochs 5        four processes
-      launch/single_node.py -g 4 --dry-run            print the command and its environment
-
-    The launcher becomes torchrun, so signals go straight to it. Exit code: 0 finished, 75 stopped and can be
-    continued, 2 refused, 137 killed; anything else is a bug.
-    """
-
-    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
-    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
-    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
-    """How often a node may restart its processes after one of them, or another node, has died."""
-    script: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
-    """Run this file instead of train.py."""
-    dry_run: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
-    """Print the exact command and its environment, and start nothing."""
-    doctor: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
-    """First check the machines by `evenkeel doctor` on the same ranks; start nothing if it finds a FAIL."""
-
-    @property
-    def topology(self) -> Topology:
-        """The topology as typed; one process per node where -g leaves that open."""
-        return Topology(self.gpus or 1, max_restarts=self.max_restarts)
+Count = tyro.conf.arg(metavar="N", help_behavior_hint="")
+Gpus = Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
-class MultiNode(SingleNode):
-    """Start one node's share of a training job. Run it on every node, each with its own -nr.
+class MultiNode:
+    """Start this node's share of a training job. Options after -- are passed to train.py.
 
-      launch/multi_node.py -n 2 -g 4 -nr 0 --master node0 -- --epochs 5     on the first node
+      launch/single_node.py -g 4 -- --epochs 5                              four processes here; default: one per GPU
+      launch/multi_node.py -n 2 -g 4 -nr 0 --master node0 -- --epochs 5     on the first of two nodes
       launch/multi_node.py -n 2 -g 4 -nr 1 --master node0 -- --epochs 5     on the second
       launch/multi_node.py -n 2:4 -nr 3 --master 10.0.0.1:29501 -- ...      elastic: runs on 2, 3 or 4 nodes
 
-    The nodes may start in any order. All nodes but node 0 may leave an elastic job and come back. Options after --
-    are passed to train.py.
+    The nodes may start in any order. All nodes but node 0 may leave an elastic job and come back. The launcher becomes
+    torchrun, so signals go straight to it. Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137
+    killed; anything else is a bug.
     """
 
+    gpus: Gpus = option(None, 1, 1024)
+    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
+    """How often a node may restart its processes after one of them, or another node, has died."""
+    script: MaybePath = None
+    """Run this file instead of train.py."""
+    dry_run: Flag = False
+    """Print the exact command and its environment, and start nothing."""
+    doctor: Flag = False
+    """First check the machines by `evenkeel doctor` on the same ranks; start nothing if it finds a FAIL."""
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
     """Number of nodes. MIN:MAX for an elastic job, which may lose and gain nodes while it runs."""
-    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"], metavar="N", help_behavior_hint="")] = None
+    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"]), Count] = option(None, 0, 2**16)
     """Rank of this node, from 0. Node 0 hosts the rendezvous."""
     master: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")] = None
     """Address by which the other nodes reach node 0; the same on every node. Default port: 29500."""
@@ -103,10 +86,10 @@ def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]
     refuse_empty(argv[:cut], options)
     text = inspect.getdoc(options)  # without this, tyro joins the lines of the examples
     parsed = one_line_errors(
-        lambda: tyro.cli(options, args=argv[:cut], description=text, config=(tyro.conf.FlagCreatePairsOff,)),
+        lambda: tyro.cli(options, args=argv[:cut], description=text),
         hint="see --help; options for train.py come after --",
     )
-    check_numbers(parsed, COMMAND_BOUNDS)
+    check_numbers(parsed)
     return parsed, list(argv[cut + 1 :])
 
 
@@ -122,19 +105,36 @@ def processes_of_node(config: Config | None, asked: int | None, given: int | Non
 
     Args:
         config: train.py's options; None for another script.
-        asked: -g.
+        asked: -g: GPUs to use, or processes if there are no GPUs here.
         given: GPUs that a cluster has given to the job; None: all on this node.
         nodes: of the job, at most.
+
+    Raises:
+        Refusal: too few GPUs, or not a multiple of what each process uses.
     """
-    import torch
+    import torch  # takes seconds: not before the cheap refusals
 
-    from ..config import devices_per_rank
     from ..distributed.data_parallel import refuse_company
+    from ..distributed.devices import explain_devices
 
-    if config and config.strategy == "dp":
-        asked = asked or 1
-        refuse_company(asked * nodes, torch.cuda.device_count())
-    return count_processes(given if asked is None else asked, devices_per_rank(config) if config else 1)
+    refuse_useless_gpus()
+    present, each = torch.cuda.device_count() if torch.cuda.is_available() else 0, 1
+    if config:
+        each = devices_per_rank(config)
+        if config.strategy == "dp":
+            asked = asked or 1
+            refuse_company(asked * nodes, present)
+    asked = given if asked is None else asked
+    if not present:
+        if asked is None:
+            print(f"evenkeel: no GPU here: {CPU_PROCESSES} processes on the CPU; -g sets how many", file=sys.stderr)
+        return asked or CPU_PROCESSES
+    typed, wanted = ("", present) if asked is None else (f"-g {asked}: ", asked)
+    if max(wanted, each) > present:
+        raise Refusal(typed + explain_devices(max(1, wanted // each), present, each))
+    if asked is not None and asked % each:
+        raise Refusal(f"{typed}each process uses {each} GPUs (--place or --model-parallel); give a multiple of it")
+    return wanted // each
 
 
 def link_of(topology: Topology) -> Link:
@@ -153,16 +153,16 @@ def wait_for_master(topology: Topology) -> None:
 class Start:
     """This node's share of a job, checked and ready to start."""
 
-    typed: SingleNode
+    typed: MultiNode
     topology: Topology
     link: Link
     command: Command
     config: Config | None  # train.py's options; None with --script
 
 
-def prepare(options: type[SingleNode], argv: Sequence[str], train: Path) -> Start:
+def prepare(argv: Sequence[str], train: Path) -> Start:
     """Turn a launcher's command line into what it starts; `train` is the path of train.py."""
-    typed, train_args = parse_arguments(options, argv)
+    typed, train_args = parse_arguments(MultiNode, argv)
     topology, script = typed.topology, typed.script or train
     if not script.is_file():
         raise Refusal(f"--script {script}: no such file")
@@ -202,13 +202,7 @@ def topology_in(arguments: Sequence[str]) -> list[str]:
     Raises:
         Refusal: torchrun has started this process, and so the others.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for names in (("-n", "--nodes"), ("-g", "--gpus"), ("-nr", "--node-rank"), ("--master",)):
-        parser.add_argument(*names)
-    try:
-        typed, job = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise Refusal(str(error)) from None
+    typed, job = some_options(arguments, ("-n", "--nodes"), ("-g", "--gpus"), ("-nr", "--node-rank"), ("--master",))
     words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(typed).items() if value is not None]
     if words and "RANK" in os.environ:
         raise Refusal(f"{words[0]}: torchrun has started the ranks; leave it out, or type python instead of torchrun")
@@ -217,10 +211,10 @@ def topology_in(arguments: Sequence[str]) -> list[str]:
     return [*words, "--", *job] if words else []
 
 
-def main(options: type[SingleNode], argv: Sequence[str], train: Path) -> int:
+def main(argv: Sequence[str], train: Path) -> int:
     """Check everything, then become torchrun; return only if there is nothing to run."""
     try:
-        start = prepare(options, argv, train)
+        start = prepare(argv, train)
         if start.typed.dry_run:
             print(start.command)
             return 0

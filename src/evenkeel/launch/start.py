@@ -31,7 +31,7 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     @explaining  # where memory runs out
     def call() -> int | None:
         if typed := launchers.topology_in(sys.argv[1:]):
-            return launchers.main(launchers.MultiNode, typed, Path(sys.argv[0]).resolve())
+            return launchers.main(typed, Path(sys.argv[0]).resolve())
         return main(sys.argv[1:])
 
     leave(exit_code(call))

@@ -172,35 +172,6 @@ def torchrun(
     )
 
 
-def count_processes(asked: int | None, each: int = 1) -> int:
-    """How many processes to start here.
-
-    Args:
-        asked: -g: GPUs to use, or processes if there are no GPUs here. None: all GPUs.
-        each: GPUs per process.
-
-    Raises:
-        Refusal: too few GPUs, or not a multiple of `each`.
-    """
-    import torch  # takes seconds: not before the cheap refusals
-
-    from ..distributed.devices import explain_devices
-
-    refuse_useless_gpus()
-    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not present:
-        if asked is None:
-            print(f"evenkeel: no GPU here: {CPU_PROCESSES} processes on the CPU; -g sets how many", file=sys.stderr)
-        return asked or CPU_PROCESSES
-    wanted = present if asked is None else asked
-    if max(wanted, each) > present:
-        typed = "" if asked is None else f"-g {asked}: "
-        raise Refusal(typed + explain_devices(max(1, wanted // each), present, each))
-    if asked is not None and asked % each:
-        raise Refusal(f"-g {asked}: each process uses {each} GPUs (--place or --model-parallel); give a multiple of it")
-    return wanted // each
-
-
 def refuse_useless_gpus(device: Path = Path("/dev/nvidiactl")) -> None:
     """Refuse to train silently on the CPU of a machine whose GPUs torch cannot use.
 

@@ -15,7 +15,7 @@ import tyro
 from torch import Tensor, nn
 
 from ..common.errors import Ended, Refusal
-from ..config import BELOW_1, COUNT, FINITE, NAME, Flag, check_numbers
+from ..config import BELOW_1, FINITE, NAME, Flag, option
 from ..data.dataset import SizedDataset
 from ..training.checks import TOO_FEW
 from ..training.task import Classification
@@ -30,17 +30,6 @@ PHOTOGRAPH = 224
 AUXILIARY_WEIGHT = 0.4
 """Of the losses of a network's auxiliary outputs."""
 
-BOUNDS: dict[str, tuple[float, float]] = {
-    "image_size": (0, 2**14),
-    "width": (1, 2**16),
-    "dropout": (0, BELOW_1),
-    "mixup": (0, FINITE),
-    "cutmix": (0, FINITE),
-    "label_smoothing": (0, BELOW_1),
-    "fake_samples": (5, COUNT),
-    "fake_classes": (1, 2**20),
-}
-
 
 @dataclass
 class Classify(Classification):
@@ -54,34 +43,33 @@ class Classify(Classification):
     """cnn (a small one) or any classification network of torchvision, e.g. resnet50 or vit_b_16."""
     pretrained: Flag = False
     """Start with torchvision's pretrained weights and a new last layer."""
-    image_size: int = 0
+    image_size: int = option(0, 0, 2**14)
     """Height and width of the network's input in pixels, e.g. 64 (0: as in the data; imagefolder: 224)."""
-    width: int = 32
+    width: int = option(32, 1, 2**16)
     """Channels of the first convolution of the cnn."""
-    dropout: float = 0.3
+    dropout: float = option(0.3, 0, BELOW_1)
     """Dropout probability of the cnn."""
     augment: Annotated[Literal["none", "basic", "trivial", "rand"], NAME] = "none"
     """none; basic: random shift or crop, and flip; trivial or rand: basic, then TrivialAugment or RandAugment."""
-    mixup: float = 0.0
+    mixup: float = option(0.0, 0, FINITE)
     """MixUp alpha, e.g. 0.2 (0 disables it)."""
-    cutmix: float = 0.0
+    cutmix: float = option(0.0, 0, FINITE)
     """CutMix alpha, e.g. 1.0 (0 disables it). With --mixup, each micro-batch draws one of the two."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = option(0.0, 0, BELOW_1)
     """Label smoothing, e.g. 0.1 (0 disables it)."""
     on_bad_sample: Annotated[datasets.OnBadSample, NAME] = "raise"
     """If an image file does not decode: raise (end the run) or skip (use another image instead)."""
     decode: Annotated[Decode, NAME] = "auto"
     """Decode image files: exact (whole, by Pillow), fast (what is seen) or auto (as the run began; a new one fast)."""
-    fake_samples: int = 1000
+    fake_samples: int = option(1000, 5)
     """Training samples of --dataset fake."""
-    fake_classes: int = 10
+    fake_classes: int = option(10, 1, 2**20)
     """Classes of --dataset fake."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"on_bad_sample"})  # so that a run that it ended can continue
     earlier: ClassVar[Mapping[str, Any]] = {"decode": "exact"}
 
     def __post_init__(self) -> None:
-        check_numbers(self, BOUNDS)
         if self.model_ == models.OWN and self.image_size == 1:
             raise Refusal("--image-size 1: must be at least 2, or 0 for the data set's own")
         models.check_model_name(self.model_)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import inspect
 import os
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
-from ..common.arguments import one_line_errors, refuse_empty
+from ..common.arguments import one_line_errors, refuse_empty, some_options
 from ..common.errors import Refusal
 from ..common.naming import kind_of
 from ..config import GROUPS, OPTION_NAMES, Config, check_numbers, flag, validate
@@ -63,13 +62,7 @@ def parse(
     """
     refuse_empty(arguments, Config)
     # --task and --config decide which other options there are
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--task")
-    first.add_argument("--config", type=Path)
-    try:
-        early, _ = first.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise Refusal(str(error)) from None
+    early, _ = some_options(arguments, ("--task",), ("--config",))
     from_file = {**base, **(_read_file(early.config) if early.config else {})}
     if any(re.match("--micro[-_]batch", word) for word in arguments):  # replaces whichever of the two is in the file
         from_file = {name: value for name, value in from_file.items() if name not in ("micro_batch", "micro_batches")}
@@ -161,14 +154,14 @@ def _check_options(task_class: type[Task], options: type) -> None:
             raise Refusal(f"{text} has no default; give it one")
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, Any]:
     try:
-        return read_config(path)
+        return read_config(Path(path))
     except Refusal as refusal:
         raise Refusal(f"--config {refusal}") from None
 
 
-def _with_file(values: dict[str, Any], path: Path | None, *classes: type) -> list[Any]:
+def _with_file(values: dict[str, Any], path: str | None, *classes: type) -> list[Any]:
     """Instances of the option classes, with the values of a file in place of their defaults.
 
     Raises:
@@ -224,19 +217,15 @@ TOLD = "nothing to type: torchrun tells each process"
 
 SYNONYMS = {
     "--learning-rate --base-lr --lrate": "--lr",
-    "--wd --l2 --weight-decay-rate": "--weight-decay",
-    "--opt --optim": "--optimizer",
-    "--scheduler --lr-scheduler --lr-scheduler-type --sched": "--schedule",
-    "--warmup --num-warmup-steps --lr-warmup-steps": "--warmup-steps",
-    "--clip --grad-clip --clip-grad --clip-grad-norm --max-grad-norm --gradient-clip-val": "--clip-norm",
+    "--wd --l2": "--weight-decay",
+    "--grad-clip --clip-grad --max-grad-norm --gradient-clip-val": "--clip-norm",
     "--momentum": "no option: --optimizer sgd has Nesterov momentum 0.9; a task may bring its own optimizers",
     "--model-ema --ema-decay --model-ema-decay": "--ema",
-    "-b --batch --bs --batchsize --train-batch-size --global-batch-size --per-device-train-batch-size "
-    "--batch-size-per-gpu": "--batch-size, of all processes together",
+    "-b --bs --batch --global-batch-size --per-device-train-batch-size": "--batch-size, of all processes together",
     "--gradient-accumulation-steps --accumulate-grad-batches --grad-accum --accum-iter": "--micro-batches",
     "--micro-batch-size --microbatch-size": "--micro-batch",
-    "--max-epochs --num-epochs --num-train-epochs --n-epochs --epoch": "--epochs",
-    "--max-iters --iterations --num-steps --max-iter --total-steps": "--max-steps",
+    "--num-train-epochs": "--epochs",
+    "--iterations --max-iter --total-steps": "--max-steps",
     "--start-epoch --resume --resume-from --resume-from-checkpoint --auto-resume --continue": CONTINUES,
     "--ckpt --checkpoint --ckpt-path --checkpoint-path --load --weights --pretrained-weights --finetune": "--init-from "
     "for weights to start from; a run of your own continues by the same command",
@@ -251,17 +240,13 @@ SYNONYMS = {
     "--amp --mixed-precision --autocast --use-amp": "--precision bf16 or --precision fp16",
     "--fp16 --half --float16 --opt-level --apex": "--precision fp16",
     "--bf16 --bfloat16": "--precision bf16",
-    "--fp32 --float32": "--precision fp32",
-    "--tf32 --allow-tf32": "--precision tf32",
-    "--init-scale --static-loss-scale": "--loss-scale",
-    "--torch-compile --jit --torchcompile": "--compile",
-    "--memory-format --nhwc": "--channels-last",
+    "--allow-tf32": "--precision tf32",
+    "--torch-compile --jit": "--compile",
     "--sync-bn --syncbn": "--sync-batchnorm",
-    "--freeze-layers --frozen": "--freeze",
-    "-j --worker --workers --num-worker --dataloader-num-workers --n-workers --nw": "--num-workers",
-    "--random-seed --manual-seed --rng-seed": "--seed",
-    "--cudnn-deterministic --use-deterministic-algorithms": "--deterministic",
-    "--fast-dev-run --limit-train-batches --overfit-batches --debug --smoke": "--limit-batches",
+    "-j --dataloader-num-workers": "--num-workers",
+    "--random-seed --manual-seed": "--seed",
+    "--use-deterministic-algorithms": "--deterministic",
+    "--fast-dev-run --overfit-batches --debug": "--limit-batches",
     "--use-wandb --report-to --logger": "--wandb",
     "--no-wandb": "--wandb disabled",
     "--data-parallel --dp": "--strategy dp",
@@ -275,13 +260,12 @@ SYNONYMS = {
     "--model": "a part of the task: its class makes the network; --model is an option of --task classify",
     "--data --data-path --data-root --dataset-path --root --train-dir": "--data-dir, with --dataset (--task classify)",
     "--data-dir --dataset": "a part of the task: its class opens the data; they are options of --task classify",
-    "--img-size --imgsz --input-size --crop-size": "--image-size (--task classify)",
-    "--smoothing": "--label-smoothing (--task classify)",
+    "--imgsz --input-size --crop-size": "--image-size (--task classify)",
     "--aa --auto-augment --augmentation": "--augment (--task classify)",
-    "--drop --dropout-rate": "--dropout (--task classify)",
     "--fake-data --synthetic --dummy": "--dataset fake (--task classify)",
 }
-"""Names of options in other tools -> what to type here, or why nothing. By spelling, --amp would be --fake-samples."""
+"""Names of options in other tools -> what to type here, or why nothing, where tyro finds no similar name, or a wrong
+one: --amp would be --fake-samples."""
 
 BY_NAME = {name: here for names, here in SYNONYMS.items() for name in names.split()}
 

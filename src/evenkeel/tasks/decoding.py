@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -42,22 +41,18 @@ def seen(image: Any, content: bytes, look: Look) -> Tensor:
 
 
 def _by_torchvision(content: bytes) -> Tensor | None:
-    """A JPEG's pixels; None if it does not decode, because Pillow decides whether a file is damaged."""
-    try:
-        decode = _torchvision_decoder()
-        return decode and decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), RGB)
-    except RuntimeError:
-        return None
+    """A JPEG's pixels; None if it does not decode, because Pillow decides whether a file is damaged.
 
-
-@cache
-def _torchvision_decoder() -> Callable[[Tensor, int], Tensor] | None:
-    """The operator, because torchvision's function around it warns; None in releases that have none."""
+    By the operator, because torchvision's function around it warns. Some releases have none.
+    """
     try:
         importlib.import_module("torchvision.io")
-        return torch.ops.image.decode_jpeg.default
-    except (ImportError, AttributeError):
+        found: Tensor = torch.ops.image.decode_jpeg.default(
+            torch.frombuffer(bytearray(content), dtype=torch.uint8), RGB
+        )
+    except (ImportError, AttributeError, RuntimeError):
         return None
+    return found
 
 
 def pixels(image: Any) -> Tensor:

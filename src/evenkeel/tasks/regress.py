@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
-from ..config import COUNT, check_numbers
+from ..config import option
 from ..data.dataset import InMemory
 from ..training.task import Task
 
@@ -21,17 +21,14 @@ class Regress(Task):
 
     loss_: Annotated[Literal["mse", "bce"], tyro.conf.arg(name="loss")] = "mse"
     """mse (mean squared error) or bce (targets 0 and 1, binary cross-entropy with logits)."""
-    samples: int = 2048
+    samples: int = option(2048, 4)
     """Training samples; the test has a quarter as many."""
-    inputs: int = 20
+    inputs: int = option(20, 1)
     """Input features per sample."""
-    outputs: int = 1
+    outputs: int = option(1, 1)
     """Targets per sample."""
 
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("loss", "min")
-
-    def __post_init__(self) -> None:
-        check_numbers(self, {"samples": (4, COUNT), "inputs": (1, COUNT), "outputs": (1, COUNT)})
 
     def train_dataset(self) -> InMemory:
         """Inputs from 0 to 1, float [samples, inputs], and targets, float [samples, outputs]."""

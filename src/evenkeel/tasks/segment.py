@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ..common.errors import Refusal
-from ..config import COUNT, FINITE, Config, check_numbers
+from ..config import FINITE, Config, option
 from ..data.randomness import derive
 from ..distributed.sync_batchnorm import SyncBatchNorm
 from ..training.optimization import build_optimizer, rate
@@ -34,17 +34,6 @@ INK = 0.2
 
 Backbone = Literal["resnet18", "mobilenet_v3_large", "resnet50", "resnet101", "small"]
 
-BOUNDS: dict[str, tuple[float, float]] = {
-    "canvas": (32, 2**14),
-    "digit_size": (8, 2**14),
-    "digits_per_canvas": (1, 10_000),
-    "samples": (1, COUNT),
-    "test_samples": (1, COUNT),
-    "adversarial": (0, FINITE),
-    "discriminator_width": (1, 2**14),
-    "discriminator_lr": (0, FINITE),
-}
-
 
 @dataclass
 class Segment(Task):
@@ -56,21 +45,21 @@ class Segment(Task):
 
     backbone: Backbone = "resnet18"
     """Backbone of DeepLabV3. resnet18: its first half, quick to train on a CPU; small: for tests."""
-    canvas: int = 64
+    canvas: int = option(64, 32, 2**14)
     """Height and width of a canvas in pixels."""
-    digit_size: int = 32
+    digit_size: int = option(32, 8, 2**14)
     """Height and width of a digit in pixels."""
-    digits_per_canvas: int = 2
+    digits_per_canvas: int = option(2, 1, 10_000)
     """Digits on a canvas; later ones may cover earlier ones."""
-    samples: int = 1024
+    samples: int = option(1024, 1)
     """Canvases of the training data."""
-    test_samples: int = 256
+    test_samples: int = option(256, 1)
     """Canvases of the test data, made from digits that are in no training canvas."""
-    adversarial: float = 0.01
+    adversarial: float = option(0.01, 0, FINITE)
     """Weight of the adversarial loss in the segmenter's loss (0: cross-entropy alone)."""
-    discriminator_width: int = 16
+    discriminator_width: int = option(16, 1, 2**14)
     """Channels of the discriminator's first convolution; 64 in the paper."""
-    discriminator_lr: float = 1e-4
+    discriminator_lr: float = option(1e-4, 0, FINITE)
     """Peak learning rate of the discriminator's optimizer, Adam."""
     discriminator_schedule: Literal["same", "constant", "linear", "cosine", "poly"] = "linear"
     """Learning rate schedule of the discriminator. same: as --schedule. Constant if --schedule is."""
@@ -78,7 +67,6 @@ class Segment(Task):
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("miou", "max")
 
     def __post_init__(self) -> None:
-        check_numbers(self, BOUNDS)
         if self.digit_size > self.canvas:
             raise Refusal(f"--digit-size {self.digit_size}: is above --canvas {self.canvas}; a digit must fit on it")
 

@@ -10,7 +10,7 @@ from evenkeel.cli.chaos.faults import Fault
 from evenkeel.cli.chaos.progress import Done, Progress
 from evenkeel.cli.chaos.report import seconds_to_step, steps
 
-KILL, TRUNCATE = Fault("kill", 0, 0, 0), Fault("truncate", 0, 0, 0)
+KILL, TRUNCATE = Fault("kill"), Fault("truncate")
 
 
 def write(run_dir: Path, *records: tuple[str, int, float]) -> None:
@@ -57,18 +57,18 @@ def test_after_a_kill_only_a_step_of_a_new_attempt_is_a_recovery(tmp_path: Path)
     progress = progress_of(tmp_path, ("start", 0, 0.0), ("train", 1, 1.0), ("train", 2, 10.1))
     done = [Done(KILL, 10.0, 1), Done(TRUNCATE, 10.0, 1)]
     assert seconds_to_step(done, progress) == [10.1 - 10.0], "the truncation disturbed nobody"
-    assert not progress.recovered(10.0, 1, restarted=True)
+    assert not progress.recovered(Done(KILL, 10.0, 1))
     write(tmp_path, ("start", 2, 14.0), ("train", 3, 15.0))
     progress.update()
     assert seconds_to_step(done, progress)[0] == 5.0
-    assert progress.recovered(10.0, 1, restarted=True)
+    assert progress.recovered(Done(KILL, 10.0, 1))
 
 
 def test_where_steps_are_rarely_told_the_status_shows_that_one_was_done(tmp_path: Path) -> None:
     progress = progress_of(tmp_path, ("start", 0, 0.0), ("start", 7, 12.0), status={"fruitless": 1, "step": 7})
-    assert not progress.recovered(10.0, 7, restarted=True)
+    assert not progress.recovered(Done(KILL, 10.0, 7))
     (tmp_path / "status.json").write_text(json.dumps({"fruitless": 0, "step": 7}))
-    assert progress.recovered(10.0, 7, restarted=True)
-    assert not progress.recovered(10.0, 7, restarted=False)
+    assert progress.recovered(Done(KILL, 10.0, 7))
+    assert not progress.recovered(Done(TRUNCATE, 10.0, 7))
     (tmp_path / "status.json").write_text(json.dumps({"fruitless": 0, "step": 8}))
-    assert progress.recovered(10.0, 7, restarted=False)
+    assert progress.recovered(Done(TRUNCATE, 10.0, 7))

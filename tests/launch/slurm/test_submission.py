@@ -9,47 +9,41 @@ import pytest
 
 from evenkeel.common.errors import Refusal
 from evenkeel.launch.slurm import submission
-from evenkeel.launch.slurm.cluster import Partition, Request, minutes_of, parse_time, request
+from evenkeel.launch.slurm.cluster import Partition, choose, minutes_of, parse_time
 from evenkeel.launch.slurm.code import LARGEST, copy_code
 from evenkeel.launch.slurm.jobs import SlurmError, slurm
 from tests.support.processes import ROOT
 
-GPU = Partition("gpu", default=True, up=True, nodes=4, gpus=8, minutes=24 * 60)
+GPU = Partition("gpu", default=True, nodes=4, gpus=8, minutes=24 * 60)
 
 
-CPU = Partition("cpu", default=False, up=True, nodes=100, gpus=0, minutes=None)
+CPU = Partition("cpu", default=False, nodes=100, gpus=0, minutes=None)
 
 
-DOWN = Partition("old", default=False, up=False, nodes=4, gpus=8, minutes=None)
-
-
-def test_a_request_gets_the_clusters_defaults() -> None:
-    assert request([GPU, CPU], None, (2, 2), None, None) == Request(GPU, 2, 2, 8, 24 * 60)
-    assert request([GPU, CPU], "cpu", (2, 2), None, None) == Request(CPU, 2, 2, None, 24 * 60)
-    assert request([GPU, CPU], "cpu", (1, 4), 3, 9) == Request(CPU, 1, 4, 3, 9)
+def test_a_request_is_for_the_default_partition_or_the_named_one() -> None:
+    assert choose([GPU, CPU], None, 2, None, None) == GPU
+    assert choose([GPU, CPU], "cpu", 4, 3, 9) == CPU
 
 
 @pytest.mark.parametrize(
     ("partition", "nodes", "gpus", "minutes", "line"),
     [
-        (None, (5, 5), 1, None, "-n 5: partition gpu has 4 nodes"),
-        (None, (1, 5), 1, None, "-n 5: partition gpu has 4 nodes"),
-        (None, (1, 1), 9, None, "-g 9: a node of partition gpu has 8 GPUs"),
-        ("no", (1, 1), 1, None, "--partition no: does not exist; the cluster has gpu, cpu, old"),
-        ("old", (1, 1), 1, None, "--partition old: is not up"),
-        ("gpu", (1, 1), 1, 1441, "--time 1-00:01:00: partition gpu allows 1-00:00:00"),
+        (None, 5, 1, None, "-n 5: partition gpu has 4 nodes"),
+        (None, 1, 9, None, "-g 9: a node of partition gpu has 8 GPUs"),
+        ("no", 1, 1, None, "--partition no: does not exist; the cluster has gpu, cpu"),
+        ("gpu", 1, 1, 1441, "--time 1-00:01:00: partition gpu allows 1-00:00:00"),
     ],
 )
 def test_a_request_that_cannot_be_had(
-    partition: str | None, nodes: tuple[int, int], gpus: int, minutes: int | None, line: str
+    partition: str | None, nodes: int, gpus: int, minutes: int | None, line: str
 ) -> None:
     with pytest.raises(Refusal, match=line):
-        request([GPU, CPU, DOWN], partition, nodes, gpus, minutes)
+        choose([GPU, CPU], partition, nodes, gpus, minutes)
 
 
 def test_without_a_default_partition_one_must_be_named() -> None:
-    with pytest.raises(Refusal, match="--partition is missing: the cluster has no default one; it has cpu"):
-        request([CPU], None, (1, 1), 1, None)
+    with pytest.raises(Refusal, match="--partition is missing: the cluster has no default one; the cluster has cpu"):
+        choose([CPU], None, 1, 1, None)
 
 
 @pytest.mark.parametrize(

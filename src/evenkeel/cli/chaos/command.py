@@ -16,10 +16,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ...common.errors import Ended, Refusal
+from ...common.processes import adopt_orphans
+from ...config import SEEDS, MaybePath, option
 from ...run.records import read_facts
 from .experiment import Experiment, say
 from .faults import KINDS, SAFE, Fault, schedule
-from .job import Job, adopt_orphans, kill_descendants
+from .job import Job, kill_descendants
 from .nodes import Lab, why_not
 from .progress import Progress
 from .report import lines
@@ -39,19 +41,19 @@ class ChaosCommand:
 
     kill_every: Annotated[str, tyro.conf.arg(metavar="DURATION")] = "20s"
     """Mean time between two faults: 20s, 2m, or seconds. A fault also waits for a step since the one before."""
-    minutes: float = 5.0
+    minutes: float = option(5.0, 1e-3, 366 * 1440)
     """No faults after this time."""
-    count: int = 0
+    count: int = option(0, 0)
     """At most this many faults. 0: no limit."""
-    seed: int = 0
+    seed: int = option(0, *SEEDS)
     """Decides which faults come in which order, and at which intervals."""
     faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...")] = ""
     """kill, term, stop (a rank), truncate (a checkpoint), agent, fill (the disk), node. Default: all but fill."""
     then: Literal["finish", "stop"] = "finish"
     """After the last fault: let the job finish, or stop it by SIGTERM."""
-    nodes: int = 1
+    nodes: int = option(1, 1, 2**16)
     """Nodes (network namespaces; needs root). In the command {node} is a node's number, {master} node 0's address."""
-    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    run_dir: MaybePath = None
     """The run's folder. Default: the --run-dir in the command."""
 
     def __call__(self, command: list[str]) -> int:
@@ -61,8 +63,6 @@ class ChaosCommand:
         run_dir = self.run_dir or find_run_dir(command)
         if read_facts(run_dir / "status.json")[0].get("state") == "finished":
             raise Refusal(f"--run-dir {run_dir}: this run has finished; name another folder")
-        if self.nodes > 1 and (reason := why_not()):
-            raise Refusal(f"--nodes {self.nodes}: {reason}; run as root on Linux, or leave it out")
         faults = islice(schedule(kinds, every, self.seed), self.count or None)
 
         adopt_orphans()
@@ -135,18 +135,16 @@ def check_command(command: Sequence[str], nodes: int) -> None:
         raise Refusal("--fresh: chaos starts the command again, and each start would start over; name a new --run-dir")
     if nodes > 1 and not any("{node}" in word for word in command):
         raise Refusal(f"--nodes {nodes}: the command must say {{node}} where each node's own number belongs")
+    if nodes > 1 and (reason := why_not()):
+        raise Refusal(f"--nodes {nodes}: {reason}; run as root on Linux, or leave it out")
 
 
 def find_run_dir(command: Sequence[str]) -> Path:
     """The last --run-dir in a command."""
-    found = ""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        flag, _, value = word.partition("=")
-        if flag in ("--run-dir", "--run_dir"):
-            found = value or following or found
+    found = re.findall(r"\0--run[-_]dir[=\0]([^\0]+)", "\0".join(["", *command]))
     if not found:
         raise Refusal("--run-dir is missing: chaos follows the run in its folder; give it in the command or to chaos")
-    return Path(found)
+    return Path(found[-1])
 
 
 def _on_interrupt(handler: Any) -> None:

@@ -25,7 +25,7 @@ class Experiment:
         self.job, self.progress = job, progress
         self.done: list[Done] = []
         self.missed = 0
-        self._begun = time.time()
+        self._last = Done(Fault("start"), time.time(), 0)
         self._fruitless, self._progress_at_end = 0, (0, 0)
 
     def do_faults(self, faults: Iterable[Fault], seconds: float) -> None:
@@ -60,18 +60,11 @@ class Experiment:
         return bool(self.job.running)
 
     def _until_recovered(self, earliest: float, deadline: float) -> bool:
-        """Supervise the job until it has recovered from the last fault; False if it has ended or the time is over."""
-        while time.monotonic() < earliest or not self._recovered():
+        """Supervise the job until it has done a step since the last fault; False: it has ended, or the time is over."""
+        while time.monotonic() < earliest or not self.progress.recovered(self._last):
             if time.monotonic() >= deadline or not self.supervise():
                 return False
         return time.monotonic() < deadline
-
-    def _recovered(self) -> bool:
-        """Whether the job has done a step since the last fault, or since its first start."""
-        if not self.done:
-            return self.progress.recovered(self._begun, 0, restarted=True)
-        last = self.done[-1]
-        return self.progress.recovered(last.time, last.step, restarted=last.fault.restarts)
 
     def _do(self, fault: Fault) -> None:
         self.progress.update()
@@ -79,7 +72,8 @@ class Experiment:
 
         def announce(victim: str) -> None:
             say(f"{fault.kind:8} {victim}, at step {step}")
-            self.done.append(Done(fault, time.time(), step))
+            self._last = Done(fault, time.time(), step)
+            self.done.append(self._last)
 
         try:
             strike(fault, self.job, self.progress.run_dir, announce)

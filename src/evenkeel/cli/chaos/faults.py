@@ -34,9 +34,9 @@ class Fault:
     """One thing to do to the job."""
 
     kind: str
-    after: float  # seconds since the fault before it
-    victim: float  # which of the possible victims, in [0, 1)
-    amount: float  # how much of it, in [0, 1)
+    after: float = 0.0  # seconds since the fault before it
+    victim: float = 0.0  # which of the possible victims, in [0, 1)
+    amount: float = 0.0  # how much of it, in [0, 1)
 
     @property
     def restarts(self) -> bool:

@@ -1,13 +1,11 @@
 """The job under chaos: its command on this machine or on each node of a lab, and the processes below it.
 
-Only descendants of this process are touched. `adopt_orphans` keeps a process whose parent has died among them: it
-becomes a child of this process instead of one of pid 1.
+Only descendants of this process are touched. A process whose parent has died stays among them by `adopt_orphans`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -22,7 +20,6 @@ from ...common.processes import Stat, die_with_parent, stat
 from .nodes import Lab
 
 PATIENCE = 60.0  # seconds from SIGTERM to SIGKILL; torchrun gives its workers 30, under our launchers 45
-PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
 class Worker(NamedTuple):
@@ -101,11 +98,6 @@ class Job:
 
     def _owned(self) -> dict[int, Stat]:
         return descendants(*(process.pid for process in self.running.values()))
-
-
-def adopt_orphans() -> None:
-    """From now on processes below this one become its children when their own parent dies."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants(*roots: int) -> dict[int, Stat]:

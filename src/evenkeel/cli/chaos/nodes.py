@@ -5,7 +5,6 @@
         lab.signal(job, signal.SIGTERM)  # job itself is nsenter, which forwards nothing
         lab.kill_node(1)                 # a crash: every process of the node is gone, its connections are reset
         lab.start_node(1)                # the same node again, with the same address, empty
-        lab.unplug(2)                    # a cut cable or a power failure: no reset, packets just vanish
 
 Nodes are numbered from 0. They share the file system and the clock; network, host name, process ids, IPC and /dev/shm
 are their own. As on a Debian machine, a node's host name resolves to 127.0.1.1 on the node itself, and to nothing on
@@ -29,7 +28,7 @@ from typing import Any
 
 from ...common.processes import die_with_parent
 
-TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname", "env", "ps")
+TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname", "env")
 
 # A mount namespace is private, so what is mounted here is seen by this node alone.
 INIT = """
@@ -78,19 +77,19 @@ class Lab:
 
     def __enter__(self) -> Lab:
         try:
-            for name, maker in re.findall(r"^(ek(\d+)-\S+)", _ip("netns", "list"), re.MULTILINE):
+            for name, maker in re.findall(r"^(ek(\d+)-\S+)", ip("netns", "list"), re.MULTILINE):
                 if not Path("/proc", maker).exists():  # it was killed, and its processes with it
-                    _ip("netns", "del", name)
+                    ip("netns", "del", name)
             switch = self._namespace("switch")
-            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-            _ip("-n", switch, "link", "set", "br0", "up")
+            ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", switch, "link", "set", "br0", "up")
             for node in self.nodes:
                 space = self._namespace(f"node{node}")
-                _ip("-n", switch, "link", "add", f"p{node}", "type", "veth", "peer", "name", "eth0", "netns", space)
-                _ip("-n", switch, "link", "set", f"p{node}", "master", "br0", "up")
-                _ip("-n", space, "link", "set", "lo", "up")
-                _ip("-n", space, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
-                _ip("-n", space, "link", "set", "eth0", "up")
+                ip("-n", switch, "link", "add", f"p{node}", "type", "veth", "peer", "name", "eth0", "netns", space)
+                ip("-n", switch, "link", "set", f"p{node}", "master", "br0", "up")
+                ip("-n", space, "link", "set", "lo", "up")
+                ip("-n", space, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+                ip("-n", space, "link", "set", "eth0", "up")
                 self.start_node(node)
         except BaseException:
             self.close()
@@ -125,10 +124,6 @@ class Lab:
         self.signal(init, signal.SIGKILL)
         init.communicate(timeout=20)
 
-    def unplug(self, node: int) -> None:
-        """Cut a node's cable at the switch."""
-        _ip("-n", f"{self.prefix}-switch", "link", "set", f"p{node}", "down")
-
     def popen(self, node: int, argv: Sequence[str], cwd: Path | str = "/", **options: Any) -> subprocess.Popen[Any]:
         """Start a process on a node. It ends with the node, with the lab, and with this process."""
         (init,) = _children(self._inits[node].pid)
@@ -143,25 +138,11 @@ class Lab:
         self._jobs.append(job)
         return job
 
-    def run(self, node: int, argv: Sequence[str], timeout: float = 60, **options: Any) -> str:
-        """Run a command on a node to its end and return what it printed."""
-        job = self.popen(node, argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
-        output = job.communicate(timeout=timeout)[0]
-        if job.returncode:
-            raise RuntimeError(f"{argv[0]} ended with {job.returncode}: {output}")
-        return str(output)
-
     def signal(self, job: subprocess.Popen[Any], number: signal.Signals) -> None:
         """Send a signal to what :meth:`popen` started."""
         for child in _children(job.pid):
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(child, number)
-
-    def commands(self, node: int) -> list[str]:
-        """The command lines of all processes on a node, but for the first."""
-        lines = self.run(node, ["ps", "-eo", "pid=,stat=,args="]).splitlines()
-        fields = [line.split(None, 2) for line in lines]
-        return [args for pid, stat, args in fields if pid != "1" and "Z" not in stat and not args.startswith("ps ")]
 
     def close(self) -> None:
         """Remove everything; may be called at any time, and twice."""
@@ -171,15 +152,16 @@ class Lab:
             job.kill()  # nsenter outlives a killed node only by a moment
             job.wait(timeout=20)
         while self._namespaces:
-            _ip("netns", "del", self._namespaces.pop())
+            ip("netns", "del", self._namespaces.pop())
 
     def _namespace(self, name: str) -> str:
-        _ip("netns", "add", f"{self.prefix}-{name}")
+        ip("netns", "add", f"{self.prefix}-{name}")
         self._namespaces.append(f"{self.prefix}-{name}")
         return self._namespaces[-1]
 
 
-def _ip(*arguments: str) -> str:
+def ip(*arguments: str) -> str:
+    """What a command of ip(8) prints."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)  # noqa: S607  (wherever it is)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

@@ -58,24 +58,20 @@ class Progress(Tail):
         """Whether the run has done its last step."""
         return self.status.get("state") == "finished"
 
-    def first_step_after(self, moment: float, *, restarted: bool) -> float | None:
-        """The time of the first training record after a moment, both in seconds since the epoch; None: not yet.
+    def first_step_after(self, fault: Done) -> float | None:
+        """The time of the first training record after a fault, in seconds since the epoch; None: not yet.
 
-        Args:
-            moment: that moment.
-            restarted: count only the steps of an attempt that began after it.
+        After a fault that ends an attempt only the steps of the next attempt count.
         """
-        if restarted:
+        moment = fault.time
+        if fault.fault.restarts:
             moment = next((record["time"] for record in self.of("start") if record["time"] > moment), float("inf"))
         return next((record["time"] for record in self.of("train") if record["time"] > moment), None)
 
-    def recovered(self, moment: float, step: int, *, restarted: bool) -> bool:
-        """Whether a step was done since a moment and the step told of then, as in `first_step_after`.
-
-        With a large --log-every status.json shows it earlier than a record does.
-        """
-        if self.first_step_after(moment, restarted=restarted) is not None:
+    def recovered(self, fault: Done) -> bool:
+        """Whether a step was done since a fault. With a large --log-every status.json shows it before a record does."""
+        if self.first_step_after(fault) is not None:
             return True
-        if restarted:
-            return self.status.get("fruitless") == 0 and any(record["time"] > moment for record in self.of("start"))
-        return bool(self.status.get("step", 0) > step)
+        if fault.fault.restarts:
+            return self.status.get("fruitless") == 0 and any(it["time"] > fault.time for it in self.of("start"))
+        return bool(self.status.get("step", 0) > fault.step)

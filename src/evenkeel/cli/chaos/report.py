@@ -54,7 +54,7 @@ def steps(progress: Progress) -> Iterator[tuple[str, str]]:
 
 def seconds_to_step(done: Sequence[Done], progress: Progress) -> list[float]:
     """For each fault that was followed by a step, the seconds to it."""
-    pairs = [(it.time, progress.first_step_after(it.time, restarted=it.fault.restarts)) for it in done]
+    pairs = [(it.time, progress.first_step_after(it)) for it in done]
     return [step - fault for fault, step in pairs if step is not None]
 
 

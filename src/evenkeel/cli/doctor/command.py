@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from ...config import Flag, MaybePath
+from ...config import Flag, MaybePath, option
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DoctorCommand:
     """Folder to test; nothing stays in it. Default: the run directory of the job's options."""
     master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]")] = ""
     """Without torchrun: the address of node 0 that several nodes will use. Default: only the port, 29500, is tested."""
-    timeout: float = 10.0
+    timeout: float = option(10.0, 1, 3600)
     """Seconds that the ranks wait for each other, and that a check may take."""
     json: Flag = False
     """For programs: print a JSON object."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ...common.processes import stat
-from ...distributed.devices import GPU_DEVICES, describe, name_visible
+from ...distributed.devices import GPU_DEVICES, describe, device_name
 from ...distributed.world import World
 from .findings import Finding, judged
 from .software import cuda
@@ -66,7 +66,8 @@ def gpus() -> Iterator[Finding]:
         value = f"{gpu['name']}, {gpu['memory.used']} of {gpu['memory.total']} MiB used, {gpu['uuid']}"
         yield judged(f"GPU {gpu['index']}", value)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
-    yield judged("CUDA_VISIBLE_DEVICES", f"{visible}: {name_visible(torch.cuda.device_count())}")
+    names = ", ".join(device_name(torch.device("cuda", number)) for number in range(torch.cuda.device_count()))
+    yield judged("CUDA_VISIBLE_DEVICES", f"{visible}: {names or 'none'}")
     yield from cuda(found[0]["driver_version"], header[1] if header else "")
     yield judge_processes(processes, {gpu["uuid"]: gpu["index"] for gpu in found})
 

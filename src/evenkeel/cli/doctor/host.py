@@ -98,7 +98,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 def weights_and_biases(asked: str) -> Iterator[Finding]:
     """What --wandb means here; the key itself is never read."""
-    from ...run.tracking import wandb_mode
+    from ...run.trackers import wandb_mode
 
     mode, why = wandb_mode(asked)
     missing = asked == "online" and wandb_mode("auto")[0] == "disabled"

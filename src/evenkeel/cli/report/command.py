@@ -36,10 +36,8 @@ class ReportCommand:
     csv: MaybePath = None
     """Also write all measured values into this CSV file."""
 
-    def __call__(self, train_options: list[str]) -> int:
+    def __call__(self) -> int:
         """Write the files and print their names."""
-        if train_options:
-            raise Refusal(f"-- {' '.join(train_options)}: only `plan` takes options of train.py; leave them out")
         if not self.runs:
             raise Refusal("report: no run is named; name run directories, for example runs/classify")
         files = self._make()

@@ -19,7 +19,7 @@ import tyro
 from ...common.errors import Ended, Refusal
 from ...common.network import Link
 from ...common.processes import count_cores, die_with_parent
-from ...config import Flag, MaybePath, devices_per_rank
+from ...config import Flag, MaybePath, devices_per_rank, option
 from .analysis import LOSSES, Row, Sample, measure, middle, predicted, table
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class ScalingCommand:
     """Numbers of ranks: GPUs, or processes on a machine without, e.g. 1,2,4. The smallest is compared with."""
     nodes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Nodes. Only 1 can be measured."""
-    steps: int = 60
+    steps: int = option(60, 24, 10**6)
     """Steps of each run. The first third is for warming up and does not count."""
-    rounds: int = 3
+    rounds: int = option(3, 1, 1000)
     """How often all are run, in turn, so that a change of the machine's speed hits all alike. Medians count."""
     output: MaybePath = None
     """Write a plot to this file: .svg or .png. Needs matplotlib."""

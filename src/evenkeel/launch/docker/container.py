@@ -2,7 +2,6 @@
 
     docker run IMAGE --nproc_per_node=2 train.py --epochs 5              torchrun's own options
     docker run IMAGE launch -n 2 -g 4 -nr 0 --master HOST -- --epochs 5  the options of launch/multi_node.py
-    docker run IMAGE check launch -g 4 -- --epochs 5                     only check these options, start nothing
 
 Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137 killed; anything else is a bug.
 """
@@ -10,20 +9,17 @@ Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137 killed; a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import sys
 import time
 
-from ...common.processes import STOP_SIGNALS
+from ...common.processes import STOP_SIGNALS, adopt_orphans
 from ...resilience import heartbeat
 
 # Signals that this process waits for. They are blocked from the start, so that none is lost.
 HEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT, signal.SIGCHLD})
-
-PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>: orphans become children of this process, as they do of process 1
 
 SAVING_SECONDS = 30.0  # how long ranks may go on that have lost torchrun; train.py's --grace is 25
 
@@ -38,7 +34,7 @@ def main(arguments: list[str]) -> int:
     if arguments in ([], ["-h"], ["--help"]):
         print(__doc__)
         return 0
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     child = os.fork()
     if child == 0:
         os.setsid()  # a terminal's Ctrl-C then comes once, through the parent

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import os
 import re
 import shutil
 import socket
 import stat
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ...common.errors import Refusal
-from ...common.network import Waiting
 from ...config import Config
 from ...resilience import heartbeat
 from .. import agent
 from ..launchers import MultiNode, check_train_options, doctor_says, parse_arguments, prepare, wait_for_master
-from ..topology import JOIN_SECONDS, OWN_STORE, SHUTDOWN_SECONDS, refuse_useless_gpus
+from ..topology import OWN_STORE, SHUTDOWN_SECONDS, refuse_useless_gpus
 
 TRAIN = Path("train.py")  # in the image it is in the working directory
 
@@ -34,8 +30,6 @@ _held: list[socket.socket] = []
 
 def job(arguments: list[str]) -> int:
     """Check the job and run it; returns its exit code. For the arguments see `container`."""
-    only_check = arguments[0] == "check"
-    arguments = arguments[1:] if only_check else arguments
     set_environment()
     name = socket.gethostname()
     if not resolves(name):
@@ -43,28 +37,21 @@ def job(arguments: list[str]) -> int:
             f"this container's host name {name} does not resolve, as with --network none, and torchrun would hang; "
             f"give it a network, or --add-host {name}:127.0.0.1 if all ranks are in here"
         )
-    if arguments[:1] == ["launch"]:
-        return _launch(arguments[1:], only_check)
-    return _torchrun(arguments, only_check)
+    return _launch(arguments[1:]) if arguments[0] == "launch" else _torchrun(arguments)
 
 
-def _launch(arguments: list[str], only_check: bool) -> int:
+def _launch(arguments: list[str]) -> int:
     """With the options of launch/multi_node.py."""
-    typed, train_args = parse_arguments(MultiNode, arguments)
-    host = typed.topology.master_host
-    if host and only_check and not resolves(host):  # node 0 may come later
-        check_host(None if typed.script else check_train_options(train_args))
-        return 0
-    if host and not typed.dry_run:
-        wait_for_name(host, JOIN_SECONDS)
-    start = prepare(MultiNode, arguments, TRAIN)
+    topology = (typed := parse_arguments(MultiNode, arguments)[0]).topology
+    if topology.master_host and not typed.dry_run and not resolves(topology.master_host):
+        wait_for_master(topology)  # engines give an address to a container's name only while it runs
+    start = prepare(arguments, TRAIN)
     check_host(start.config)
     if typed.dry_run:
         print(start.command)
-    if only_check or typed.dry_run:
         return 0
     if start.topology.max_nodes > 1:
-        hold_places(f"{start.topology.master_port} {start.topology.run_id}", start.link.address)
+        hold_places(f"{topology.master_port} {topology.run_id}", start.link.address)
     wait_for_master(start.topology)
     if code := doctor_says(start):
         return code
@@ -72,19 +59,16 @@ def _launch(arguments: list[str], only_check: bool) -> int:
     return agent.main(list(start.command.argv[3:]))  # in this process, which has imported torch
 
 
-def _torchrun(arguments: list[str], only_check: bool) -> int:
+def _torchrun(arguments: list[str]) -> int:
     """With torchrun's own options."""
-    from torch.distributed.run import parse_args
+    from torch.distributed.run import get_args_parser
 
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            parsed: Any = parse_args(arguments)  # type: ignore[no-untyped-call]
-    except SystemExit as exit_:
-        if not exit_.code:
-            raise  # --help, which it has printed
-        complaint = captured.getvalue().strip().splitlines()[-1].partition("error: ")[2]
-        raise Refusal(f"{complaint} (torchrun's options, then train.py and its own; --help lists both forms)") from None
+    def refuse(complaint: str) -> NoReturn:
+        raise Refusal(f"{complaint} (torchrun's options, then train.py and its own; --help lists both forms)")
+
+    parser: Any = get_args_parser()
+    parser.error = refuse
+    parsed = parser.parse_args(arguments)
     script, config = Path(parsed.training_script), None
     if not (parsed.module or parsed.no_python):
         if not script.is_file():
@@ -92,8 +76,6 @@ def _torchrun(arguments: list[str], only_check: bool) -> int:
         if script.resolve() == TRAIN.resolve():
             config = check_train_options(parsed.training_script_args)
     check_host(config)
-    if only_check:
-        return 0
     if parsed.nnodes not in ("1", "1:1") and parsed.rdzv_backend == "c10d":
         hold_places(f"{parsed.rdzv_endpoint} {parsed.rdzv_id}", parsed.local_addr or socket.getfqdn())
     return agent.main(arguments)
@@ -126,16 +108,6 @@ def resolves(name: str) -> bool:
         return bool(socket.getaddrinfo(name, None))
     except OSError:
         return False
-
-
-def wait_for_name(master: str, patience: float) -> None:
-    """Wait until node 0 has an address: engines give one to a container's name only while it runs."""
-    deadline, waiting = time.monotonic() + patience, Waiting()
-    while not resolves(master):
-        if time.monotonic() > deadline:
-            raise Refusal(f"--master {master}: has had no address for {patience:.0f} s; is node 0 started?")
-        waiting.tell(lambda: f"waiting for the name of node 0, {master}")
-        time.sleep(0.5)
 
 
 def check_host(config: Config | None) -> None:

@@ -12,15 +12,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 import tyro
 
 from ...common.errors import REFUSED, Refusal
-from ...config import number_in
+from ...config import Flag, flag, number_in
 from ..launchers import MultiNode, parse_arguments
 from ..topology import SHUTDOWN_SECONDS, Command
 
@@ -79,8 +79,6 @@ class ContainerNode(MultiNode):
     be continued, 2 refused. You own the files in the run directory, even if the engine runs as root.
     """
 
-    script: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
-    """Run this file instead of train.py; it is mounted beside it."""
     image: Annotated[str, tyro.conf.arg(metavar="NAME")] = "evenkeel"
     """Name of the image (`docker build -t NAME`)."""
     engine: Literal["docker", "podman"] = "docker"
@@ -97,7 +95,7 @@ class ContainerNode(MultiNode):
     """Name of the container."""
     shm_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = ""
     """Size of /dev/shm in the container, such as 8g; `host` shares the machine's (--ipc=host). Default: same size."""
-    detach: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    detach: Flag = False
     """Run in the background and print the container's id. The engine restarts it, but not after `docker stop`."""
 
 
@@ -142,18 +140,14 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
     # by name: the engine takes the value from its environment, and no list of processes shows it
     options += [f"--env={name}" for name in sorted(environ) if name.startswith(PASSED_ON)]
     options.append(f"--env=EVENKEEL_LAUNCH={uuid4().hex}")  # one launch over all restarts: --fresh starts over once
-    words = {
-        "-n": typed.nodes if typed.nodes != "1" else None,
-        "-g": typed.gpus,
-        "-nr": typed.node_rank,
-        "--master": typed.master,
-        "--run-id": typed.run_id or None,
-        "--max-restarts": typed.max_restarts,
-        "--script": typed.script and typed.script.name,
-    }
-    launch = ["launch", *(str(word) for pair in words.items() if pair[1] is not None for word in pair)]
-    launch += ["--doctor"] * typed.doctor
-    return Command((typed.engine, "run", *options, typed.image, *launch, "--", *train_args), {})
+    inside = replace(typed, script=typed.script and Path(typed.script.name))
+    launch = [word for it in fields(MultiNode) for word in _typed(it.name, getattr(inside, it.name), it.default)]
+    return Command((typed.engine, "run", *options, typed.image, "launch", *launch, "--", *train_args), {})
+
+
+def _typed(name: str, value: Any, default: Any) -> list[str]:
+    """An option as it is typed; nothing if it has its default."""
+    return [] if value == default else [flag(name)] if value is True else [flag(name), str(value)]
 
 
 def _mount(path: Path, name: str, writable: bool = False) -> str:
@@ -161,13 +155,6 @@ def _mount(path: Path, name: str, writable: bool = False) -> str:
     if "," in source or '"' in source:
         raise Refusal(f"{source}: engines cannot mount a path with a comma or a quotation mark")
     return f"--mount=type=bind,source={source},target=/app/{name}" + ("" if writable else ",readonly")
-
-
-def preflight(run: Command, image: str) -> tuple[str, ...]:
-    """The command of a container that only checks the job, before one is made that restarts."""
-    cut = run.argv.index(image) + 1
-    options = [word for word in run.argv[:cut] if not word.startswith(("--detach", "--restart=", "--name="))]
-    return (*options[:2], "--rm", *options[2:], "check", *run.argv[cut:])
 
 
 def make_runs(runs: Path, host: Host) -> None:
@@ -186,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         typed, train_args = parse_arguments(ContainerNode, argv)
         host = Host.here(typed.runs)
-        run = command(typed, train_args, host, os.environ)
+        run = command(replace(typed, dry_run=False), train_args, host, os.environ)
         if typed.dry_run:
             print(run)
             return 0
@@ -196,8 +183,9 @@ def main(argv: Sequence[str]) -> int:
     except Refusal as refusal:
         print(f"evenkeel: {refusal}", file=sys.stderr)
         return REFUSED
-    if typed.detach:
-        checked = subprocess.run(preflight(run, typed.image), stdout=sys.stderr, check=False)
+    if typed.detach:  # what can be refused is refused before there is a container that comes back
+        trial = command(replace(typed, detach=False, name="", dry_run=True), train_args, host, os.environ)
+        checked = subprocess.run(trial.argv, stdout=subprocess.DEVNULL, check=False)
         if checked.returncode:
             return checked.returncode
     return run.execute()

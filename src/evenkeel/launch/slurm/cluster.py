@@ -17,38 +17,24 @@ class Partition:
 
     name: str
     default: bool
-    up: bool
     nodes: int
     gpus: int  # of its best node
     minutes: int | None  # longest time of a job; None: no limit
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a job asks for, with the cluster's defaults filled in."""
+def choose(
+    partitions: list[Partition], name: str | None, nodes: int, gpus: int | None, minutes: int | None
+) -> Partition:
+    """The partition by this name, or the default one; refused if it has not what is asked for (None: not typed).
 
-    partition: Partition
-    min_nodes: int
-    max_nodes: int
-    gpus: int | None  # per node; None: no GPUs
-    minutes: int
-
-
-def request(
-    partitions: list[Partition], name: str | None, nodes: tuple[int, int], gpus: int | None, minutes: int | None
-) -> Request:
-    """Fill in the cluster's defaults, and refuse what it does not have. Arguments as typed; None: not typed."""
-    names = ", ".join(partition.name for partition in partitions)
-    found = [it for it in partitions if (it.default if name is None else it.name == name)]
-    if not found and name is None:
-        raise Refusal(f"--partition is missing: the cluster has no default one; it has {names}")
-    if not found:
-        raise Refusal(f"--partition {name}: does not exist; the cluster has {names}")
-    chosen = found[0]
-    if not chosen.up:
-        raise Refusal(f"--partition {chosen.name}: is not up; the cluster has {names}")
-    if nodes[1] > chosen.nodes:
-        raise Refusal(f"-n {nodes[1]}: partition {chosen.name} has {chosen.nodes} nodes; ask for fewer")
+    Slurm would let a job wait for ever that asks for more nodes or time than its partition has.
+    """
+    chosen = next((it for it in partitions if (it.default if name is None else it.name == name)), None)
+    if not chosen:
+        why = "is missing: the cluster has no default one" if name is None else f"{name}: does not exist"
+        raise Refusal(f"--partition {why}; the cluster has {', '.join(partition.name for partition in partitions)}")
+    if nodes > chosen.nodes:
+        raise Refusal(f"-n {nodes}: partition {chosen.name} has {chosen.nodes} nodes; ask for fewer")
     if gpus is not None and 0 < chosen.gpus < gpus:
         raise Refusal(f"-g {gpus}: a node of partition {chosen.name} has {chosen.gpus} GPUs; ask for fewer")
     if minutes and chosen.minutes and minutes > chosen.minutes:
@@ -56,22 +42,21 @@ def request(
             f"--time {show_time(minutes)}: partition {chosen.name} allows {show_time(chosen.minutes)}; ask for less: a "
             "job that reaches its limit is requeued and continues"
         )
-    gpus = gpus if gpus is not None else chosen.gpus or None
-    return Request(chosen, *nodes, gpus, minutes or chosen.minutes or DAY)
+    return chosen
 
 
 def partitions() -> list[Partition]:
     """All partitions that this user can see; a Refusal if there is no Slurm here."""
     try:
-        command = ["sinfo", "--all", "--noheader", "--format=%P|%a|%l|%D|%G"]
+        command = ["sinfo", "--all", "--noheader", "--format=%P|%l|%D|%G"]
         lines = slurm(*command, env=without("SINFO_")).splitlines()
     except SlurmError as error:
         raise Refusal(f"no Slurm on this machine: {error}; launch/ starts a job on machines without it") from None
     found: dict[str, Partition] = {}
     for line in (line for line in lines if "|" in line):  # one for each kind of node; not "CLUSTER: name"
-        name, up, limit, nodes, gres = line.split("|")
+        name, limit, nodes, gres = line.split("|")
         gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", gres))
-        it = Partition(name.rstrip("*"), name.endswith("*"), up == "up", int(nodes), gpus, minutes_of(limit))
+        it = Partition(name.rstrip("*"), name.endswith("*"), int(nodes), gpus, minutes_of(limit))
         if known := found.get(it.name):
             it = replace(known, nodes=known.nodes + it.nodes, gpus=max(known.gpus, gpus))
         found[it.name] = it

@@ -20,14 +20,14 @@ import tyro
 
 from ...common.errors import REFUSED, Ended, Refusal
 from ...common.files import write_json
-from ...config import LARGEST_WORLD, Config, saved_options
+from ...config import LARGEST_WORLD, Config, option, saved_options
 from ...distributed.exits import exit_code
 from ...resilience.interruption import STOPPED
 from ...run import run_directory
 from ...run.checkpoint import Checkpoints
 from ...run.records import read_facts
 from .. import agent
-from ..launchers import check_train_options, link_of, parse_arguments, processes_of_node, wait_for_master
+from ..launchers import Gpus, check_train_options, link_of, parse_arguments, processes_of_node, wait_for_master
 from ..topology import Command, Topology, endpoint, parse_master, parse_nodes, torchrun
 from .jobs import JobRecord, SlurmError, load, slurm
 
@@ -206,11 +206,11 @@ class NodeCommand:
     slurm/submit.py and slurm/train.sbatch do this for you, and requeue the job after time limits and preemptions.
     """
 
-    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
+    gpus: Gpus = option(None, 1, 1024)
     """GPUs per node; one process each, or as --place says. Default: all given. Without: processes, by default 2."""
-    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
     """How often a node may restart its processes after one of them has died."""
-    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = MAX_REQUEUES
+    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = option(MAX_REQUEUES, 0)
     """How often in a row the job may be requeued without finishing a step."""
 
 

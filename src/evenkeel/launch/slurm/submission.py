@@ -19,9 +19,10 @@ import tyro
 
 from ...common.errors import Refusal
 from ...common.files import close_to_others, make_unused, unused
-from ..launchers import check_train_options, parse_arguments
+from ...config import Flag, MaybePath, option
+from ..launchers import Gpus, check_train_options, parse_arguments
 from ..topology import parse_nodes
-from .cluster import Request, parse_time, partitions, request, show_time
+from .cluster import DAY, Partition, choose, parse_time, partitions, show_time
 from .code import copy_code
 from .jobs import JobRecord
 from .node import MAX_REQUEUES, Node, check_job
@@ -50,7 +51,7 @@ class Submit:
 
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
     """Number of nodes. MIN:MAX takes what is free at each start."""
-    gpus: Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")] = None
+    gpus: Gpus = option(None, 1, 1024)
     """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
     partition: Words = None
     """Partition to use. Default: the cluster's default one."""
@@ -60,7 +61,7 @@ class Submit:
     """Quality of service."""
     time: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="")] = None
     """Time limit of one start: minutes, H:MM:SS, D-HH:MM:SS, or 90m, 12h, 2d. Default: the partition's limit."""
-    cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = option(None, 1, 4096)
     """CPU cores per process. Default: --num-workers + 1."""
     mem: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     """Memory per node, such as 64G. Default: the partition's."""
@@ -74,19 +75,19 @@ class Submit:
     """Run in this image; the cluster must have pyxis."""
     setup: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="LINE")] = ()
     """Shell line to run on the first node before the start, such as "module load cuda"; may be repeated."""
-    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
     """How often a node may restart its processes after one of them has died, within one start of the job."""
-    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = MAX_REQUEUES
+    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = option(MAX_REQUEUES, 0)
     """How often in a row the job may be requeued without finishing a step."""
     array_seeds: Annotated[str | None, tyro.conf.arg(metavar="FIRST:END", help_behavior_hint="")] = None
     """One run per seed from FIRST to END-1, as a job array, in RUN_DIR/seed-N."""
     name: Words = None
     """Name of the job. Default: that of the run directory."""
-    folder: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    folder: MaybePath = None
     """Folder for logs, the copy of the code and tracebacks, visible to all nodes. Default: RUN_DIR/slurm."""
-    follow: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    follow: Flag = False
     """Show the job's state and log until it ends. Ctrl-C leaves it running."""
-    dry_run: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    dry_run: Flag = False
     """Print the script for sbatch, and submit nothing."""
 
 
@@ -94,38 +95,38 @@ def main(argv: Sequence[str], repository: Path) -> int:
     """Check everything, submit the job, and say how to watch it."""
     typed, train_args = parse_arguments(Submit, argv)
     _check(typed)
-    nodes = parse_nodes(typed.nodes)
-    partition = typed.partition or os.environ.get("SBATCH_PARTITION")
     limit = (os.environ.get("SBATCH_TIMELIMIT") or None) if typed.time is None else typed.time
-    minutes = None if limit is None else parse_time(limit)
-    asked = request(partitions(), partition, nodes, typed.gpus, minutes)
+    minutes, most = None if limit is None else parse_time(limit), parse_nodes(typed.nodes)[1]
+    name = typed.partition or os.environ.get("SBATCH_PARTITION")
+    partition = choose(partitions(), name, most, typed.gpus, minutes)
+    minutes, gpus = minutes or partition.minutes or DAY, typed.gpus or partition.gpus or None
     run_dir = _run_dir(check_train_options(train_args))
     members = _members(typed, train_args, run_dir)
     from ...distributed.data_parallel import refuse_company  # imports torch, as parsing train.py's options does
 
     configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
     if configs[0].strategy == "dp":
-        refuse_company((asked.gpus or 1) * asked.max_nodes, gpus=0)
+        refuse_company((gpus or 1) * most, gpus=0)
     parent = (typed.folder or run_dir / "slurm").absolute()
     stamp = parent / time.strftime("%Y%m%d-%H%M%S")
     folder = unused(stamp) if typed.dry_run else make_unused(stamp)
     _forget_other_jobs(typed)
-    executor = _executor(typed, asked, folder, repository, configs[0])
+    executor = _executor(typed, partition, minutes, folder, repository, configs[0])
     if typed.dry_run:
         print(executor._make_submission_file_text(executor._submitit_command_str, ""))
         return 0
     revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, parent))
     submitted = time.time()  # what a run says later is this job's
     script, limits = folder / "code" / "train.py", (typed.max_restarts, typed.max_requeues)
-    jobs = _submit(executor, [Node(script, tuple(member), asked.gpus, *limits, folder) for member in members])
-    processes = "the GPUs given" if asked.gpus is None else f"{asked.gpus} processes"
+    jobs = _submit(executor, [Node(script, tuple(member), gpus, *limits, folder) for member in members])
+    processes = "the GPUs given" if gpus is None else f"{gpus} processes"
     print(
-        f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {asked.partition.name}, "
-        f"{show_time(asked.minutes)} for each start; code {revision or 'without git'}"
+        f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {partition.name}, "
+        f"{show_time(minutes)} for each start; code {revision or 'without git'}"
     )
     for job, member, config in zip(jobs, members, configs, strict=True):
         run_dir = _run_dir(config).absolute()
-        facts = (typed.nodes, asked.gpus, revision, tuple(member), submitted)
+        facts = (typed.nodes, gpus, revision, tuple(member), submitted)
         record = JobRecord(job.job_id, str(run_dir), str(folder), str(job.paths.stdout), *facts)
         record.save()
         shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
@@ -189,9 +190,11 @@ def _forget_other_jobs(typed: Submit) -> None:
             del os.environ[name]
 
 
-def _executor(typed: Submit, asked: Request, folder: Path, repository: Path, config: Config) -> submitit.SlurmExecutor:
+def _executor(
+    typed: Submit, partition: Partition, minutes: int, folder: Path, repository: Path, config: Config
+) -> submitit.SlurmExecutor:
     """submitit's executor, with all that the script says."""
-    processes = asked.gpus or 2
+    processes = typed.gpus or partition.gpus or 2
     code = folder / "code"
     preamble = [  # the script's lines before srun
         f"export EVENKEEL_CODE={shlex.quote(str(code))}",
@@ -208,17 +211,17 @@ def _executor(typed: Submit, asked: Request, folder: Path, repository: Path, con
             f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
             f"--container-workdir={Path.cwd()}",
         ]
-    elastic = asked.max_nodes > asked.min_nodes
+    least, most = parse_nodes(typed.nodes)
     with redirect_stderr(io.StringIO()):
         executor = submitit.SlurmExecutor(folder, python="python" if typed.container else None)
         executor.update_parameters(
             job_name=typed.name or _run_dir(config).name,
-            partition=asked.partition.name,
+            partition=partition.name,
             account=typed.account,
             qos=typed.qos,
-            time=asked.minutes,
-            nodes=asked.min_nodes,
-            gpus_per_node=processes if asked.partition.gpus else None,
+            time=minutes,
+            nodes=least,
+            gpus_per_node=processes if partition.gpus else None,
             cpus_per_task=processes * (typed.cpus_per_gpu or config.num_workers + 1),
             mem=typed.mem,
             constraint=typed.constraint,
@@ -226,8 +229,7 @@ def _executor(typed: Submit, asked: Request, folder: Path, repository: Path, con
             nodelist=typed.nodelist,
             signal_delay_s=WARNING_SECONDS,
             stderr_to_stdout=True,
-            additional_parameters={"requeue": True}
-            | ({"nodes": f"{asked.min_nodes}-{asked.max_nodes}"} if elastic else {}),
+            additional_parameters={"requeue": True} | ({"nodes": f"{least}-{most}"} if most > least else {}),
             srun_args=container,
             setup=[*preamble, *typed.setup],
         )
