@@ -14,16 +14,16 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 """From the bottom to the top; a room imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 960,
-    "config": 400,
-    "data": 1140,
-    "distributed": 1830,
-    "resilience": 560,
-    "training": 2790,
-    "run": 3040,
-    "tasks": 1520,
-    "launch": 2130,
-    "cli": 1800,
+    "common": 990,
+    "config": 410,
+    "data": 1010,
+    "distributed": 1770,
+    "resilience": 690,
+    "training": 3100,
+    "run": 3780,
+    "tasks": 1640,
+    "launch": 2040,
+    "cli": 5120,
 }
 """Lines of a room. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -47,7 +47,7 @@ def test_what_is_missing_or_old_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     folder.mkdir()
     for rank, session in enumerate((7, 7, 3)):
         (folder / f"rank-{rank}.json").write_text(json.dumps(trace(rank, "ab"[rank % 2], 0, session)))
-    assert ProfileCommand(tmp_path)([]) == 0
+    assert ProfileCommand(tmp_path)() == 0
     said = capsys.readouterr().out
     assert "ranks 0-1, steps 4:7" in said
     assert "left out: rank-2.json, of another window" in said
@@ -57,14 +57,14 @@ def test_what_is_missing_or_old_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"evenkeel": 3}', '{"traceEvents": []}'])
 def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="no traces there; make some"):
-        ProfileCommand(tmp_path)([])
+        ProfileCommand(tmp_path)()
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "rank-0.json").write_text(content)
     with pytest.raises(Refusal, match="not a trace that"):
-        ProfileCommand(tmp_path)([])
+        ProfileCommand(tmp_path)()
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("mine")
     with pytest.raises(Refusal, match="exists already"):
-        ProfileCommand(tmp_path, tmp_path / "mine.json")([])
+        ProfileCommand(tmp_path, tmp_path / "mine.json")()

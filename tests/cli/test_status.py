@@ -171,7 +171,7 @@ def test_a_folder_that_grows_while_it_is_watched(tmp_path: Path) -> None:
         (["missing"], "missing: no such folder; name run directories, or folders with runs below"),
         (["Makefile"], "Makefile: no such folder; name run directories, or folders with runs below"),
         (["docs", "--watch", "--json"], "--watch --json: one is for people, the other for programs; choose one"),
-        (["docs", "--", "--lr", "1"], "-- --lr 1: only `plan` takes options of train.py; leave them out"),
+        (["docs", "--", "--lr", "1"], "-- --lr 1: `status` takes no options of train.py; leave them out"),
     ],
 )
 def test_refusals(arguments: list[str], line: str) -> None:

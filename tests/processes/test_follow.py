@@ -22,7 +22,7 @@ def test_refusals(tmp_path: Path) -> None:
         done = run([*FOLLOW, str(path)], expect=2)
         assert done.stderr == f"evenkeel: {path}: no run there and no Slurm job; name a run directory\n"
     done = run([*FOLLOW, str(tmp_path), "--", "--lr", "1"], expect=2)
-    assert "only `plan` takes options of train.py" in done.stderr
+    assert "`follow` takes no options of train.py" in done.stderr
 
 
 def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(tmp_path: Path) -> None:

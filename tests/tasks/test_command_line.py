@@ -213,6 +213,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     switches = dict.fromkeys((*on, "channels_last"), True)
     # --compile, --place and --model-parallel exclude each other, and so do the last two
     apart = ("task", "config", "eval_only", "strategy", "compile", "place", *switches, "micro_batches")
+    apart = (*apart, "profile", "memory_snapshot")
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
@@ -225,6 +226,8 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     assert (config.strategy, config.micro_batch) == ("dp", "auto")
     assert parse(["--place", "a=0,b=1"])[0].place == "a=0,b=1"
     assert parse(["--micro-batches", "4"])[0].micro_batches == 4
+    config, _ = parse(["--profile", "20:25", "--memory-snapshot"])
+    assert (config.profile, config.memory_snapshot) == ("20:25", True)
 
 
 def test_the_run_directory_holds_the_values_of_options(folder: Path) -> None:

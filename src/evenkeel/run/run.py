@@ -296,8 +296,11 @@ class Run:
         lr = float(state.optimizers[0].param_groups[0]["lr"])
         if self.tracker.per_sample is None:
             # networks that take turns cost different steps
-            known = self.task, state.model, *model.last_micro_batch, self.config, self.world
-            self.tracker.per_sample = per_sample(*known) if self._models == 1 else {}
+            self.tracker.per_sample = (
+                per_sample(self.task, state.model, *model.last_micro_batch, self.config, self.world)
+                if self._models == 1
+                else {}
+            )
         self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
         self._logged = state.step
         self._tell_hints()

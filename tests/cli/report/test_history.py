@@ -104,7 +104,7 @@ def test_a_run_that_has_lost_all_its_steps(tmp_path: Path) -> None:
     records = [record("start", 0, 1.0), record("train", 5, 2.0, loss=1.0), record("start", 0, 3.0)]
     history = read(write(tmp_path / "run", records))
     assert (history.curves, history.again, history.best_value()) == ({}, 5, None)
-    assert ReportCommand((tmp_path / "run",))([]) == 0
+    assert ReportCommand((tmp_path / "run",))() == 0
 
 
 def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "eval", "step": 60, "time": 1795316311.0, f"test/{EVIL}": 1.0}) + "\n")
         file.write(json.dumps({"kind": "failure", "step": 60, "time": 1795316312.0, "reason": EVIL}) + "\n")
-    assert ReportCommand((run_dir,), png=run_dir / "png")([]) == 0
+    assert ReportCommand((run_dir,), png=run_dir / "png")() == 0
     return run_dir
 
 
@@ -116,7 +116,7 @@ def test_pictures(rich: Path) -> None:
 
 def test_csv_has_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
     runs = tuple(copy_of_a_run(tmp_path / name, name) for name in ("finished", "typed"))
-    ReportCommand(runs, csv=tmp_path / "all.csv")([])
+    ReportCommand(runs, csv=tmp_path / "all.csv")()
     with (tmp_path / "all.csv").open(newline="") as file:
         found = [
             (it["run"], it["kind"], int(it["step"]), it["name"], float(it["value"])) for it in csv.DictReader(file)
@@ -137,7 +137,7 @@ def test_csv_has_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     runs = tuple(copy_of_a_run(tmp_path / name, name) for name in ("finished", "typed", "tree"))
-    assert ReportCommand(runs)([]) == 0
+    assert ReportCommand(runs)() == 0
     page = Page(tmp_path / "report.html")
     shown = " ".join(page.texts)
     assert "3 runs" in shown
@@ -154,13 +154,13 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
 def test_an_empty_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text('task = "classify"\n')
-    assert ReportCommand((tmp_path / "run",))([]) == 0
+    assert ReportCommand((tmp_path / "run",))() == 0
     assert "Nothing has been recorded yet" in (tmp_path / "run" / "report.html").read_text()
 
 
 def refused(*runs: Path, **options: Any) -> str:
     with pytest.raises(Refusal) as caught:
-        ReportCommand(runs, **options)(options.pop("words", []))
+        ReportCommand(runs, **options)()
     return str(caught.value)
 
 
@@ -175,7 +175,7 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     assert "is the report's own file" in refused(run_dir, output=tmp_path / "both", csv=tmp_path / "both")
     assert not (run_dir / "report.html").exists(), "nothing is written then"
     for _ in range(2):
-        assert ReportCommand((run_dir,), csv=tmp_path / "a.csv", png=tmp_path / "new")([]) == 0
+        assert ReportCommand((run_dir,), csv=tmp_path / "a.csv", png=tmp_path / "new")() == 0
     assert (run_dir / "report.html").stat().st_mode & 0o077 == 0, "as config.toml, whose options it has"
 
 
@@ -183,7 +183,5 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = copy_of_a_run(tmp_path / "run")
     assert "no run is named" in refused()
     assert "no run there" in refused(run_dir, tmp_path)
-    with pytest.raises(Refusal, match="only `plan` takes options"):
-        ReportCommand((run_dir,))(["--lr", "1"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refused(run_dir).endswith("pip install 'evenkeel[report]'")

@@ -46,7 +46,7 @@ class ScalingCommand:
 
     gpus: Annotated[str, tyro.conf.arg(aliases=["-g"], metavar="N,N,...")]
     """Numbers of ranks: GPUs, or processes on a machine without, e.g. 1,2,4. The smallest is compared with."""
-    nodes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    nodes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = option(1, 1, 2**16)
     """Nodes. Only 1 can be measured."""
     steps: int = option(60, 24, 10**6)
     """Steps of each run. The first third is for warming up and does not count."""
