@@ -57,9 +57,9 @@ def close_to_others(path: Path) -> None:
     path.chmod(0o660 if path.stat().st_mode & 0o020 else 0o600)
 
 
-def write_json(path: Path, value: Any, private: bool = False) -> None:
-    """Write indented JSON; see :func:`write_atomically`."""
-    text = json.dumps(value, indent=2) + "\n"
+def write_json(path: Path, value: Any, private: bool = False, indent: int | None = 2) -> None:
+    """Write JSON; see :func:`write_atomically`."""
+    text = json.dumps(value, indent=indent) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()), private)
 
 

@@ -54,7 +54,7 @@ def save_predictions(folder: Path, step: int, evaluation: Evaluation, rows: dict
     ]
     try:
         folder.mkdir(exist_ok=True)
-        write_json(folder / f"{evaluation.name}.json", found)
+        write_json(folder / f"{evaluation.name}.json", found, indent=None)  # a line for each number would be long
     except OSError as error:
         log.error("--save-predictions: %s: %s", folder, error)
 

@@ -53,12 +53,12 @@ def curves(histories: Sequence[History]) -> Iterator[Figure]:
     The sets of one run share a figure (train and test loss); of several runs each set has its own, shared by the runs.
     """
     groups: dict[str, list[Line]] = {}
+    parts = list(dict.fromkeys(name.partition("/")[0] for name in histories[0].curves))  # each set has its own colour
     for number, history in enumerate(histories):
         for name, curve in history.curves.items():
             part, _, metric = name.partition("/")
             if len(histories) == 1:
-                lines = groups.setdefault(metric, [])
-                lines.append((part, curve, len(lines), part == TRAIN))
+                groups.setdefault(metric, []).append((part, curve, parts.index(part), part == TRAIN))
             else:
                 groups.setdefault(name, []).append((history.name, curve, number, part == TRAIN))
     for number, group in enumerate(sorted(groups, key=lambda group: _place(group, groups[group]))):
