@@ -26,7 +26,8 @@ ROOMS = {
     "plan": "src/evenkeel/cli/plan.py",
     "checkpoint": "src/evenkeel/cli/checkpoint.py tests/cli/test_checkpoint.py tests/*/test_checkpoint_command.py",
     "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
-    "status": "src/evenkeel/cli/status.py tests/cli/test_status.py",
+    "status": "src/evenkeel/cli/status.py src/evenkeel/cli/follow.py tests/cli/test_status.py "
+    "tests/processes/test_follow.py",
     "predict": "src/evenkeel/cli/predict.py tests/cli/test_predict.py tests/processes/test_predict.py",
     "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
     "scaling": "src/evenkeel/cli/scaling tests/cli/test_scaling.py tests/processes/test_scaling.py docs/scaling.*",

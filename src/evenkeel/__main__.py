@@ -1,4 +1,4 @@
-"""Plan a job, look at its runs and checkpoints, compare runs, and try what a job survives."""
+"""Check machines, plan a job, watch and report its runs, predict, compare, and try what a job survives."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evenkeel.cli.chaos.nodes import Lab
+from tests.support.nodes import Lab
 from tests.support.processes import LIMIT, ROOT, environment, read, run
 
 DOCTOR = [sys.executable, "-m", "evenkeel", "doctor", "--json", "--timeout", "60"]

@@ -15,6 +15,8 @@ QUIET = Figures(600.0, {"productive": 0.9, "data": 0.05, "evaluation": 0.04, "ch
 def test_a_run_without_a_flaw_gets_none() -> None:
     assert hints(QUIET) == {}
     assert hints(replace(QUIET, memory=None)) == {}
+    slow = replace(QUIET, shares={"evaluation": 0.5, "checkpoint": 0.5}, eval_every=0, checkpoint_every=0)
+    assert hints(slow) == {}, "there is no option to change"
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

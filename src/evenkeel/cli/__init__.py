@@ -20,8 +20,8 @@ is imported where it is needed, so that the help and most commands take a tenth 
 
 To add a command: write such a file, name it in `__main__.py`, give numbers bounds by `config.option`, and
 test it in `tests/cli`. To remove one: delete its file, its line in `__main__.py` and its tests; nothing else imports
-it. All but chaos only read (`checkpoint export`, `predict`, `report` and `profile` write the files that they are told
-to).
+it, but `follow` and `report` use `status`. All but chaos and scaling only read (`checkpoint export`, `predict`,
+`report` and `profile` write the files that they are told to).
 
 Not here: the log of a Slurm job, which `follow` shows (`launch/slurm/follow.py`); the launchers and submit.py
 (`launch/`); the options of train.py (`config.py`, `tasks/command_line.py`); the formats of what a run writes (`run/`).

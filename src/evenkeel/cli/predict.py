@@ -118,7 +118,7 @@ class PredictCommand:
         from ..training.task import evaluation_sets, training_set
 
         if self.set == "train":
-            return training_set(task, config)
+            return training_set(task, config, unchanged=True)
         sets = evaluation_sets(task, config)
         if self.set not in sets:
             raise Refusal(f"--set {self.set}: the task has no such set; there are train, {', '.join(sets)}")

@@ -76,7 +76,7 @@ def loader(
     Args:
         dataset: map-style.
         sampler: this rank's share.
-        purpose: "train" or "test", which have different random numbers.
+        purpose: "train", or the name of a set of the evaluation; each has random numbers of its own.
         num_workers: loader processes, kept for all epochs. In training they begin the next epoch ahead of time.
         device: where batches will go; batches for a GPU are in pinned memory.
     """

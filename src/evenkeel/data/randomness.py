@@ -42,7 +42,7 @@ def seed_task(seed: int, purpose: str) -> None:
 
     Args:
         seed: the run's.
-        purpose: "data" for both data sets, so that two methods which split the same whole at random get parts that do
+        purpose: "data" for all data sets, so that methods which split the same whole at random get parts that do
             not overlap; "weights" for the model; for the others their names.
     """
     seed_host(derive(seed, purpose))

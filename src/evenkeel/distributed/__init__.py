@@ -11,6 +11,6 @@
 - `sync_batchnorm`: `--sync-batchnorm`, BatchNorm over the global batch on CPUs and GPUs.
 - `transfer`: batches to the GPU while it computes.
 
-Not here: the step itself, which wraps the model in DDP (`training/gradients.py`), signals, hangs and dead peers
+Not here: the step itself, which wraps the model in DDP (`training/distributed_loss.py`), signals, hangs and dead peers
 (`resilience/`), and starting the processes (`launch/`).
 """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -15,7 +17,9 @@ import tyro
 
 from ..common.arguments import one_line_errors, refuse_empty, some_options
 from ..common.errors import FAILED, REFUSED, Refusal
+from ..common.keyboard import CtrlC
 from ..common.network import Link, find_link, meet
+from ..common.processes import die_with_parent
 from ..config import Config, Flag, MaybePath, check_numbers, devices_per_rank, option
 from .topology import (
     CPU_PROCESSES,
@@ -46,7 +50,7 @@ class MultiNode:
 
     The nodes may start in any order. All nodes but node 0 may leave an elastic job and come back. The launcher becomes
     torchrun, so signals go straight to it. Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137
-    killed; anything else is a bug.
+    killed, 1 a FAIL of --doctor; anything else is a bug.
     """
 
     gpus: Gpus = option(None, 1, 1024)
@@ -72,6 +76,10 @@ class MultiNode:
     def topology(self) -> Topology:
         """The topology as typed; one process per node where -g leaves that open."""
         min_nodes, max_nodes = parse_nodes(self.nodes)
+        if self.doctor and min_nodes < max_nodes:
+            raise Refusal(
+                f"--doctor -n {self.nodes}: nodes may join later, unchecked; use -n {min_nodes}, or no --doctor"
+            )
         host, port = parse_master(self.master) if self.master is not None else ("", DEFAULT_PORT)
         rank, run_id = self.node_rank or 0, self.run_id
         topology = Topology(self.gpus or 1, min_nodes, max_nodes, rank, host, port, run_id, self.max_restarts)
@@ -185,8 +193,13 @@ def doctor_says(start: Start) -> int:
     command = start.command.argv
     cut = command.index("--")
     train_args = command[cut + 2 :] if start.config else ()
-    checked = (*command[:cut], "--max-restarts=0", "-m", "--", "evenkeel", "doctor", "--timeout=30", "--", *train_args)
-    code = subprocess.run(checked, env={**os.environ, **start.command.env}).returncode
+    # a rendezvous of its own: it must never join that of a job at work
+    own = (f"--rdzv-id={command[command.index('--rdzv-id') + 1]}-doctor", "--max-restarts=0")
+    checked = (*command[:cut], *own, "-m", "--", "evenkeel", "doctor", "--timeout=30", "--", *train_args)
+    with CtrlC():  # torchrun gets it as well, and ends its ranks
+        ending = partial(die_with_parent, signal.SIGTERM)
+        done = subprocess.run(checked, env={**os.environ, **start.command.env}, preexec_fn=ending, check=False)
+    code = done.returncode
     if code in (FAILED, REFUSED):
         print("evenkeel: --doctor: the job is not started", file=sys.stderr)
         return FAILED

@@ -86,9 +86,13 @@ def verdicts(folder: Path, world_size: int, ranks: Collection[int]) -> list[str]
         ranks: that can write.
     """
     until = time.monotonic() + WAIT
-    while time.monotonic() < until and not all([*folder.glob(f"*/{PREFIX}{rank}")] for rank in ranks):
+
+    def written() -> list[Path]:
+        return [folder / name for name in DUMPS if (folder / name).is_dir()]
+
+    while time.monotonic() < until and not all((it / f"{PREFIX}{rank}").exists() for it in written() for rank in ranks):
         time.sleep(0.02)
-    return [line for name in DUMPS if (folder / name).is_dir() and (line := _verdict(folder / name, world_size))]
+    return [line for it in written() if (line := _verdict(it, world_size))]
 
 
 def _verdict(folder: Path, world_size: int) -> str:
@@ -106,7 +110,7 @@ def _verdict(folder: Path, world_size: int) -> str:
             it["entries"] = it["entries"][-COMPARED:]
         traces = {it["rank"]: it["entries"] for it in details.values()}
         if absent := set(range(world_size)) - traces.keys():
-            return f"{name_ranks([*absent])} left no record; {_waiting(traces)}; {folder}"
+            return f"{name_ranks([*absent])} left no record here; {_waiting(traces)}; {folder}"
         found = [
             it
             for it in build_db(details, arguments, version).collectives

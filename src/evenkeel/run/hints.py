@@ -33,7 +33,7 @@ class Figures:
     micro_batches: int = 1  # of one rank in a step
     num_workers: int = 0
     cores: int = 8  # of each rank
-    eval_every: int = 1  # steps
+    eval_every: int = 1  # steps; 0: another value would not help, or be refused
     checkpoint_every: int = 1
 
 
@@ -53,11 +53,11 @@ def hints(it: Figures) -> dict[str, str]:
         more = min(max(4, 2 * it.num_workers), it.cores)
         remedy = f"try --num-workers {more}" if more > it.num_workers else "make samples cheaper to read, docs/data.md"
         found["data"] = f"data wait {_percent(data)}: {remedy}"
-    if evaluation > EVALUATING:
+    if evaluation > EVALUATING and it.eval_every:
         found["evaluation"] = (
             f"evaluation takes {_percent(evaluation)} of the time: try --eval-every {4 * it.eval_every}"
         )
-    if checkpoint > SAVING:
+    if checkpoint > SAVING and it.checkpoint_every:
         every = 4 * it.checkpoint_every
         found["checkpoint"] = f"checkpoints take {_percent(checkpoint)} of the time: try --checkpoint-every {every}"
     if it.memory is not None and it.memory < EMPTY and it.micro_batches > 1:
@@ -72,7 +72,6 @@ def measure(config: Config, plan: Plan, world: World) -> Figures:
     """The figures of this process now."""
     spent = {name: seconds for name, seconds in activity.spent().items() if name != "start_up"}
     total = max(sum(spent.values()), 1e-9)
-    evaluations = config.eval_every or plan.steps_per_epoch
     return Figures(
         seconds=total,
         shares={name: seconds / total for name, seconds in spent.items()},
@@ -80,8 +79,8 @@ def measure(config: Config, plan: Plan, world: World) -> Figures:
         micro_batches=len(plan.runs(0, world.world_size)[0]),
         num_workers=config.num_workers,
         cores=len(os.sched_getaffinity(0)) // world.local_world_size,
-        eval_every=evaluations,
-        checkpoint_every=config.checkpoint_every or evaluations,
+        eval_every=0 if config.patience else config.eval_every or plan.steps_per_epoch,
+        checkpoint_every=0 if config.digest_every else config.checkpoint_every,  # digests count as checkpoints
     )
 
 

@@ -31,7 +31,16 @@ PIXELS = 64
 
 
 def save_predictions(folder: Path, step: int, evaluation: Evaluation, rows: dict[str, Tensor]) -> None:
-    """Write what `prediction.predictions` has found for a set. A full disk costs the file, not the run."""
+    """Write what `prediction.predictions` has found for a set. Whatever fails costs the file, not the run."""
+    try:
+        folder.mkdir(exist_ok=True)
+        found = _collected(step, evaluation, rows)
+        write_json(folder / f"{evaluation.name}.json", found, indent=None)  # a line for each number would be long
+    except Exception as error:  # a full disk, a predict() without probabilities or targets, an unreadable sample
+        log.error("--save-predictions: %s/%s.json: %s: %s", folder, evaluation.name, type(error).__name__, error)
+
+
+def _collected(step: int, evaluation: Evaluation, rows: dict[str, Tensor]) -> dict[str, Any]:
     targets, predicted, confidences = rows["target"], rows["prediction"][:, 0], rows["confidence"][:, 0]
     wrong = ((predicted != targets) & (targets >= 0)).nonzero().flatten()
     worst = wrong[confidences[wrong].argsort(descending=True, stable=True)][:WORST].tolist()
@@ -52,11 +61,7 @@ def save_predictions(folder: Path, step: int, evaluation: Evaluation, rows: dict
         }
         for index in worst
     ]
-    try:
-        folder.mkdir(exist_ok=True)
-        write_json(folder / f"{evaluation.name}.json", found, indent=None)  # a line for each number would be long
-    except OSError as error:
-        log.error("--save-predictions: %s: %s", folder, error)
+    return found
 
 
 def _png(sample: Any) -> str | None:

@@ -105,11 +105,14 @@ class Profiler:
             if self.memory:
                 _keep_older(snapshot)
                 torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
-                torch.cuda.memory._record_memory_history(enabled=None)
             if self.world.rank == 0:
                 self._tell(self._profile.key_averages())
         except (OSError, RuntimeError) as error:
             log.error("no trace in %s: %s", self.folder, error)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if self.memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
         self._profile = None
 
     def _tell(self, averages: Any) -> None:

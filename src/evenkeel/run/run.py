@@ -107,7 +107,7 @@ class Run:
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
-        self._models = 0  # that `distribute` has made
+        self._models = 0  # that `distribute` has made; one with a loss of its own counts as two
         self._compilations = -1
         self._watch: Watch | None = None
         self.seconds_before = self.directory.status.get("seconds", 0.0) if self.directory else 0.0
@@ -188,7 +188,7 @@ class Run:
             network: the part of the model that learns from this loss; default: all of it.
         """
         config = self.config
-        self._models += 1
+        self._models += 1 if loss in (None, self.task.loss) else 2
         return DistributedLoss(
             loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
             config.strategy, self.task.unused_parameters, network, self.arrivals,
@@ -255,6 +255,8 @@ class Run:
             norm: the gradient's.
         """
         state = self.state
+        if self.directory and self.directory.fruitless:
+            self.directory.note(fruitless=0)  # this attempt has finished a step
         if state.step % self.config.log_every == 0:
             self._note_arrivals(self.arrivals.exchange(state.step))
             self._log_step(model, norm)
@@ -295,7 +297,7 @@ class Run:
             self._tell_overflows(state.step, int(more["overflows"]))
         lr = float(state.optimizers[0].param_groups[0]["lr"])
         if self.tracker.per_sample is None:
-            # networks that take turns cost different steps
+            # another loss, or networks that take turns, cost something else
             self.tracker.per_sample = (
                 per_sample(self.task, state.model, *model.last_micro_batch, self.config, self.world)
                 if self._models == 1
@@ -335,16 +337,15 @@ class Run:
             )
 
     def checkpoint(self, metrics: dict[str, float]) -> None:
-        """After each step but the last: tell of an evaluation, and save if it is time or if it was the best so far.
+        """Tell of an evaluation, and save if it is time or if it was the best so far.
 
-        A checkpoint that cannot be written is reported with the next step, and training goes on: the old one stays.
+        After each step but the last, and after an evaluation that a resumed run has made up for. A checkpoint that
+        cannot be written is reported with the next step, and training goes on: the old one stays.
         """
         state, saver = self.state, self.saver
         if not (self.directory and self.tracker):
             return
         saver.pin(state)
-        if self.directory.fruitless:
-            self.directory.note(fruitless=0)  # this attempt has finished a step
         self._record_digests()
         every = self.config.checkpoint_every
         due = bool(every) and state.step % every == 0

@@ -1,7 +1,7 @@
 """The folder of one run, across all its restarts: who may use it, which run it is, and its state.
 
 Rank 0 holds a lock on it as long as it lives, so that two jobs cannot train in the same folder. It alone writes there,
-apart from the other ranks' logs.
+apart from the other ranks' logs, traces and rescues.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Identity:
     harmless: frozenset[str] = frozenset()
     """Options of the task that may change."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """How many there are, of the "training" data and of the "test" data."""
+    """How many there are, of the training data and of each set of the evaluation."""
     earlier: Mapping[str, Any] = field(default_factory=dict)
     """What options of the task were in runs that are older than the option (`Task.earlier`)."""
 

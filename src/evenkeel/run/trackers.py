@@ -74,14 +74,17 @@ class WandB:
         """Send the best values as the summary, the report if asked for, and what is left."""
         if summary:
             self._run.summary.update(dict(summary))
-            if self._report:
-                self._send_report(self._report)
+            try:
+                if self._report:
+                    self._send_report(self._report)
+            except Exception as error:  # the run is finished all the same
+                log.warning("--wandb-report: no report was sent: %s", error)
         self._run.finish(exit_code=exit_code)
 
     def _send_report(self, path: Path) -> None:
         """Make the page in a process of its own, because that takes seconds and libraries that a training lacks."""
         command = [sys.executable, "-m", __name__.partition(".")[0], "report", str(path)]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         if made.returncode:
             why = (made.stderr.strip().splitlines() or ["it could not be made"])[-1]
             log.warning("--wandb-report: no report was sent: %s", why)
@@ -156,15 +159,15 @@ class CsvFile:
 
 def in_the_folder(config: Config, path: Path, step: int) -> Iterator[MetricsLog]:
     """Those that write into the run's folder, for an attempt that begins at a step."""
-    for wanted, make in (
-        (config.tensorboard, lambda: TensorBoard(path / "tensorboard", step)),
-        (config.csv, lambda: CsvFile(path / "metrics.csv", step)),
+    for name, wanted, make in (
+        ("TensorBoard", config.tensorboard, lambda: TensorBoard(path / "tensorboard", step)),
+        ("metrics.csv", config.csv, lambda: CsvFile(path / "metrics.csv", step)),
     ):
         try:
             if wanted:
                 yield make()
         except Exception as error:
-            log.warning("TensorBoard or metrics.csv is off: %s: %s", type(error).__name__, error)
+            log.warning("%s is off: %s: %s", name, type(error).__name__, error)
 
 
 def wandb_mode(asked: str) -> tuple[Any, str]:

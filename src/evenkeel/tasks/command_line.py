@@ -74,7 +74,8 @@ def parse(
     task_options = task_class if is_dataclass(task_class) else _NoOptions
     _check_options(task_class, task_options)
     refuse_empty(arguments, task_options)
-    job_default, task_default = _with_file(from_file, early.config, Config, task_options)
+    source = f"--config {early.config}" if early.config else "the run's config.toml"
+    job_default, task_default = _with_file(from_file, source, Config, task_options)
 
     # a box of the help for each group of options, and one for the task's
     boxes = [group(**{it.name: getattr(job_default, it.name) for it in fields(group)}) for group in GROUPS]
@@ -161,7 +162,7 @@ def _read_file(path: str) -> dict[str, Any]:
         raise Refusal(f"--config {refusal}") from None
 
 
-def _with_file(values: dict[str, Any], path: str | None, *classes: type) -> list[Any]:
+def _with_file(values: dict[str, Any], source: str, *classes: type) -> list[Any]:
     """Instances of the option classes, with the values of a file in place of their defaults.
 
     Raises:
@@ -176,19 +177,19 @@ def _with_file(values: dict[str, Any], path: str | None, *classes: type) -> list
                 continue
             value, hint = values[name], hints[option.name]
             if value == "" != option.default:
-                raise Refusal(f'--config {path}: {name} = "" is empty; give a value, or leave it out')
+                raise Refusal(f'{source}: {name} = "" is empty; give a value, or leave it out')
             try:
                 found[-1][option.name] = _from_toml(value, hint)
             except (TypeError, ValueError):
                 shown = str(hint) if get_origin(hint) else getattr(hint, "__name__", str(hint))
                 expected = re.sub(r"\b(typing|pathlib)\.", "", shown)
-                raise Refusal(f"--config {path}: {name} = {value!r} has the wrong type; expected {expected}") from None
+                raise Refusal(f"{source}: {name} = {value!r} has the wrong type; expected {expected}") from None
     if unknown := sorted(set(values) - {option_name(name) for options in found for name in options}):
-        raise Refusal(f"--config {path}: unknown key '{unknown[0]}'; keys are option names, e.g. batch_size")
+        raise Refusal(f"{source}: unknown key '{unknown[0]}'; keys are option names, e.g. batch_size")
     try:
         return [cls(**options) for cls, options in zip(classes, found, strict=True)]
     except ValueError as error:  # from a task's own check of its options
-        raise Refusal(f"--config {path}: {error}") from None
+        raise Refusal(f"{source}: {error}") from None
 
 
 def _from_toml(value: Any, hint: Any) -> Any:

@@ -29,6 +29,7 @@ from ..data.sampler import ElasticSampler
 from ..distributed.data_parallel import parallel
 from ..distributed.world import World
 from .distributed_loss import Loss
+from .evaluation import same_tensors
 from .oom import OutOfMemory, explained, note_batch
 from .state import State
 from .task import Task
@@ -98,6 +99,8 @@ class Probe:
         gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
+            for device in self.world.devices:
+                torch.cuda.reset_peak_memory_stats(device)  # a hint later asks how full the memory was
         return failure
 
     def _try_within(self, size: int) -> None:
@@ -151,10 +154,10 @@ class Probe:
 @contextmanager
 def _no_trace(state: State) -> Iterator[None]:
     """Put weights, buffers, optimizers and generators back to where they were, in every bit."""
-    live = [*state.model.parameters(), *state.model.buffers()]
+    live = [*state.model.parameters()]
     values = [tensor.detach().cpu().clone() for tensor in live]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in state.optimizers]
-    with generators_kept():
+    with generators_kept(), same_tensors(state.model):
         try:
             yield
         finally:

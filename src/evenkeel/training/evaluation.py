@@ -95,7 +95,7 @@ class Evaluation:
 
         A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
         """
-        with activity.during(EVALUATION), generators_kept(), _same_tensors(self.model), self._only_first() as size:
+        with activity.during(EVALUATION), generators_kept(), same_tensors(self.model), self._only_first() as size:
             sums = self._sums()
             for other in others:
                 list(self.each(partial(other, self.model)))
@@ -178,7 +178,7 @@ def _of_each(values: Any, samples: int) -> Any:
 
 
 @contextmanager
-def _same_tensors(model: nn.Module) -> Iterator[None]:
+def same_tensors(model: nn.Module) -> Iterator[None]:
     """Put buffers, and whether parameters need a gradient, back to what they were."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     holders = [

@@ -25,14 +25,14 @@ from .task import Task
 log = logging.getLogger(__name__)
 
 PEAKS: dict[str, dict[str, float]] = {
-    "H200|H100(?! PCIe)": {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989},
+    "(H200|H100)(?! PCIe| NVL)": {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989},
     "H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756},
     "A100": {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312},
     "L40S": {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362},
     "L4": {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121},
     "V100": {"fp32": 15.7, "fp16": 125},
     "T4": {"fp32": 8.1, "fp16": 65},
-    "RTX 4090(?! Laptop)": {"fp32": 82.6, "tf32": 82.6, "bf16": 165, "fp16": 165},
+    "RTX 4090(?! Laptop| D)": {"fp32": 82.6, "tf32": 82.6, "bf16": 165, "fp16": 165},
     "RTX 3090": {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
 }
 """Dense TFLOP/s by --precision, of a GPU whose name holds the pattern as a word; 16 bit with sums in 32. From NVIDIA's
@@ -56,7 +56,9 @@ def per_sample(
     try:
         if tokens := task.tokens(batch):
             found["tokens_per_s"] = tokens / samples
-        if world.device.type == "cuda" and (top := peak(torch.cuda.get_device_name(world.device), config.precision)):
+        gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+        # no copy of a model with --sync-batchnorm: this rank alone would exchange statistics
+        if (top := peak(gpu, config.precision)) and not config.sync_batchnorm:
             devices = world.world_size * max(len(world.devices), len(replicas(config.strategy, world.device)))
             found["mfu"] = flops(task, model, batch) / samples / (top * devices)
     except Exception as error:  # of a model that cannot be copied, or whose loss looks at values

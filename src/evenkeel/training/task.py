@@ -209,10 +209,13 @@ def option_name(field: str) -> str:
     return field.rstrip("_")
 
 
-def training_set(task: Task, config: Config) -> SizedDataset:
-    """A task's training data, the same on every rank and at every start, cut down by --limit-batches."""
+def training_set(task: Task, config: Config, unchanged: bool = False) -> SizedDataset:
+    """A task's training data, the same on every rank and at every start, cut down by --limit-batches.
+
+    ``unchanged``: without augmentation.
+    """
     seed_task(config.seed, "data")
-    dataset = task.train_dataset()
+    dataset = task.unchanged_train_dataset() if unchanged else task.train_dataset()
     dataset = split(dataset, config.validation, _split_seed(config))[0] if config.validation else dataset
     return limited(dataset, config.limit_batches * config.batch_size)
 

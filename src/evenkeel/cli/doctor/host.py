@@ -64,13 +64,13 @@ def limits() -> Iterator[Finding]:
         who = "    # as root: the hard limit is lower" * (hard < least)
         value, expected = (
             str(soft).replace("inf", "unlimited"),
-            f"{wanted} (Linux's default is too low for many loaders)",
+            f"{wanted}{' (the default is too low for many loaders)' * (name == 'open files')}",
         )
         yield judged(f"limit of {name}", value, expected, f"ulimit {flag} {wanted}{who}", warn=soft < least)
 
 
-def variables(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Variables of Slurm and torchrun that cannot both be true."""
+def variables(environ: Mapping[str, str] = os.environ, each: int = 1) -> Iterator[Finding]:
+    """Variables of Slurm and torchrun that cannot both be true; each rank has `each` GPUs."""
 
     def number(name: str) -> int | None:
         return int(environ[name]) if environ.get(name, "").isdigit() else None
@@ -84,9 +84,9 @@ def variables(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         wrong.append((f"SLURM_STEP_NUM_TASKS={tasks} on {nodes} nodes", "one task for each node", one_each))
     if launched and nodes and groups and nodes != groups:
         wrong.append((f"SLURM_STEP_NUM_NODES={nodes}, GROUP_WORLD_SIZE={groups}", "torchrun on each node", one_each))
-    if launched and given and local and given != local:
+    if launched and given and local and given != local * each:
         found = f"SLURM_GPUS_ON_NODE={given}, LOCAL_WORLD_SIZE={local}"
-        wrong.append((found, "a rank for each GPU", f"torchrun --nproc_per_node={given} ..."))
+        wrong.append((found, "a rank for each GPU", f"torchrun --nproc_per_node={given // each} ..."))
     if not launched and any(name in environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in environ]
         wrong.append((f"{' '.join(left)} without torchrun", "none: torchrun sets them", f"unset {' '.join(left)}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -17,6 +18,9 @@ from ...common.network import find_link, interfaces, is_loopback, meet, reach
 from ...distributed.rendezvous import fresh_store, job_store
 from ...distributed.world import World
 from .findings import Finding, Level, Report, judged
+
+HEARD = 5.0
+"""Seconds that rank 0 waits at most until all others have heard its verdict."""
 
 SLOW_STORE = 50.0
 """Milliseconds of a round trip. All ranks pass through the store at the start, and while they wait for each other."""
@@ -142,13 +146,18 @@ def collect(store: Store, world: World, own: Report, seconds: float) -> list[Rep
 
 
 def verdict(store: Any, world: World, level: Level, seconds: float) -> Level:
-    """Rank 0's verdict on all ranks. Without an answer it is FAIL: rank 0 leaves early only then."""
+    """Rank 0's verdict on all ranks; without an answer FAIL. Rank 0, which may hold the store, leaves last."""
     try:
         if world.rank == 0:
             store.set("verdict", level)
+            until = time.monotonic() + HEARD
+            while store.add("heard", 0) < world.world_size - 1 and time.monotonic() < until:
+                time.sleep(0.02)
         else:
             store.wait(["verdict"], timedelta(seconds=seconds))
             level = cast("Level", store.get("verdict").decode())
+            with contextlib.suppress(DistError):
+                store.add("heard", 1)
     except DistError:
         return "FAIL"
     return level

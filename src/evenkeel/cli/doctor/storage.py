@@ -101,11 +101,14 @@ def shared(world: World, run_dir: Path) -> list[Finding]:
             mark.touch()
     except OSError:  # `run_directory` says why
         mark = None
-    path = world.broadcast(mark)
-    seen = world.gather((socket.gethostname(), path is not None and path.is_file()))
+    try:
+        path = world.broadcast(mark)
+        seen = world.gather((socket.gethostname(), path is not None and path.is_file()))
+    finally:
+        if mark:
+            mark.unlink(missing_ok=True)
     if not mark:
         return []
-    mark.unlink()
     blind = ", ".join(sorted({host for host, sees in seen if not sees}))
     value = f"{blind}: what rank 0 writes in {mark.parent} is not seen there" if blind else "seen by all ranks"
     expected = "one file system; without it only rank 0's node has the run, and must be part of the next start"

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ...common.errors import Refusal
 from ...common.processes import end_agent, orphaned_within, torchrun_agent
+from ...config import Config, devices_per_rank
 from ...distributed.exits import OTHERS_SPEAK, leave
 from ...distributed.world import World
 from ...launch.topology import parse_master
@@ -36,7 +37,7 @@ class Visit:
         self.nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self.limit = timeout + 2
         """Seconds for a check: more than a collective may wait, so that its own error says what it waited for."""
-        self.world, found = find_world()
+        self.world, found = find_world(self.config)
         self.own = Report(self.world.rank, socket.gethostname(), found)
 
     def run(self) -> int:
@@ -98,7 +99,7 @@ class Visit:
         yield "cores", partial(host.cores, world.local_world_size, config.num_workers)
         shared_memory = config.num_workers > 0 or (world.device.type == "cuda" and world.local_world_size > 1)
         yield "shared memory", partial(host.shared_memory, shared_memory)
-        yield "variables", host.variables
+        yield "variables", partial(host.variables, each=devices_per_rank(config))
         yield "Weights & Biases", partial(host.weights_and_biases, config.wandb)
         yield "host name", partial(network.host_name, self.nodes)
         if world.launched:
@@ -132,15 +133,15 @@ class Visit:
             show(merged, title, seconds)
 
 
-def find_world() -> tuple[World, list[Finding]]:
+def find_world(config: Config) -> tuple[World, list[Finding]]:
     """Who this process is. What training would refuse here is a finding, and the checks go on without GPUs."""
     try:
-        return World.from_environment(), []
+        return World.from_environment(devices_per_rank(config), config.strategy), []
     except Refusal as refusal:
         text, _, remedy = str(refusal).partition(";")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     values = [int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()]
-    whole = len(values) == len(names) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    whole = len(values) == len(names) and "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT", "").isdigit()
     rank, local_rank, size, local_size = values if whole else (0, 0, 1, 1)
     world = World(rank, local_rank, size, local_size, torch.device("cpu"), whole)
     return world, [Finding("FAIL", "ranks and devices", text, "what train.py accepts", remedy.strip())]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ...common.errors import Ended, Refusal
+from ...common.keyboard import CtrlC
 from ...common.network import Link
 from ...common.processes import count_cores, die_with_parent
 from ...config import Flag, MaybePath, devices_per_rank, option
@@ -104,6 +105,8 @@ class ScalingCommand:
             raise Refusal(f"--output {self.output}: name a file that ends in .svg or .png")
         if self.output and self.output.exists():
             raise Refusal(f"--output {self.output}: exists already; name another file")
+        if self.output and not self.output.parent.is_dir():
+            raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         return ranks
 
     def _run_all(self, batches: dict[str, dict[int, int]], options: list[str]) -> dict[tuple[int, int], Sample]:
@@ -130,7 +133,7 @@ class ScalingCommand:
             }  # fmt: skip
             words = [*options, *(f"--{name}={value}" for name, value in own.items())]
             command = torchrun(Topology(ranks, max_restarts=0), Link("127.0.0.1"), self.script, words)
-            with output.open("wb") as file:
+            with output.open("wb") as file, CtrlC() as interrupt:  # the run gets it too, and ends before its folder
                 code = subprocess.run(
                     command.argv,
                     env={**os.environ, **command.env},
@@ -140,6 +143,8 @@ class ScalingCommand:
                     preexec_fn=partial(die_with_parent, signal.SIGTERM),
                     check=False,
                 ).returncode
+            if interrupt.pressed:
+                raise Ended("interrupted")
             if code:
                 said = output.read_text(errors="replace").strip().splitlines()
                 line = next((it for it in said if it.startswith("evenkeel: ")), "\n".join(said[-20:]))

@@ -3,7 +3,8 @@
     docker run IMAGE --nproc_per_node=2 train.py --epochs 5              torchrun's own options
     docker run IMAGE launch -n 2 -g 4 -nr 0 --master HOST -- --epochs 5  the options of launch/multi_node.py
 
-Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137 killed; anything else is a bug.
+Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137 killed, 1 a FAIL of --doctor;
+anything else is a bug.
 """
 
 from __future__ import annotations

@@ -102,6 +102,8 @@ class ContainerNode(MultiNode):
 def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ: Mapping[str, str]) -> Command:
     """The engine's command line, or a Refusal; `environ` is this process's environment."""
     topology = typed.topology
+    if typed.doctor and typed.detach:
+        raise Refusal("--doctor --detach: each restart would check anew; check once without --detach")
     podman = typed.engine == "podman"
     options = [
         f"--user={host.uid}:{host.gid}",
