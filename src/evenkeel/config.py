@@ -183,19 +183,19 @@ class LoggingOptions:
     log_every: int = option(10, 1, change="free")
     """Steps between two lines of metrics."""
     tensorboard: Flag = option(False, change="free")
-    """Write the metrics for TensorBoard too, into tensorboard/ of the run. Needs the extra `tensorboard`."""
+    """Also write the metrics for TensorBoard (extra `tensorboard`)."""
     csv: Flag = option(False, change="free")
-    """Write the metrics for a spreadsheet too, into metrics.csv of the run."""
+    """Also write the metrics to metrics.csv of the run."""
     save_predictions: Flag = option(False, change="free")
-    """Write the predictions of the last evaluation, with the images that are most confidently wrong, for a report."""
+    """Save the predictions of the last evaluation, for a report."""
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], NAME] = option("auto", change="free")
     """Weights & Biases: online, offline, disabled; auto: online if there is a key (WANDB_API_KEY or `wandb login`)."""
     wandb_report: Flag = option(False, change="free")
-    """Send the page of `evenkeel report` to Weights & Biases at the end, as an artifact."""
+    """Send the page of `evenkeel report` to Weights & Biases."""
     profile: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="")] = option("", change="unsaved")
-    """Trace these steps into RUN/profile, as in Python's slices: 20:25 are the five steps after the 20th."""
+    """Trace some steps: 20:25 are the five after the 20th."""
     memory_snapshot: Flag = option(False, change="unsaved")
-    """With --profile on GPUs: record their memory too, for https://pytorch.org/memory_viz."""
+    """With --profile on GPUs: their memory too, for pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True)

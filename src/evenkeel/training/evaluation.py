@@ -98,7 +98,7 @@ class Evaluation:
         with activity.during(EVALUATION), generators_kept(), same_tensors(self.model), self._only_first() as size:
             sums = self._sums()
             for other in others:
-                list(self.each(partial(other, self.model)))
+                self.each(partial(other, self.model), lambda _found, _samples: None)
             try:
                 return self._summary({name: rows[0] for name, rows in sums.items()}, size)
             except (ArithmeticError, ValueError) as error:
@@ -138,17 +138,23 @@ class Evaluation:
     def _sums(self) -> dict[str, list[Tensor]]:
         """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""
         sums: dict[str, list[Tensor]] = {}
-        for size, found in self.each(lambda batch: self.task.metrics(self.model, batch)):
-            of_samples = _of_each(found, size)
-            check_metrics(of_samples, size, sums)
+
+        def add(found: Any, samples: int) -> None:
+            of_samples = _of_each(found, samples)
+            check_metrics(of_samples, samples, sums)
             for name, values in of_samples.items():
                 # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
+
+        self.each(lambda batch: self.task.metrics(self.model, batch), add)
         return sums
 
     @torch.no_grad()
-    def each(self, compute: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
-        """The number of samples of each batch of this rank, and what is computed of it in evaluation mode."""
+    def each(self, compute: Callable[[Any], T], take: Callable[[T, int], None]) -> None:
+        """Compute something of each batch of this rank in evaluation mode, and take it with the number of samples.
+
+        No generator, which would change a StopIteration of a task's into another error.
+        """
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
         mine = self.sampler.micro_batches(0)
@@ -162,7 +168,7 @@ class Evaluation:
             except Exception as error:
                 note_batch(error, batch)
                 raise
-            yield micro_batch.size, computed
+            take(computed, micro_batch.size)
         for module, training in modes:
             module.training = training
 

@@ -22,11 +22,14 @@ def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
     Raises:
         Ended: on all ranks, if a sample of any rank cannot be read or `predict` returns something else.
     """
+    parts: list[dict[str, Tensor]] = []
     mine: dict[str, Tensor] | Ended
     try:
         with activity.during(EVALUATION):
-            found = evaluation.each(lambda batch: evaluation.task.predict(evaluation.model, batch))
-            parts = [_rows(returned, size, top) for size, returned in found]
+            evaluation.each(
+                lambda batch: evaluation.task.predict(evaluation.model, batch),
+                lambda returned, samples: parts.append(_rows(returned, samples, top)),
+            )
         mine = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
     except Ended as ended:  # the others would wait for this rank
         mine = Ended(str(ended))
