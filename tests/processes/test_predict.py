@@ -161,7 +161,7 @@ def test_a_task_of_ones_own_says_what_is_predicted(tmp_path: Path) -> None:
     assert list(rows(tmp_path / "o.csv")[0]) == ["index", "prediction_0", "prediction_1", "size"]
     err = predict(tmp_path / "Wrong", "--set", "test", "-o", tmp_path / "w.csv", expect=1)
     assert the_line(err).startswith("predict() returned [] as 'prediction' for a batch of 16 samples: it must be")
-    err = predict(tmp_path / "Own", "--input", ROOT / "docs", "-o", tmp_path / "w.csv", expect=2)
+    err = predict(tmp_path / "Own", "--input", ROOT / "tools", "-o", tmp_path / "w.csv", expect=2)
     assert "has no images; it takes .jpg" in the_line(err)
     images(tmp_path / "images", 1)
     err = predict(tmp_path / "Own", "--input", tmp_path / "images", "-o", tmp_path / "w.csv", expect=2)
