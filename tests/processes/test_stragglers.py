@@ -44,7 +44,6 @@ def hints(run_dir: Path) -> dict[str, str]:
     [
         (0, "data", {}),
         (2, "forward", {"--reduce": "tree"}),
-        (1, "backward", {}),
         (1, "backward", {"--reduce": "tree", "slow_unused": 1}),
     ],
 )
