@@ -63,7 +63,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(
     assert "distributed_loss.py" in (logs / f"rank-{1 - victim}.stacks.txt").read_text()
     assert "gloo:all_reduce" in (logs / f"rank-{1 - victim}.collectives.json").read_text()
     verdict = "".join(line for line in done.stderr.splitlines() if "flight recorder" in line)
-    assert not RECORDER or f"rank {victim} left no record; rank {1 - victim} in gloo:all_reduce" in verdict
+    assert not RECORDER or f"rank {victim} left no record here; rank {1 - victim} in gloo:all_reduce" in verdict
     starts = [record["step"] for record in records(run_dir, "start")]
     assert len(starts) == 2
     assert starts[1] >= 3

@@ -74,6 +74,7 @@ def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options
     sections = re.split(r"^[─-]{3,}$", "\n".join(lines), flags=re.MULTILINE)  # dashes where there is no UTF-8
     message = next((" ".join(section.split()) for section in sections if section.strip()), title)
     _, _, suggested = "\n".join(sections).partition("Perhaps you meant:")
-    if names := re.findall(r"^--[\w-]+", suggested, re.MULTILINE):
+    # the last sentence names --help, which may begin a line
+    if names := re.findall(r"^--(?!help\b)[\w-]+", suggested, re.MULTILINE):
         message += f"; perhaps {' or '.join(names)}?"
     raise Refusal(f"{message} ({hint})")
