@@ -31,7 +31,7 @@ from ..common.keyboard import CtrlC
 from ..common.naming import TEST, TRAIN, named, shown
 from ..common.processes import stat
 from ..config import Flag
-from ..run.records import goodput, ledger, read_facts
+from ..run.records import NOT_MEASURED, goodput, ledger, read_facts
 from ..run.run_directory import ASIDE
 from .tail import Tail
 
@@ -242,8 +242,7 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
 
 def values_of(part: str, record: dict[str, Any]) -> dict[str, float | None]:
     """What a record has measured, by full names."""
-    others = ("kind", "step", "time", "spent", "epoch")
-    return named(part, {name: value for name, value in record.items() if name not in others})
+    return named(part, {name: value for name, value in record.items() if name not in NOT_MEASURED})
 
 
 def headline(metrics: dict[str, float | None]) -> dict[str, float | None]:

@@ -51,6 +51,8 @@ MORE: dict[str, Any] = {"spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}
 RECORDED = {"task", "batch_size", "grace", "keep", "on_nonfinite"}
 """Options that every version writes into config.toml, and that nobody types all."""
 
+NOT_MEASURED = ("kind", "step", "time", "spent", "epoch")  # what a record holds besides measurements
+
 ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redone", "dead")
 """Steps; waiting for data; stalls for checkpoints; evaluations; from a process's start to its first step; steps done
 again; no process, or none that lived to tell."""

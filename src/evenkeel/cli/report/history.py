@@ -12,16 +12,13 @@ from ...common.errors import Refusal
 from ...common.naming import TEST, TRAIN, named
 from ...config import HARMLESS, Config
 from ...run.checkpoint import Checkpoints
-from ...run.records import goodput, ledger, read_config, read_facts, read_records
+from ...run.records import NOT_MEASURED, goodput, ledger, read_config, read_facts, read_records
 
 ENDINGS = {"finish": "finished", "stop": "stopped", "failure": "failed"}
 """Kind of an attempt's last record -> how it has ended. Without one it was killed."""
 
 LARGEST = 2**53
 """What is beyond it is no number that a run has written, and no figure can show it."""
-
-NOT_MEASURED = {"kind", "step", "time", "spent", "epoch"}
-"""What records hold besides values."""
 
 MEASURES = {"train": TRAIN, "eval": TEST}
 """Kind of a record with values -> the set of those whose names have none, from version 0.1.0."""
