@@ -172,6 +172,10 @@ class CheckpointsOptions:
     """Seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
     hang_timeout: float = option(600.0, 0, WEEK, change="free")
     """Seconds without progress after which the job counts as hanging: it is saved and ended (0 disables it)."""
+    keeper: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
+    """Whether ranks that are killed start again in place (on), or only by torchrun, which takes longer (off)."""
+    keeper_restarts: int = option(3, 0, change="free")
+    """How often in a row ranks may start again in place without finishing a step, before torchrun is asked."""
     on_nonfinite: Annotated[Literal["stop", "skip"], NAME] = option("stop", change="free")
     """If the loss or gradient is NaN or infinite: stop (end the run before that step) or skip (leave the step out)."""
 

@@ -6,13 +6,18 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from ..common import kept
 from ..common.errors import FAILED, NODES_REFUSE, REFUSED, Ended, EndedHere, Refusal
 from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
+
+LOST = r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|the attempt of this one is over"
+"""In the texts of such errors: gloo's are a RuntimeError as any other."""
 
 OTHERS_SPEAK = 10.0
 """Seconds that other ranks of a node wait for local rank 0 to print a refusal, before they print it themselves."""
@@ -33,12 +38,28 @@ def exit_code(main: Callable[[], int | None]) -> int:
         _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return FAILED
     except Refusal as refusal:
-        _refuse(" ".join(str(refusal).split()))
+        line = " ".join(str(refusal).split())
+        if kept.is_kept():
+            kept.tell("refusal", line)  # which stands in this process's place for torchrun
+        else:
+            refuse(line)
         return REFUSED
     except Exception as error:
         # printed here, so that `leave` can follow: taking down the interpreter delays a job's restart by a second
-        sys.excepthook(type(error), error, error.__traceback__)
+        if kept.is_kept() and is_loss_of_a_rank(error):
+            kept.tell("lost")  # the log has the traceback
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
         return 1
+
+
+def is_loss_of_a_rank(error: BaseException | None) -> bool:
+    """Whether an error is what a collective, or the store, says when another process is gone."""
+    while error:
+        if type(error).__module__ == "torch.distributed" or re.search(LOST, str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _shorten_report(line: str) -> None:
@@ -55,7 +76,7 @@ def _tell(line: str) -> None:
         print(f"evenkeel: {line}", file=sys.stderr, flush=True)
 
 
-def _refuse(line: str) -> None:
+def refuse(line: str) -> None:
     """Print the line, if local rank 0 of this node does not, and end torchrun."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"

@@ -39,6 +39,7 @@ from torch.distributed import DistError, is_torchelastic_launched
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
+from ..common import kept
 from ..common.errors import NODES_REFUSE, EndedHere, Refusal
 from ..common.network import Waiting, reach
 
@@ -64,7 +65,7 @@ def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | 
         EndedHere: it has not appeared.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts = rank == 0 and not _agent_hosts()
+    hosts = rank == 0 and not _agent_hosts() and kept.STORE not in os.environ
     if not hosts:
         who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
         seconds = timeout.total_seconds() if patience is None else patience
@@ -135,7 +136,12 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
     """
     room = _room(store, world_size)
     nonce = _call(room, world_size, timeout) if rank == 0 else _answer(room, rank, world_size, timeout)
-    return PrefixStore(nonce, room)
+    return generation_store(store, world_size, nonce)
+
+
+def generation_store(store: Store, world_size: int, nonce: str) -> Store:
+    """The view of a job's store that the ranks have which met under this nonce."""
+    return PrefixStore(nonce, _room(store, world_size))
 
 
 def _call(room: Store, world_size: int, timeout: timedelta) -> str:
@@ -176,6 +182,7 @@ def _new_call(room: Store, world_size: int) -> tuple[str, list[str], float]:
     if refused := _refused(room):
         raise Refusal(refused)
     nonce = uuid4().hex
+    kept.tell("generation", nonce)  # first: should this rank die, its keeper must be able to tell those who read it
     room.set("call", nonce)
     return nonce, [f"{nonce}/here/{rank}" for rank in range(1, world_size)], time.monotonic()
 
@@ -192,6 +199,7 @@ def _answer(room: Store, rank: int, world_size: int, timeout: timedelta) -> str:
             if call.startswith(_REFUSED):
                 raise Refusal(call)
             nonce = call
+            kept.tell("generation", nonce)
             room.set(f"{nonce}/here/{rank}", name)
         if nonce and room.check([f"{nonce}/go/{name}"]):
             return nonce

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.utils._pytree import tree_map_only
 
+from ..common import kept
 from ..common.errors import REFUSED, Refusal
 from ..common.phases import START_UP, activity
 from ..config import number_in
@@ -114,6 +115,8 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         store = job_store(self.rank, self.world_size, timeout)
         store = fresh_store(store, self.rank, self.world_size, timeout)
+        if not kept.is_kept():
+            store.set("unkept", "")  # keepers do not wait for this rank's
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         yield store
         dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, which wait for this rank

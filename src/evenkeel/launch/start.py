@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import logging
+import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..common.arguments import some_options
+from ..common.errors import Refusal
+from ..config import Config
 from ..distributed.exits import exit_code, leave
+from ..resilience.keeper import Keeper, unforkable
+from ..run.records import read_config
+from ..tasks.registry import load_task
 from ..training.oom import explaining
 from . import launchers
+
+log = logging.getLogger(__name__)
+
+IMPORTED_LATE = "torch._dynamo"
+"""What torch imports only when the first optimizer is made. It takes as long as all the rest."""
 
 
 def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a training script's main function with the command line's arguments, and end the process.
 
     Exit codes: 0 finished, 75 stopped and can be continued, 2 refused, 1 failed; errors of a user's are one line.
-    ``python train.py -n 2 -g 4 -nr 0`` starts torchrun as launch/multi_node.py does.
+    ``python train.py -n 2 -g 4 -nr 0`` starts torchrun as launch/multi_node.py does. Otherwise the main function runs
+    in a fork of this process, which starts it again when it is killed (resilience/keeper.py).
 
     Example:
         >>> def main(arguments):
@@ -34,4 +51,50 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
             return launchers.main(typed, Path(sys.argv[0]).resolve())
         return main(sys.argv[1:])
 
-    leave(exit_code(call))
+    def train() -> NoReturn:
+        leave(exit_code(call))
+
+    if not _is_a_launcher() and (reason := _prepare(sys.argv[1:]) or unforkable()):
+        log.info("torchrun must restart this rank: %s", reason)
+    elif not _is_a_launcher():
+        before = _sources()
+        Keeper(train, lambda: _sources() != before).keep()
+    train()
+
+
+def _is_a_launcher() -> bool:
+    """Whether this process becomes torchrun; or refuses to, which `call` finds out again."""
+    try:
+        return bool(launchers.topology_in(sys.argv[1:]))
+    except Refusal:
+        return True
+
+
+def _prepare(arguments: list[str]) -> str:
+    """Import what training needs, the task included. Returns why there should be no keeper, or ""."""
+    # what they ask of the driver must leave a fork its GPU; and no processes of inductor's that wait for work
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
+    try:
+        typed, _ = some_options(arguments, ("--keeper",), ("--task",), ("--config",))
+        recorded = read_config(Path(typed.config)) if typed.config else {}
+        if (typed.keeper or recorded.get("keeper")) == "off":
+            return "--keeper off"
+        importlib.import_module(IMPORTED_LATE)
+        load_task(str(typed.task or recorded.get("task", Config.task)))
+    except Refusal as refusal:  # which it meets again, and tells
+        return str(refusal)
+    return ""
+
+
+def _sources() -> dict[str, tuple[int, int]]:
+    """Time and size of the files that this process has imported, the libraries' excepted."""
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    found: dict[str, tuple[int, int]] = {}
+    for file in files:
+        if file and not file.startswith(libraries):
+            with contextlib.suppress(OSError):
+                status = Path(file).stat()
+                found[file] = status.st_mtime_ns, status.st_size
+    return found

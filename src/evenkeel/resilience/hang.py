@@ -28,6 +28,7 @@ from typing import IO
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ..common import kept
 from ..common.naming import name_ranks
 from ..common.phases import COMPILATION, LONGEST, REDUCTION, activity
 from ..common.processes import stat
@@ -162,7 +163,8 @@ class Watch:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
         for beat in self._frozen:
             found = stat(beat.pid) if beat.host == socket.gethostname() else None
-            if found and found.parent == os.getppid():  # still that process, and a sibling of ours
+            above = stat(found.parent) if found and kept.is_kept() else found
+            if above and above.parent == kept.launcher():  # still that process, and of our torchrun
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from ..common import display
+from ..common import display, kept
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, survives_the_terminal
 
 STOPPED = 75
@@ -30,6 +30,9 @@ STOPPED = 75
 
 KEYBOARD = 130
 """Exit code after a second Ctrl-C, as in shells."""
+
+REGROUPING = "the death of another rank"
+"""Reason of an end that this rank's keeper has asked for, to fork it again."""
 
 ONE_PRESS = 1.0
 """Seconds within which interrupts count as one Ctrl-C: `timeout` and the like send theirs beside the terminal's."""
@@ -56,11 +59,12 @@ class Interruption:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         # under nohup; a torchrun that heeds SIGHUP, as by default, takes its workers with it
-        ignores_hangup = survives_the_terminal(os.getppid() if launched else os.getpid())
+        ignores_hangup = survives_the_terminal(kept.launcher() if launched else os.getpid())
         for number in STOP_SIGNALS:
             if not (number == signal.SIGHUP and ignores_hangup):
-                signal.signal(number, lambda *_: None)
-                signal.siginterrupt(number, False)
+                _take(number)
+        if kept.is_kept():
+            _take(kept.REGROUP)
         if launched:
             die_with_parent(signal.SIGTERM)  # workers would outlive a torchrun that dies
         threading.Thread(target=self._watch, name="interruption", daemon=True).start()
@@ -98,6 +102,8 @@ class Interruption:
         first = 0.0
         while True:
             (number,) = os.read(self._heard, 1)
+            if number == kept.REGROUP:
+                self.end(REGROUPING, partial(self._rescue, REGROUPING), STOPPED)
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
             if first and number == signal.SIGINT and time.monotonic() - first > ONE_PRESS:
@@ -117,6 +123,11 @@ class Interruption:
         time.sleep(self.grace)
         what = f"not finished within --grace {self.grace:g} s after {self.reason}"
         _leave(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", patience=1.0)
+
+
+def _take(number: signal.Signals) -> None:
+    signal.signal(number, lambda *_: None)
+    signal.siginterrupt(number, False)
 
 
 def _leave(code: int, last_word: str = "", patience: float | None = None) -> NoReturn:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 from torch.utils.data import DataLoader
 
-from ..common import display
+from ..common import display, kept
 from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory, keep_freed_memory
@@ -35,7 +35,7 @@ from ..data.plan import Plan
 from ..data.sampler import ElasticSampler, Step, by_step
 from ..distributed.world import World
 from ..resilience.hang import Watch
-from ..resilience.interruption import STOPPED, Interruption
+from ..resilience.interruption import REGROUPING, STOPPED, Interruption
 from ..training import compilation
 from ..training.arrivals import Arrivals
 from ..training.batch_size_finder import Probe
@@ -104,6 +104,7 @@ class Run:
         self.arrivals = Arrivals(self.world)
         self._stragglers = Stragglers(self.path / "ranks.jsonl", attempt.hosts) if self.tracker else None
         self._metrics: dict[str, float] = {}
+        self._progressed = False
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
@@ -255,6 +256,9 @@ class Run:
             norm: the gradient's.
         """
         state = self.state
+        if not self._progressed:
+            self._progressed = True
+            kept.tell("progress")
         if self.directory and self.directory.fruitless:
             self.directory.note(fruitless=0)  # this attempt has finished a step
         if state.step % self.config.log_every == 0:
@@ -473,8 +477,9 @@ class Run:
         if self._watch:
             self._watch.end()
         self._await_last_line()
-        self._end("stopped", reason, STOPPED, fruitless=0)
-        self._print(f"stopped by {reason}; {saved}; the same command continues")
+        going_on = reason == REGROUPING
+        self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
+        self._print(f"stopped by {reason}; {saved}{'; the same command continues' * (not going_on)}")
 
     def _await_last_line(self) -> None:
         """The signal may have come between the commit of the last step and its line of metrics, which soon follows."""
@@ -521,6 +526,7 @@ class Run:
         self._watch.kill_frozen()
         self._watch.write_collectives()
         self._watch.compare_collectives()
+        kept.tell("hang")
 
     def _end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
         if not (self.directory and self.tracker) or self.directory.status.get("state") == "finished":
@@ -587,6 +593,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
 
 def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
     """This process's devices, arithmetic and threads; raises as :func:`prepare`."""
+    kept.tell("limit", str(config.keeper_restarts))
     display.start()
     keep_freed_memory()
     fix_arithmetic(config.exact, config.precision == "tf32")

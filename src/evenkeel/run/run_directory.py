@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 import tomli_w
 
+from ..common import kept
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
@@ -59,8 +60,9 @@ def launch_token() -> str:
         return known_as
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    known = stat(os.getppid())  # without /proc the pid must do
-    return f"{socket.gethostname()}:{os.getppid()}:{known.started if known else '?'}"
+    agent = kept.launcher()
+    known = stat(agent)  # without /proc the pid must do
+    return f"{socket.gethostname()}:{agent}:{known.started if known else '?'}"
 
 
 @dataclass

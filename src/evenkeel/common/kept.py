@@ -1,0 +1,65 @@
+"""What a rank knows of the keeper above it (resilience/keeper.py), and tells it through a pipe.
+
+A rank is *kept* if it was forked by a keeper. Without one, nothing below has an effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import Literal, NamedTuple
+
+Word = Literal["generation", "limit", "progress", "lost", "hang", "refusal"]
+"""What a rank can tell: under which name all ranks of this generation meet; how often it may be forked again; it has
+finished a step; it ends because it has lost another rank, or because of a hang, or because it refuses its input."""
+
+REGROUP = signal.SIGVTALRM
+"""From a keeper to its rank: another rank has died. Save the last finished step and leave, to be forked again. It is a
+signal that ends a process which does not handle it yet, and that nothing else sends."""
+
+STORE = "EVENKEEL_KEPT_STORE"
+"""The environment variable that says, on rank 0's node, that the job's store is in a process beside the keeper."""
+
+
+class _Keeper(NamedTuple):
+    pipe: int
+    launcher: int
+    restarts: int
+
+
+_keeper: _Keeper | None = None
+
+
+def enter(pipe: int, launcher: int, restarts: int) -> None:
+    """Become a kept rank.
+
+    Args:
+        pipe: file descriptor to write to.
+        launcher: pid of what started the keeper.
+        restarts: how often this keeper has forked before.
+    """
+    global _keeper
+    _keeper = _Keeper(pipe, launcher, restarts)
+
+
+def is_kept() -> bool:
+    """Whether a keeper forked this process."""
+    return _keeper is not None
+
+
+def restarts() -> int:
+    """How often the keeper has forked this rank again."""
+    return _keeper.restarts if _keeper else 0
+
+
+def launcher() -> int:
+    """The pid of what started this rank, as a rule torchrun's agent; the keeper between them does not count."""
+    return _keeper.launcher if _keeper else os.getppid()
+
+
+def tell(word: Word, value: str = "") -> None:
+    """Tell the keeper, if there is one. It hears all that was written before this process ends, however it ends."""
+    if _keeper:
+        with contextlib.suppress(OSError):  # it is dead, and this process ends soon
+            os.write(_keeper.pipe, f"{word} {value}\n".encode())
