@@ -47,7 +47,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Exception as error:
         # printed here, so that `leave` can follow: taking down the interpreter delays a job's restart by a second
         if kept.is_kept() and is_loss_of_a_rank(error):
-            kept.tell("lost")  # the log has the traceback
+            kept.tell("lost")  # the log has the traceback, and torchrun, should it come to that
         else:
             sys.excepthook(type(error), error, error.__traceback__)
         return 1

@@ -68,7 +68,7 @@ def unforkable() -> str:
     """Why this process must not fork a trainer; "" if it may."""
     if sys.platform != "linux":
         return "only Linux tells a process of its parent's death"
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "it uses a GPU already"
     if len(_threads()) > 1:  # OpenBLAS ends its own before a fork, and starts them again when it computes
         if not (child := os.fork()):
@@ -90,7 +90,7 @@ class Keeper:
         changed: whether the source on disk is another than what this process has imported.
     """
 
-    def __init__(self, train: Callable[[], NoReturn], changed: Callable[[], bool]) -> None:
+    def __init__(self, train: Callable[[], object], changed: Callable[[], bool]) -> None:
         self._train, self._changed = train, changed
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._interval = max(0.05, self._world_size / 5000)  # the store serves some ten thousand requests a second
@@ -133,7 +133,7 @@ class Keeper:
         self._end_server()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _fork(self, mask: set[signal.Signals]) -> int:
+    def _fork(self, mask: set[int | signal.Signals]) -> int:
         """Fork a trainer, which does not return from here. Returns its pid."""
         self._heard, told = os.pipe()
         os.set_blocking(self._heard, False)
@@ -152,6 +152,7 @@ class Keeper:
             os._exit(UNFORKABLE)
         kept.enter(told, launcher, self._forks)
         self._train()
+        raise AssertionError("the main program has returned")
 
     def _await(self, pid: int) -> int:
         """Wait for the trainer's end; meanwhile pass on stop signals, and ask it to leave if another rank has died."""
@@ -219,6 +220,7 @@ class Keeper:
         elif "lost" not in self._told or not self._is_confirmed():
             return False
         if self._fruitless >= self._limit:
+            self._say(f"rank {self._rank} {why or 'has lost others'}, without a finished step as before; torchrun decides")
             return False
         self._fruitless += 1
         if why:
@@ -240,7 +242,7 @@ class Keeper:
         return False
 
     def _others_are_not_done(self) -> bool:
-        """After a finished run: wait until all ranks have finished; True if one has died instead, and needs the others."""
+        """After a finished run: wait for all ranks to finish; True if one has died instead, and needs the others."""
         with contextlib.suppress(RuntimeError):
             if not self._store or self._store.check(["unkept"]):
                 return False

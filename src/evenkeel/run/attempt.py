@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import torch
 
+from ..common import kept
 from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
 from ..common.naming import TEST, in_set
@@ -185,6 +186,7 @@ class Attempt:
             return status
         facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
         facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
+        facts["restarts_in_place"] = status.get("restarts_in_place", 0) + (kept.restarts() > 0)
         if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]

@@ -33,6 +33,7 @@ from ..data.dataset import SizedDataset
 from ..data.loader import loader
 from ..data.plan import Plan
 from ..data.sampler import ElasticSampler, Step, by_step
+from ..distributed.exits import is_loss_of_a_rank
 from ..distributed.world import World
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED, Interruption
@@ -464,6 +465,7 @@ class Run:
             "samples_seen": self.plan.samples_seen(self.state.step),
             "metrics": metrics,
             "restarts": self.directory.attempts - 1,
+            "restarts_in_place": self.directory.status.get("restarts_in_place", 0),
             "world_sizes": self.directory.status["world_sizes"],
             "bits_void_from": self.saver.checkpoints.bits_void_from,
             "seconds": round(self._seconds(), 3),
@@ -503,15 +505,17 @@ class Run:
         self._failed(error)
 
     def _failed(self, error: BaseException) -> str:
+        lost = kept.is_kept() and is_loss_of_a_rank(error)  # its keeper says which, and starts all again
         if isinstance(error, Ended):
             log.info("failed at step %d: %s", self.state.step, error)  # the user is told in a line of its own
         else:
-            log.error("failed at step %d", self.state.step, exc_info=error)
-        return self._end_failed(error, self.saver.rescue(self.state, self.world.local_rank))
+            log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self.state.step, exc_info=error)
+        what = "another rank has died" if lost else "failed"
+        return self._end_failed(error, self.saver.rescue(self.state, self.world.local_rank), what)
 
-    def _end_failed(self, error: BaseException, saved: str) -> str:
+    def _end_failed(self, error: BaseException, saved: str, what: str = "failed") -> str:
         self._end("failed", _reason(error), FAILED)
-        self._print(f"failed at step {self.state.step}; {saved}")
+        self._print(f"{what} at step {self.state.step}; {saved}")
         return saved
 
     def hung(self) -> None:
