@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from evenkeel.common import kept
 from evenkeel.common.phases import START_UP, activity
 from evenkeel.training.task import Task
 
@@ -21,7 +22,7 @@ SAMPLES = 101
 
 def first_attempt_of_the_last_rank() -> bool:
     last = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
-    return last and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    return last and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not kept.restarts()
 
 
 class Recording(Dataset[Any]):

@@ -92,11 +92,24 @@ def children(pid: int) -> list[int]:
 
 
 def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
-    """Rank -> pid of the workers of a torchrun agent."""
+    """Rank -> pid of what trains below a torchrun agent: the forks of keepers, or without keepers its children."""
+    started = ranks_of(agent.pid)
+    return started | {rank: pid for keeper in started.values() for rank, pid in ranks_of(keeper, "trainer").items()}
+
+
+def keepers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
+    """Rank -> pid of the processes that a torchrun agent has started."""
+    return ranks_of(agent.pid)
+
+
+def ranks_of(parent: int, name: str = "") -> dict[int, int]:
+    """Rank -> pid of a process's children, those of this name."""
     found = {}
-    for pid in children(agent.pid):
+    for pid in children(parent):
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if name and Path(f"/proc/{pid}/comm").read_text().strip() != name:
+                continue
         except OSError:
             continue  # it has just ended
         ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
@@ -106,6 +119,7 @@ def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
 
 def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
     """SIGKILL a whole job at once: torchrun puts each worker into a session of its own."""
-    for pid in [*children(process.pid), process.pid]:
-        os.kill(pid, signal.SIGKILL)
+    for pid in children(process.pid):
+        os.killpg(pid, signal.SIGKILL)
+    process.kill()
     process.communicate()

@@ -5,6 +5,7 @@
     display     the live line on a terminal
     errors      errors that end a program with one line, and exit codes
     files       files that are whole or absent, locks, growing files
+    kept        what a rank knows of the keeper above it, and tells it
     keyboard    Ctrl-C as a fact that a loop asks for
     memory      freed memory that is kept, and errors that say it has run out
     naming      names of metrics, ranks and types in messages

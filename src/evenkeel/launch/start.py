@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..common.arguments import some_options
@@ -22,6 +23,7 @@ from ..resilience.keeper import Keeper, unforkable
 from ..run.records import read_config
 from ..tasks.registry import load_task
 from ..training.oom import explaining
+from ..training.task import Task
 from . import launchers
 
 log = logging.getLogger(__name__)
@@ -81,8 +83,11 @@ def _prepare(arguments: list[str]) -> str:
         if (typed.keeper or recorded.get("keeper")) == "off":
             return "--keeper off"
         importlib.import_module(IMPORTED_LATE)
-        load_task(str(typed.task or recorded.get("task", Config.task)))
-    except Refusal as refusal:  # which it meets again, and tells
+        tyro.cli(Config, args=[])  # it is twice as fast the second time
+        script = vars(sys.modules["__main__"]).values()
+        if not any(isinstance(it, type) and issubclass(it, Task) and it is not Task for it in script):
+            load_task(str(typed.task or recorded.get("task", Config.task)))
+    except Refusal as refusal:  # the rank meets it again, and tells of it
         return str(refusal)
     return ""
 

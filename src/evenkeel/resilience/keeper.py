@@ -45,7 +45,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..common import kept
 from ..common.errors import REFUSED, EndedHere
-from ..common.processes import STOP_SIGNALS, die_with_parent
+from ..common.processes import STOP_SIGNALS, die_with_parent, name_process
 from ..distributed.exits import leave, refuse
 from ..distributed.rendezvous import generation_store, job_store
 
@@ -114,6 +114,7 @@ class Keeper:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(signal.SIGTERM)
+        name_process("keeper")
         gc.freeze()  # or a collection in the trainer would copy every page
         if "WORLD_SIZE" in os.environ and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._serve_store()
@@ -131,6 +132,7 @@ class Keeper:
             with contextlib.suppress(KeyError, OSError):
                 Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()  # or torchrun would report it after another end
         self._end_server()
+        name_process("python")
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _fork(self, mask: set[int | signal.Signals]) -> int:
@@ -150,6 +152,7 @@ class Keeper:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if os.getppid() != keeper or torch.cuda._is_in_bad_fork():
             os._exit(UNFORKABLE)
+        name_process("trainer")
         kept.enter(told, launcher, self._forks)
         self._train()
         raise AssertionError("the main program has returned")
@@ -220,7 +223,9 @@ class Keeper:
         elif "lost" not in self._told or not self._is_confirmed():
             return False
         if self._fruitless >= self._limit:
-            self._say(f"rank {self._rank} {why or 'has lost others'}, without a finished step as before; torchrun decides")
+            self._say(
+                f"rank {self._rank} {why or 'has lost others'}, without a finished step as before; torchrun decides"
+            )
             return False
         self._fruitless += 1
         if why:
@@ -265,6 +270,7 @@ class Keeper:
                 os.environ[kept.STORE] = str(pid)
             os.close(ready)
             return
+        name_process("store")
         die_with_parent(signal.SIGKILL)
         with contextlib.suppress(Exception):
             store = job_store(self._rank, self._world_size, PATIENCE)
