@@ -2,18 +2,20 @@
 """How long a job takes from the death of a rank to its next finished step, beside how long it takes to start.
 
     python benchmarks/recovery.py
+    python benchmarks/recovery.py --ranks 4 --options "--dataset fake --model resnet18 --num-workers 2"
 
-Each job is started under a plain `torchrun --max-restarts`, measured to its first finished step (a cold start), then
-its last rank is killed with SIGKILL and the time to the next finished step is measured (a recovery). Prints the
-medians of both, their ratio, and where the time goes. The task stamps the time in the methods that `train.py` calls;
-the rest is read from logs, metrics.jsonl and /proc. Nearly all of "model, optimizer" is torch's import of
-torch._dynamo, which it puts off until the first optimizer is made.
+Each job is started under a plain `torchrun`, measured to its first finished step (a cold start), then its last rank is
+killed with SIGKILL and the time to the next finished step is measured (a recovery): in turn one whose keepers start
+the ranks again in place, and one with `--keeper off --max-restarts 1`. Prints the medians, their ratios, and where the
+time goes. The task stamps the time in the methods that `train.py` calls; the rest is read from logs, metrics.jsonl and
+/proc.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +31,8 @@ import tyro
 from torch import nn
 from torch.optim import Optimizer
 
+from evenkeel.cli.chaos.job import descendants, rank_of
+from evenkeel.common.processes import process_name
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.tasks.classify import Classify
@@ -44,9 +48,11 @@ class Options:
     """Measure recoveries and cold starts."""
 
     jobs: int = 5
-    """Jobs that are started, and recover once."""
+    """Jobs of each kind that are started, and recover once."""
     ranks: int = 2
     """Processes of each."""
+    options: str = ""
+    """More options of the job."""
     folder: Path = Path()
     """Where to write. It is left as it was."""
 
@@ -60,7 +66,8 @@ class Stamped(Classify):
 
     def train_dataset(self) -> InMemory:
         """The data, and the first stamp."""
-        self.times = {"processes started": process_start(), "imports": IMPORTED, "command line": time.time()}
+        started = process_start()  # a fork imports nothing
+        self.times = {"processes started": started, "imports": max(IMPORTED, started), "command line": time.time()}
         return super().train_dataset()
 
     def model(self) -> nn.Module:
@@ -123,13 +130,11 @@ def phases(run_dir: Path, attempt: int, begun: float, started: float, done: floa
     return seconds
 
 
-def workers(agent: int) -> list[int]:
-    """The processes of a torchrun agent by rank."""
-    found = {}
-    for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        found |= {int(v.removeprefix(b"RANK=")): int(pid) for v in variables if v.startswith(b"RANK=")}
-    return [found[rank] for rank in sorted(found)]
+def last_rank(agent: int) -> int:
+    """What trains as the last rank below a torchrun agent: its own child, or what that keeper has forked."""
+    below = {pid: status.parent for pid, status in descendants(agent).items() if rank_of(pid) is not None}
+    started = max((pid for pid, parent in below.items() if parent == agent), key=lambda pid: rank_of(pid) or 0)
+    return next((pid for pid in below if below[pid] == started and process_name(pid) == "trainer"), started)
 
 
 def logged(log: Path, *texts: str) -> float:
@@ -138,7 +143,7 @@ def logged(log: Path, *texts: str) -> float:
     return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
-def job(options: Options, run_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
+def job(options: Options, run_dir: Path, keeper: str) -> tuple[dict[str, float], dict[str, float]]:
     """Start a job, kill a rank, and end the job: seconds of the phases of a cold start and of a recovery."""
     arguments = [
         "--task",
@@ -149,20 +154,21 @@ def job(options: Options, run_dir: Path) -> tuple[dict[str, float], dict[str, fl
         run_dir,
     ]
     arguments += ["--epochs", 100_000, "--checkpoint-every", 0, "--eval-every", 10**6, "--log-every", 1]
+    arguments += ["--keeper", keeper, "--wandb", "disabled", *shlex.split(options.options)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}", "--max-restarts=1"]
-    command = [sys.executable, *torchrun, str(ROOT / "train.py"), *map(str, arguments), "--wandb", "disabled"]
+    command = [sys.executable, *torchrun, str(ROOT / "train.py"), *map(str, arguments)]
     begun = time.time()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             cold = phases(run_dir, 1, begun, *first_step(run_dir, 1, process))
             time.sleep(1)
-            os.kill(workers(process.pid)[-1], signal.SIGKILL)
+            os.kill(last_rank(process.pid), signal.SIGKILL)
             killed = time.time()
             steps = first_step(run_dir, 2, process)
         finally:
             process.terminate()
     survivor = run_dir / "logs" / "attempt-0001" / "rank-0.log"
-    # torchrun's SIGTERM may be faster than the collective's error, and then nothing is said before the saving
+    # a signal may be faster than the collective's error, and then nothing is said before the saving
     noticed, saved = logged(survivor, "failed at step", "saved"), logged(survivor, "saved")
     after = phases(run_dir, 2, saved, *steps)
     return cold, {"survivor notices": noticed - killed, "rescue": saved - noticed} | after
@@ -181,10 +187,14 @@ def show(title: str, measured: list[dict[str, float]]) -> float:
 def main(options: Options) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        measured = [job(options, Path(folder).resolve() / f"job-{i}") for i in range(options.jobs)]
-    cold = show("cold start, from the command to the first step", [cold for cold, _ in measured])
-    recovery = show("recovery, from SIGKILL to the next step", [recovery for _, recovery in measured])
-    print(f"recovery / cold start = {recovery / cold:.2f}")
+        names = [(f"job-{i}-{keeper}", keeper) for i in range(options.jobs) for keeper in ("on", "off")]
+        measured = [(keeper, *job(options, Path(folder).resolve() / name, keeper)) for name, keeper in names]
+    cold_starts = [cold for keeper, cold, _ in measured if keeper == "on"]
+    cold = show("cold start, from the command to the first step", cold_starts)
+    for keeper, who in (("on", "by keepers"), ("off", "by torchrun, --keeper off")):
+        title = f"recovery {who}, from SIGKILL to the next step"
+        recovery = show(title, [recovery for kind, _, recovery in measured if kind == keeper])
+        print(f"recovery {who} / cold start = {recovery / cold:.3f}")
 
 
 if __name__ == "__main__":

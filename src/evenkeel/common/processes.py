@@ -58,6 +58,13 @@ def name_process(name: str) -> None:
         Path("/proc/self/comm").write_text(name)
 
 
+def process_name(pid: int) -> str:
+    """What :func:`name_process` has set, or the program's name; "" if there is no such process, or no /proc."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
 def adopt_orphans() -> None:
     """From now on processes below this one become its children when their own parent dies. Linux only."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER in <linux/prctl.h>
@@ -100,10 +107,8 @@ def _in_mask(pid: int, mask: str, number: signal.Signals) -> bool:
 def torchrun_agent() -> int | None:
     """The pid of the torchrun that started this process; None if something else did, such as a shell in between."""
     parent = os.getppid()
-    with contextlib.suppress(OSError):  # `torch.distributed.run` names its thread so
-        if "TORCHELASTIC_RUN_ID" in os.environ and Path(f"/proc/{parent}/comm").read_text() == "pt_elastic\n":
-            return parent
-    return None
+    named = process_name(parent) == "pt_elastic"  # `torch.distributed.run` names its thread so
+    return parent if "TORCHELASTIC_RUN_ID" in os.environ and named else None
 
 
 def can_lose_a_node(agent: int) -> bool:

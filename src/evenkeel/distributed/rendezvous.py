@@ -46,6 +46,9 @@ from ..common.network import Waiting, reach
 _REFUSED = "refused by rank "
 """Begins what is written in place of a call if another node has refused the job's input."""
 
+DIED = "died"
+"""The key by which a keeper tells those of its generation that its rank has died."""
+
 PATIENCE = 1.0
 """Seconds in which a call must fill, or it is repeated. Doubled each time, so that a slow store only delays the job."""
 
@@ -198,6 +201,8 @@ def _answer(room: Store, rank: int, world_size: int, timeout: timedelta) -> str:
         if room.check(["call"]) and (call := room.get("call").decode()) != nonce:
             if call.startswith(_REFUSED):
                 raise Refusal(call)
+            if room.check([f"{call}/{DIED}"]):
+                continue  # all that answered it are leaving
             nonce = call
             kept.tell("generation", nonce)
             room.set(f"{nonce}/here/{rank}", name)

@@ -47,7 +47,7 @@ from ..common import kept
 from ..common.errors import REFUSED, EndedHere
 from ..common.processes import STOP_SIGNALS, die_with_parent, name_process
 from ..distributed.exits import leave, refuse
-from ..distributed.rendezvous import generation_store, job_store
+from ..distributed.rendezvous import DIED, generation_store, job_store
 
 UNFORKABLE = 119
 """Exit code of a fork that finds that it cannot use a GPU because of what its keeper has done."""
@@ -174,7 +174,7 @@ class Keeper:
             if self._asked:
                 if time.monotonic() - self._asked > UNASKED:
                     os.kill(pid, signal.SIGKILL)
-            elif self._known("died"):
+            elif self._known(DIED):
                 self._asked = time.monotonic()
                 os.kill(pid, kept.REGROUP)
 
@@ -231,7 +231,7 @@ class Keeper:
         if why:
             with contextlib.suppress(RuntimeError):
                 if self._store:
-                    self._store.set("died", str(self._rank))
+                    self._store.set(DIED, str(self._rank))
             self._say(f"rank {self._rank} {why}; all ranks start again in place")
         return True
 
@@ -239,7 +239,7 @@ class Keeper:
         """Wait until another keeper says that its trainer has died, which is why this one has lost it."""
         deadline = time.monotonic() + CONFIRMED
         while self._store and time.monotonic() < deadline:
-            if self._known("died"):
+            if self._known(DIED):
                 return True
             if signal.sigtimedwait(STOP_SIGNALS, 0.005):
                 self._stopped = True
@@ -253,7 +253,7 @@ class Keeper:
                 return False
             self._store.add("done", 1)
             while self._store.add("done", 0) < self._world_size:
-                if self._known("died"):
+                if self._known(DIED):
                     return True
                 if signal.sigtimedwait(STOP_SIGNALS, self._interval):
                     break

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...common.processes import Stat, die_with_parent, stat
+from ...common.processes import Stat, die_with_parent, process_name, stat
 from .nodes import Lab
 
 PATIENCE = 60.0  # seconds from SIGTERM to SIGKILL; torchrun gives its workers 30, under our launchers 45
@@ -64,11 +64,16 @@ class Job:
         return {node: code for node, process in self.running.items() if (code := process.poll()) is not None}
 
     def workers(self) -> list[Worker]:
-        """The ranks that live under a living torchrun, in order. Their children, such as data loaders, are none."""
+        """The ranks that live under a living torchrun, in order, by what trains: the fork of a keeper, if there is one.
+
+        Their children, such as data loaders, are none.
+        """
         below = self._owned()
         ranks = {pid: rank for pid in below if (rank := rank_of(pid)) is not None}
         agents = {pid: below[pid].parent for pid in ranks}
-        return sorted(Worker(ranks[pid], pid, agent) for pid, agent in agents.items() if agent not in ranks)
+        trainers = {agents[pid]: pid for pid in ranks if process_name(pid) == "trainer"}
+        started = [(pid, agent) for pid, agent in agents.items() if agent not in ranks]
+        return sorted(Worker(ranks[pid], trainers.get(pid, pid), agent) for pid, agent in started)
 
     def stop(self, *nodes: int) -> None:
         """End the command on some nodes by SIGTERM, and wait until all its ranks have saved and ended.
