@@ -45,7 +45,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..common import kept
 from ..common.errors import REFUSED, EndedHere
-from ..common.processes import STOP_SIGNALS, die_with_parent, name_process
+from ..common.processes import STOP_SIGNALS, die_with_parent, name_process, survives_the_terminal
 from ..distributed.exits import leave, refuse
 from ..distributed.rendezvous import DIED, generation_store, job_store
 
@@ -60,8 +60,6 @@ PATIENCE = timedelta(seconds=5)
 
 UNASKED = 35.0
 """Seconds that a trainer has to leave after REGROUP before it is killed, a little more than torchrun would give it."""
-
-HEEDED = {*STOP_SIGNALS, signal.SIGCHLD}
 
 
 def unforkable() -> str:
@@ -93,6 +91,9 @@ class Keeper:
     def __init__(self, train: Callable[[], object], changed: Callable[[], bool]) -> None:
         self._train, self._changed = train, changed
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
+        self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
         self._interval = max(0.05, self._world_size / 5000)  # the store serves some ten thousand requests a second
         self._limit = 3
         self._forks = 0
@@ -111,7 +112,7 @@ class Keeper:
 
     def keep(self) -> None:
         """Fork, and end as the last trainer ends; return only if a trainer cannot be a fork of this process."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._stops | {signal.SIGCHLD})
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(signal.SIGTERM)
         name_process("keeper")
@@ -159,8 +160,9 @@ class Keeper:
 
     def _await(self, pid: int) -> int:
         """Wait for the trainer's end; meanwhile pass on stop signals, and ask it to leave if another rank has died."""
+        heeded = self._stops | {signal.SIGCHLD}
         while True:
-            found = signal.sigtimedwait(HEEDED, self._interval)
+            found = signal.sigtimedwait(heeded, self._interval)
             if found and found.si_signo != signal.SIGCHLD:
                 self._stopped = True
                 os.kill(pid, found.si_signo)
@@ -241,7 +243,7 @@ class Keeper:
         while self._store and time.monotonic() < deadline:
             if self._known(DIED):
                 return True
-            if signal.sigtimedwait(STOP_SIGNALS, 0.005):
+            if signal.sigtimedwait(self._stops, 0.005):
                 self._stopped = True
                 return False
         return False
@@ -255,7 +257,7 @@ class Keeper:
             while self._store.add("done", 0) < self._world_size:
                 if self._known(DIED):
                     return True
-                if signal.sigtimedwait(STOP_SIGNALS, self._interval):
+                if signal.sigtimedwait(self._stops, self._interval):
                     break
         return False
 
@@ -277,7 +279,7 @@ class Keeper:
             os.write(told, b"1")
             os.close(told)
             while store:
-                signal.sigwait(HEEDED)
+                signal.sigwait(self._stops)
         os._exit(1)
 
     def _end_server(self) -> None:
@@ -293,7 +295,7 @@ class Keeper:
         self._end_server()
         if code < 0:
             signal.signal(-code, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
             os.kill(os.getpid(), -code)
             time.sleep(1)  # a signal that is ignored
         leave(code if code >= 0 else 128 - code)
