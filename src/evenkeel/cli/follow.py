@@ -19,10 +19,10 @@ from rich.text import Text
 from ..common.display import bar
 from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
-from ..common.naming import TEST, TRAIN, progress, shown, speeds
+from ..common.naming import TRAIN, progress, shown, speeds
 from ..resilience.interruption import KEYBOARD, STOPPED
-from ..run.records import is_run, read_config
-from .status import STYLES, Metrics, RunStatus, headline, status_of, values_of
+from ..run.records import is_run, read_config, values_of
+from .status import STYLES, Metrics, RunStatus, headline, status_of
 
 POLL = 0.5  # seconds between two looks at the run
 SURE = 3.0  # seconds for which a run must look lost: torchrun may just be starting its ranks again
@@ -113,12 +113,11 @@ class _Follower:
     def line(self, record: dict[str, Any], run: RunStatus) -> str:
         """What the job's console says of a record; empty for most kinds."""
         step, kind = record["step"], record["kind"]
-        if kind in (TRAIN, "eval"):
-            self.values |= headline(values_of(TRAIN if kind == TRAIN else TEST, record))
+        self.values |= headline(values_of(record))
         if kind == TRAIN:
             return progress(step, run.total_steps, *self.facts(record, run))
         if kind == "eval":
-            return progress(step, run.total_steps, shown(values_of(TEST, record)))
+            return progress(step, run.total_steps, shown(values_of(record)))
         if kind == "start":
             return progress(step, run.total_steps, f"attempt {record.get('attempt')}")
         return f"step {step}: {kind}: {record['reason']}" if isinstance(record.get("reason"), str) else ""

@@ -28,12 +28,11 @@ from rich.text import Text
 
 from ..common.errors import Refusal
 from ..common.keyboard import CtrlC
-from ..common.naming import TEST, TRAIN, named, shown
+from ..common.naming import TRAIN, shown
 from ..common.processes import stat
 from ..config import Flag
-from ..run.records import NOT_MEASURED, goodput, ledger, read_facts
+from ..run.records import Tail, goodput, ledger, read_facts, values_of
 from ..run.run_directory import ASIDE
-from .tail import Tail
 
 if TYPE_CHECKING:
     from ..launch.slurm.jobs import JobStatus
@@ -230,7 +229,7 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
         step=step,
         total_steps=total,
         eta=(total - step) * pace if state == "running" and total and pace is not None else None,
-        metrics=values_of(TRAIN, metrics.train) | values_of(TEST, metrics.test),
+        metrics=values_of(metrics.train) | values_of(metrics.test),
         starts=len(status.get("world_sizes", [])),
         goodput=metrics.goodput(),
         heard=heard,
@@ -238,11 +237,6 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
         job_id=job_id,
         job=job,
     )
-
-
-def values_of(part: str, record: dict[str, Any]) -> dict[str, float | None]:
-    """What a record has measured, by full names."""
-    return named(part, {name: value for name, value in record.items() if name not in NOT_MEASURED})
 
 
 def headline(metrics: dict[str, float | None]) -> dict[str, float | None]:

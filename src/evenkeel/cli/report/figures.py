@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...common.naming import TRAIN
 from ...run.records import ACCOUNTS
 from .classified import Classified
-from .curves import SMOOTHED, smoothed, thinned
 from .history import Attempt, Curve, History
 from .ranks import Ranks
 from .theme import LIGHT, SERIES, SMALL, TALL, WIDE, Figure
@@ -37,11 +38,20 @@ MARKS = {"eval": "evaluations", "checkpoint": "checkpoints"}
 TIME = {"productive": "accent", "redone": "bad", "dead": "bad"}
 """Account of the ledger -> colour, where there is one run; the others are grey."""
 
+MOST = 2000
+"""Points of a curve in a figure."""
+
+SMOOTHED = 50
+"""A curve of fewer points is shown as it is."""
+
 ROWS = 40
 """Bars with a label each that fit into a figure."""
 
 CELLS = 12
 """Classes up to which a confusion matrix has its numbers in it."""
+
+Numbers = npt.NDArray[np.float64]
+Values = Sequence[float] | Numbers
 
 Line = tuple[str, Curve, int, bool]
 """Label, curve, number of its colour, and whether it is measured in steps, which is noisy."""
@@ -285,6 +295,29 @@ def classified(found: Classified) -> Iterator[Figure]:
     which = "Accuracy by class" if len(order) == len(known) else f"The {ROWS} classes with the lowest accuracy"
     told = ", ".join(f"{found.classes[label]} {100 * recall[label]:.1f} %" for label in order)
     yield Figure(f"{_file_name(found.part)}-classes", f"{which} ({found.part})", f"{which}: {told}.", canvas)
+
+
+def thinned(steps: Values, values: Values, most: int = MOST) -> tuple[Numbers, Numbers]:
+    """At most so many points: the first and the last one, and the least and the greatest value of each stretch."""
+    x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if len(x) <= most:
+        return x, y
+    cuts = np.linspace(1, len(x) - 1, (most - 2) // 2 + 1).astype(int)
+    kept = {0, len(x) - 1}
+    for begin, end in pairwise(cuts):
+        kept |= {begin + int(np.argmin(y[begin:end])), begin + int(np.argmax(y[begin:end]))}
+    chosen = sorted(kept)
+    return x[chosen], y[chosen]
+
+
+def smoothed(values: Values) -> Numbers:
+    """The mean of the values around each one: a twenty-fifth of all, less at both ends."""
+    y = np.asarray(values, dtype=np.float64)
+    half, here = max(4, len(y) // 50), np.arange(len(y))
+    begin, end = np.maximum(here - half, 0), np.minimum(here + half + 1, len(y))
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    means = (sums[end] - sums[begin]) / (end - begin)
+    return np.asarray(np.clip(means, y.min(), y.max()))  # a constant stays one, whatever was rounded
 
 
 def _canvas(inches: tuple[float, float], nrows: int = 1, **more: Any) -> tuple[Any, Any]:
