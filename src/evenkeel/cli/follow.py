@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -43,14 +44,11 @@ class FollowCommand:
 
     def __call__(self) -> int:
         """Follow it."""
-        try:
-            from ..launch.slurm.follow import follow_job
-        except ModuleNotFoundError:  # launch/slurm may be deleted
-            code = None
-        else:
-            code = follow_job(self.run_dir)
-        if code is not None:
-            return code
+        with contextlib.suppress(ModuleNotFoundError):  # launch/slurm may be deleted
+            from ..launch.slurm.follow import follow
+
+            if (code := follow(self.run_dir)) is not None:
+                return code
         if not is_run(self.run_dir):
             raise Refusal(f"{self.run_dir}: no run there and no Slurm job; name a run directory")
         with CtrlC() as ctrl_c:

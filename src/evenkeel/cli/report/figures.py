@@ -207,8 +207,7 @@ def time_spent(histories: Sequence[History]) -> Iterator[Figure]:
         alone = [LIGHT[TIME.get(account, "muted")] for account in ACCOUNTS]
         colours = alone if len(histories) == 1 else _colour(number)
         handles.append(axes.barh(places, shares, height=0.85 * height, color=colours))
-        for place, share in zip(places, shares, strict=True):
-            axes.text(share + 1, place, f"{share:.1f}", va="center", fontsize=7.5)
+        axes.bar_label(handles[-1], fmt="%.1f", padding=3, fontsize=7.5)
     axes.set_yticks(range(len(ACCOUNTS)), [account.replace("_", "-") for account in ACCOUNTS])
     axes.set(ylim=(len(ACCOUNTS) - 0.5, -0.5), xlabel="% of the time since the first start")
     axes.margins(x=0.12)
@@ -284,10 +283,9 @@ def classified(found: Classified) -> Iterator[Figure]:
     known = np.flatnonzero(~np.isnan(recall))
     order = known if len(known) <= ROWS else known[np.argsort(recall[known], kind="stable")[:ROWS]]
     canvas, axes = _canvas((SMALL[0], max(SMALL[1], side if number <= CELLS else 0.8 + 0.15 * len(order))))
-    axes.barh(np.arange(len(order)), 100 * recall[order], height=0.6, color=LIGHT["accent"])
+    bars = axes.barh(np.arange(len(order)), 100 * recall[order], height=0.6, color=LIGHT["accent"])
+    axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=7.5)
     axes.set_yticks(np.arange(len(order)), [_short(found.classes[label]) for label in order])
-    for place, label in enumerate(order):
-        axes.text(min(101.0, 100 * recall[label] + 1), place, f"{100 * recall[label]:.1f}", va="center", fontsize=7.5)
     axes.set(xlim=(0, 112), ylim=(len(order) - 0.4, -0.6), xlabel="% of the class's samples that are right")
     axes.set_xticks(range(0, 101, 25))
     axes.grid(axis="x", visible=True)
