@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.naming import name_ranks
+from ..common.naming import listed, name_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -106,8 +106,7 @@ def describe(found: Differences, most: int = 8) -> str:
     if any(UNSET in found[name] for name in ours):
         code = [f"Evenkeel is another version ({len(ours)} files of its code differ)"]
         found = {name: values for name, values in found.items() if name not in ours}
-    shown = code + [f"{name} {old} -> {new}" for name, (old, new) in found.items()]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+    return listed(code + [f"{name} {old} -> {new}" for name, (old, new) in found.items()], most)
 
 
 def _cpu_model() -> str:

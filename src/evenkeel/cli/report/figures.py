@@ -323,8 +323,6 @@ def _canvas(inches: tuple[float, float], nrows: int = 1, **more: Any) -> tuple[A
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=inches)
-    if "height_ratios" in more:
-        more["gridspec_kw"] = {"height_ratios": more.pop("height_ratios")}
     return canvas, canvas.subplots(nrows, **more)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from html import escape
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from ... import __version__
 from ...common.naming import TRAIN
 from ...config import flag
+from ...run.records import ACCOUNTS
 from . import figures
 from .classified import Classified, read_classified
 from .history import History, differing_options
@@ -98,7 +99,8 @@ def page(histories: Sequence[History], sections: Mapping[str, str]) -> str:
 
 def _header(histories: Sequence[History]) -> str:
     if len(histories) > 1:
-        rows = [[_chip(number) + escape(it.name), *_facts(it).values()] for number, it in enumerate(histories)]
+        colours = cycle(f'<i style="background: var(--{name})"></i>' for name in SERIES)
+        rows = [[next(colours) + escape(it.name), *_facts(it).values()] for it in histories]
         heads = ["run", *FACTS.values()]
         return f"<header><p>Evenkeel report</p><h1>{len(histories)} runs</h1>{table(heads, rows)}</header>"
     (history,) = histories
@@ -141,10 +143,6 @@ def _facts(history: History) -> dict[str, str]:
     }
 
 
-def _chip(number: int) -> str:
-    return f'<i style="background: var(--{SERIES[number % len(SERIES)]})"></i>'
-
-
 def gallery(made: Iterable[Figure], more: str = "") -> str:
     """Figures as cards, each with its words for those who do not see it; ``more`` is the HTML of another card."""
     cards = "".join(
@@ -182,10 +180,10 @@ def attempts(history: History) -> str:
 
 def time_table(histories: Sequence[History]) -> str:
     """Seconds by account of the ledger, a column for each run."""
-    ledgers = [history.seconds for history in histories]
+    both = [(history.seconds, max(sum(history.seconds.values()), 1e-9)) for history in histories]
     rows = [
-        [account.replace("_", "-"), *(f"{it[account]:,.1f} s ({_share(it, account)})" for it in ledgers)]
-        for account in ledgers[0]
+        [account.replace("_", "-"), *(f"{it[account]:,.1f} s ({it[account] / total:.1%})" for it, total in both)]
+        for account in ACCOUNTS
     ]
     return table(["account", *(escape(it.name) for it in histories)], rows)
 
@@ -197,10 +195,6 @@ def last_values(histories: Sequence[History]) -> str:
     rows = [[escape(name), *(f"{it.values[-1]:.4g}" if it else "-" for it in found)] for name, found in known]
     heads = ["last value", *(escape(history.name) for history in histories)]
     return table(heads, rows, "Table of the last values" * (len(histories) == 1))
-
-
-def _share(seconds: Mapping[str, float], account: str) -> str:
-    return f"{seconds[account] / max(sum(seconds.values()), 1e-9):.1%}"
 
 
 def options(histories: Sequence[History]) -> str:

@@ -133,8 +133,7 @@ def _record(node: Node, job_id: str, nodes: int, run_dir: Path) -> JobRecord:
     with contextlib.suppress(SlurmError):
         log = re.search(r"^ *StdOut=(.+)$", slurm("scontrol", "show", "job", job_id), re.MULTILINE)
     folder = node.folder or run_dir / "slurm" / f"job-{job_id}"
-    facts = (str(nodes), node.gpus, "", node.train_args, time.time())
-    return JobRecord(job_id, str(run_dir), str(folder), log[1] if log else "", *facts)
+    return JobRecord(job_id, str(run_dir), str(folder), log[1] if log else "", str(nodes), "", time.time())
 
 
 def check_job(train_args: Sequence[str]) -> Config:

@@ -118,9 +118,9 @@ def main(argv: Sequence[str], repository: Path) -> int:
         f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {partition.name}, "
         f"{show_time(minutes)} for each start; code {revision or 'without git'}"
     )
-    for job, member, config in zip(jobs, members, configs, strict=True):
+    for job, config in zip(jobs, configs, strict=True):
         run_dir = _run_dir(config).absolute()
-        facts = (typed.nodes, gpus, revision, tuple(member), submitted)
+        facts = (typed.nodes, revision, submitted)
         record = JobRecord(job.job_id, str(run_dir), str(folder), str(job.paths.stdout), *facts)
         record.save()
         shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
