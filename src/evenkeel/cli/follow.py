@@ -129,7 +129,7 @@ class _Follower:
 
     def panel(self, run: RunStatus) -> Group:
         """The line with the bar, as on the job's own terminal; below it why the run is in its state, and the hints."""
-        facts = self.facts(self.metrics.train, run) if self.metrics.train else []
+        facts = self.facts(self.metrics.latest[TRAIN], run) if TRAIN in self.metrics.latest else []
         notes = [(run.why, STYLES.get(run.state, "red"))] * bool(run.why) + [(f"hint: {it}", "") for it in run.hints]
         line = bar(run.step, run.total_steps or 0, [run.state, *facts])
         return Group(line, *(Text(text, style=style) for text, style in notes))
