@@ -8,7 +8,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
 from interpreter import need_evenkeel
 
 need_evenkeel()
+from evenkeel.distributed.exits import exit_code  # noqa: E402
 from evenkeel.launch.docker import docker_run  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(docker_run.main(sys.argv[1:]))
+    sys.exit(exit_code(lambda: docker_run.main(sys.argv[1:])))

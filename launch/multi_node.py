@@ -6,7 +6,8 @@ import sys
 from interpreter import REPOSITORY, need_evenkeel
 
 need_evenkeel()
+from evenkeel.distributed.exits import exit_code  # noqa: E402
 from evenkeel.launch import launchers  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(launchers.main(sys.argv[1:], REPOSITORY / "train.py"))
+    sys.exit(exit_code(lambda: launchers.main(sys.argv[1:], REPOSITORY / "train.py")))

@@ -62,7 +62,7 @@ def submitted(run_dir: Path) -> None:
     """Leave the record of Slurm job 17."""
     (run_dir / "slurm").mkdir(parents=True)
     names = {"job_id": "17", "run_dir": str(run_dir), "folder": str(run_dir), "log": str(run_dir / "log")}
-    (run_dir / "slurm" / "job.json").write_text(json.dumps(names | {"train_args": [], "submitted": 0.0}))
+    (run_dir / "slurm" / "job.json").write_text(json.dumps(names | {"submitted": 0.0}))
 
 
 @pytest.fixture(scope="module")

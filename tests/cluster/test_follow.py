@@ -45,7 +45,7 @@ def record(run_dir: Path, job_id: str, submitted: float) -> None:
     folder = run_dir / "slurm"
     log = str(folder / f"job.{job_id}.log")
     names = {"job_id": job_id, "run_dir": str(run_dir), "folder": str(folder), "log": log}
-    JobRecord(**names, nodes="1", gpus=1, revision="", train_args=(), submitted=submitted).save()
+    JobRecord(**names, nodes="1", revision="", submitted=submitted).save()
 
 
 def follow(cluster: Cluster, run_dir: Path) -> Terminal:

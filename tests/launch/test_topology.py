@@ -15,6 +15,7 @@ from evenkeel.common import network
 from evenkeel.common.errors import REFUSED, Refusal
 from evenkeel.common.network import Link, find_link, meet
 from evenkeel.config import Config
+from evenkeel.distributed.exits import exit_code
 from evenkeel.launch import launchers
 from evenkeel.launch.topology import Command, Topology, parse_master, parse_nodes, torchrun
 from tests.support.processes import LIMIT, free_port
@@ -148,7 +149,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.setattr(Command, "execute", lambda self: pytest.fail("started"))
     script = [] if "--script" in argv else ["--script", __file__]
-    assert launchers.main([*argv, *script], REPOSITORY / "train.py") == REFUSED
+    assert exit_code(lambda: launchers.main([*argv, *script], REPOSITORY / "train.py")) == REFUSED
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if "no GPU here" not in line]
     assert out == ""
@@ -159,7 +160,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_train_options_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["-g", "2", "--", "--no-such-option"]
-    assert launchers.main(argv, REPOSITORY / "train.py") == REFUSED
+    assert exit_code(lambda: launchers.main(argv, REPOSITORY / "train.py")) == REFUSED
     assert "--no-such-option" in capsys.readouterr().err
 
 
@@ -202,7 +203,7 @@ def test_a_dry_run_needs_no_other_node(node: int, capsys: pytest.CaptureFixture[
     assert "--local-addr" not in printed
     assert said.startswith("evenkeel: --master no-such-host.invalid: cannot be reached from this node: ")
     assert said.endswith("; the command lacks what depends on that address\n")
-    assert launchers.main(argv, REPOSITORY / "train.py") == REFUSED
+    assert exit_code(lambda: launchers.main(argv, REPOSITORY / "train.py")) == REFUSED
 
 
 def test_help_has_the_examples_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_it_is_said_when_it_begins_and_when_it_is_over(
     assert caplog.messages[1].startswith("rank 1 on b is in time again, by step ")
     assert len(caplog.messages) == 2
     assert not it.named
-    first = json.loads((tmp_path / "ranks.jsonl").read_text().splitlines()[0])
+    first, second, *_ = map(json.loads, (tmp_path / "ranks.jsonl").read_text().splitlines())
     assert first == {
         "step": 10,
         "time": first["time"],
@@ -90,6 +90,7 @@ def test_it_is_said_when_it_begins_and_when_it_is_over(
         "forward": [0.1, 0.25, 0.1],
         "backward": [0.2, 0.2, 0.2],
     }
+    assert second.keys() == first.keys() - {"hosts"}
 
 
 def test_noise_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -83,8 +83,9 @@ def write_ranks(run_dir: Path, lines: int = 40) -> None:
         for line in range(lines):
             ranks = 3 if line < lines / 2 else 2
             arrival = [0.010 + 0.001 * (line % 3), 0.011, 0.020][:ranks]
-            facts = {"hosts": ["node0", "node0", "node1"][:ranks], "arrival": arrival, "data_wait": [0.001] * ranks}
-            file.write(json.dumps({"step": 10 * line + 10, "time": float(line)} | facts) + "\n")
+            facts = {"arrival": arrival, "data_wait": [0.001] * ranks}
+            hosts = {"hosts": ["node0", "node0", "node1"][:ranks]} if line in (0, lines // 2) else {}
+            file.write(json.dumps({"step": 10 * line + 10, "time": float(line)} | hosts | facts) + "\n")
         file.write('{"step": 999, "arriv')
 
 

@@ -15,11 +15,11 @@ from PIL import Image
 from torch._utils import ExceptionWrapper
 from torchvision import datasets as published
 
-from evenkeel.common.errors import EndedHere, Refusal
+from evenkeel.common.errors import EndedByData, EndedHere, Refusal
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.loader import Seeded
 from evenkeel.tasks.classify import Classify
-from evenkeel.tasks.datasets import ABOUT, BadSample, Fake, ImageFolder, UnreadFile
+from evenkeel.tasks.datasets import ABOUT, BadSample, Fake, ImageFolder
 from evenkeel.tasks.digits import digits
 from tests.support.small_files import TEST, TRAIN, digit_images, write_cifar, write_folder, write_idx
 
@@ -149,15 +149,15 @@ def test_a_file_that_cannot_be_read_is_never_skipped(tmp_path: Path) -> None:
     gone = write_folder(tmp_path)[7]
     train = ImageFolder(tmp_path, "train", on_bad_sample="skip")
     gone.unlink()
-    with pytest.raises(UnreadFile) as caught:
+    with pytest.raises(EndedByData) as caught:
         train[7]
     assert str(caught.value).startswith(f"training sample 7, {gone}, cannot be read: No such file or directory; such")
     gone.symlink_to(gone.with_name("nowhere"))
-    with pytest.raises(UnreadFile, match="No such file"):
+    with pytest.raises(EndedByData, match="No such file"):
         train[7]
 
 
-@pytest.mark.parametrize("kind", [BadSample, UnreadFile])
+@pytest.mark.parametrize("kind", [BadSample, EndedByData])
 def test_what_is_wrong_with_a_sample_comes_in_one_line_out_of_a_loading_process(tmp_path: Path, kind: Any) -> None:
     bad = write_folder(tmp_path)[0]
     train = ImageFolder(tmp_path, "train")

@@ -16,7 +16,6 @@ from evenkeel.tasks.models import (
     AUXILIARY,
     SmallCNN,
     check_model_name,
-    model_names,
     outputs_of,
     published_weights,
     replace_head,
@@ -42,7 +41,7 @@ class WithoutMemory(TorchFunctionMode):
         return func(*args, **{**(kwargs or {}), **where})
 
 
-@pytest.mark.parametrize("name", model_names()[1:])
+@pytest.mark.parametrize("name", torchvision.models.list_models(module=torchvision.models))
 def test_every_classification_network_gets_a_head_of_ten_classes(name: str) -> None:
     options = {"aux_logits": False, "init_weights": False} if name in AUXILIARY else {}
     with WithoutMemory():

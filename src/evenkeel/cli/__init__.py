@@ -11,7 +11,6 @@
     doctor/         doctor: check the machines, alone or on all ranks, before a job
     report/         report: an HTML page about a run or several, with pictures and numbers if asked
     chaos/          chaos: break a running job again and again, and report what that has cost
-    tail.py         the new lines of a metrics.jsonl that grows, for status, follow and chaos
 
 A command is a dataclass. Its fields are the options and their docstrings the help, read by tyro; its own docstring
 says in a sentence what the command does, and shows an example. It is called, with the words after `--` if it takes any,

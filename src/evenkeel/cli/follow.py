@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -19,10 +20,10 @@ from rich.text import Text
 from ..common.display import bar
 from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
-from ..common.naming import TEST, TRAIN, progress, shown, speeds
+from ..common.naming import TRAIN, progress, shown, speeds
 from ..resilience.interruption import KEYBOARD, STOPPED
-from ..run.records import is_run, read_config
-from .status import STYLES, Metrics, RunStatus, headline, status_of, values_of
+from ..run.records import is_run, read_config, values_of
+from .status import STYLES, Metrics, RunStatus, headline, status_of
 
 POLL = 0.5  # seconds between two looks at the run
 SURE = 3.0  # seconds for which a run must look lost: torchrun may just be starting its ranks again
@@ -43,14 +44,11 @@ class FollowCommand:
 
     def __call__(self) -> int:
         """Follow it."""
-        try:
-            from ..launch.slurm.follow import follow_job
-        except ModuleNotFoundError:  # launch/slurm may be deleted
-            code = None
-        else:
-            code = follow_job(self.run_dir)
-        if code is not None:
-            return code
+        with contextlib.suppress(ModuleNotFoundError):  # launch/slurm may be deleted
+            from ..launch.slurm.follow import follow
+
+            if (code := follow(self.run_dir)) is not None:
+                return code
         if not is_run(self.run_dir):
             raise Refusal(f"{self.run_dir}: no run there and no Slurm job; name a run directory")
         with CtrlC() as ctrl_c:
@@ -113,12 +111,11 @@ class _Follower:
     def line(self, record: dict[str, Any], run: RunStatus) -> str:
         """What the job's console says of a record; empty for most kinds."""
         step, kind = record["step"], record["kind"]
-        if kind in (TRAIN, "eval"):
-            self.values |= headline(values_of(TRAIN if kind == TRAIN else TEST, record))
+        self.values |= headline(values_of(record))
         if kind == TRAIN:
             return progress(step, run.total_steps, *self.facts(record, run))
         if kind == "eval":
-            return progress(step, run.total_steps, shown(values_of(TEST, record)))
+            return progress(step, run.total_steps, shown(values_of(record)))
         if kind == "start":
             return progress(step, run.total_steps, f"attempt {record.get('attempt')}")
         return f"step {step}: {kind}: {record['reason']}" if isinstance(record.get("reason"), str) else ""
@@ -132,7 +129,7 @@ class _Follower:
 
     def panel(self, run: RunStatus) -> Group:
         """The line with the bar, as on the job's own terminal; below it why the run is in its state, and the hints."""
-        facts = self.facts(self.metrics.train, run) if self.metrics.train else []
+        facts = self.facts(self.metrics.latest[TRAIN], run) if TRAIN in self.metrics.latest else []
         notes = [(run.why, STYLES.get(run.state, "red"))] * bool(run.why) + [(f"hint: {it}", "") for it in run.hints]
         line = bar(run.step, run.total_steps or 0, [run.state, *facts])
         return Group(line, *(Text(text, style=style) for text, style in notes))

@@ -28,12 +28,11 @@ from rich.text import Text
 
 from ..common.errors import Refusal
 from ..common.keyboard import CtrlC
-from ..common.naming import TEST, TRAIN, named, shown
+from ..common.naming import TRAIN, shown
 from ..common.processes import stat
 from ..config import Flag
-from ..run.records import NOT_MEASURED, goodput, ledger, read_facts
+from ..run.records import Tail, goodput, ledger, read_facts, values_of
 from ..run.run_directory import ASIDE
-from .tail import Tail
 
 if TYPE_CHECKING:
     from ..launch.slurm.jobs import JobStatus
@@ -160,15 +159,15 @@ class Metrics(Tail):
     def reset(self) -> None:
         """The file is a new one: the run was started over."""
         self.last: dict[str, Any] = {}
-        """The last record; `train` and `test` are the last ones of their kinds."""
-        self.train: dict[str, Any] = {}
-        self.test: dict[str, Any] = {}
+        self.latest: dict[str, dict[str, Any]] = {}
+        """The last record of each kind; `last` is that of all."""
         self._ends: list[dict[str, Any]] = []  # the first and the last of each attempt, which the ledger needs
         self._points: deque[tuple[float, int]] = deque(maxlen=RECENT)  # (time, step) in this attempt
 
     def take(self, record: dict[str, Any]) -> None:
         """Add a record."""
-        self.last, kind = record, record["kind"]
+        kind = record["kind"]
+        self.last = self.latest[kind] = record
         if "spent" in record:
             if kind != "start" and self._ends and self._ends[-1]["kind"] != "start":
                 self._ends.pop()
@@ -177,10 +176,6 @@ class Metrics(Tail):
             self._points.clear()
         if kind in ("start", "train"):
             self._points.append((record["time"], record["step"]))
-        if kind == "train":
-            self.train = record
-        if kind == "eval":
-            self.test = record
 
     def goodput(self) -> float | None:
         """The productive share of the run's time; None before there is a record of it."""
@@ -230,7 +225,7 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
         step=step,
         total_steps=total,
         eta=(total - step) * pace if state == "running" and total and pace is not None else None,
-        metrics=values_of(TRAIN, metrics.train) | values_of(TEST, metrics.test),
+        metrics=values_of(metrics.latest.get("train", {})) | values_of(metrics.latest.get("eval", {})),
         starts=len(status.get("world_sizes", [])),
         goodput=metrics.goodput(),
         heard=heard,
@@ -238,11 +233,6 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
         job_id=job_id,
         job=job,
     )
-
-
-def values_of(part: str, record: dict[str, Any]) -> dict[str, float | None]:
-    """What a record has measured, by full names."""
-    return named(part, {name: value for name, value in record.items() if name not in NOT_MEASURED})
 
 
 def headline(metrics: dict[str, float | None]) -> dict[str, float | None]:

@@ -226,15 +226,11 @@ def topology_in(arguments: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str], train: Path) -> int:
     """Check everything, then become torchrun; return only if there is nothing to run."""
-    try:
-        start = prepare(argv, train)
-        if start.typed.dry_run:
-            print(start.command)
-            return 0
-        wait_for_master(start.topology)
-    except Refusal as refusal:
-        print(f"evenkeel: {refusal}", file=sys.stderr)
-        return REFUSED
+    start = prepare(argv, train)
+    if start.typed.dry_run:
+        print(start.command)
+        return 0
+    wait_for_master(start.topology)
     if code := doctor_says(start):
         return code
     return start.command.execute()

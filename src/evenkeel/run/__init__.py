@@ -7,7 +7,7 @@
     run_directory.py  the folder: claim and lock it, refuse another run's options, move a run aside, status.json
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
-    records.py        read status.json, metrics.jsonl and config.toml as they were written; the ledger of seconds
+    records.py        read status.json, metrics.jsonl and config.toml as they were written, or as they grow; the ledger
     fingerprint.py    what bits depend on besides options: machine, libraries, code; --strict-bits compares it
     digest.py         64 bits for each tensor that tell whether two runs are equal
     predictions.py    --save-predictions

@@ -10,7 +10,6 @@ These files are code that will be run: they are taken only if they belong to thi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from typing import IO
 
 from ..common.errors import Refusal
 from ..common.files import lock, write_atomically
+from .fingerprint import short_digest
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class CompiledCode:
         info = Path("/proc/cpuinfo")  # what this CPU can do, for which g++ compiles
         found = re.search(r"(?m)^(flags|Features)\s*:(.*)$", info.read_text() if info.exists() else "")
         told = [*(facts.get(part, "") for part in KIND), " ".join(sorted(found[2].split())) if found else ""]
-        kind = f"{platform.machine()}-{_digest(json.dumps(told).encode())}"
+        kind = f"{platform.machine()}-{short_digest(json.dumps(told).encode())}"
         self.archive = run_dir / "compiled" / f"{kind}.zip"
-        self.folder = _private_folder() / f"{_digest(bytes(run_dir.resolve()))}-{kind}"
+        self.folder = _private_folder() / f"{short_digest(bytes(run_dir.resolve()))}-{kind}"
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
         self._packed: set[str] = set()
 
@@ -151,7 +151,3 @@ def _private_folder() -> Path:
 
 def _is_ours(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & 0o077
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

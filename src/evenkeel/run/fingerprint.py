@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.naming import name_ranks
+from ..common.naming import listed, name_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
     parts = {
         "python": ".".join(platform.python_version_tuple()[:2]),  # its `random` may shuffle differently
         "torch": str(torch.__version__),  # which is no plain string
-        "torch_build": _digest("\n".join(build).encode()),
+        "torch_build": short_digest("\n".join(build).encode()),
         "numpy": np.__version__,
         "architecture": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -76,7 +76,7 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
         parts |= _gpu_libraries()
     parts |= {f"env:{name}": os.environ[name] for name in ENVIRONMENT if name in os.environ}
     # the text counts, comments included: no digest can tell whether an edit computes something else
-    return parts | {f"code:{name}": _digest(path.read_bytes()) for name, path in sorted(_sources(task))}
+    return parts | {f"code:{name}": short_digest(path.read_bytes()) for name, path in sorted(_sources(task))}
 
 
 def differences(old: Fingerprint, new: Fingerprint) -> Differences:
@@ -106,8 +106,7 @@ def describe(found: Differences, most: int = 8) -> str:
     if any(UNSET in found[name] for name in ours):
         code = [f"Evenkeel is another version ({len(ours)} files of its code differ)"]
         found = {name: values for name, values in found.items() if name not in ours}
-    shown = code + [f"{name} {old} -> {new}" for name, (old, new) in found.items()]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+    return listed(code + [f"{name} {old} -> {new}" for name, (old, new) in found.items()], most)
 
 
 def _cpu_model() -> str:
@@ -169,5 +168,6 @@ def _sources(task: Task) -> Iterator[tuple[str, Path]]:
             yield str(file.relative_to(folder)), file
 
 
-def _digest(content: bytes) -> str:
+def short_digest(content: bytes) -> str:
+    """64 bits of a SHA-256, in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()[:16]

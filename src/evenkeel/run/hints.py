@@ -71,23 +71,19 @@ def hints(it: Figures) -> dict[str, str]:
 def measure(config: Config, plan: Plan, world: World) -> Figures:
     """The figures of this process now."""
     spent = {name: seconds for name, seconds in activity.spent().items() if name != "start_up"}
-    total = max(sum(spent.values()), 1e-9)
+    total, gpu, memory = max(sum(spent.values()), 1e-9), world.device, None
+    if gpu.type == "cuda":
+        memory = torch.cuda.max_memory_reserved(gpu) / torch.cuda.get_device_properties(gpu).total_memory
     return Figures(
         seconds=total,
         shares={name: seconds / total for name, seconds in spent.items()},
-        memory=_memory(world.device),
+        memory=memory,
         micro_batches=len(plan.runs(0, world.world_size)[0]),
         num_workers=config.num_workers,
         cores=len(os.sched_getaffinity(0)) // world.local_world_size,
         eval_every=0 if config.patience else config.eval_every or plan.steps_per_epoch,
         checkpoint_every=0 if config.digest_every else config.checkpoint_every,  # digests count as checkpoints
     )
-
-
-def _memory(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
 
 
 def _percent(share: float) -> str:

@@ -11,13 +11,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..common.errors import Refusal
 from ..common.files import read_json
+from ..common.naming import TEST, TRAIN, named
 from .checkpoint import Checkpoints
 
 if sys.version_info >= (3, 11):
@@ -45,8 +46,13 @@ FACTS: dict[str, Any] = {
 RECORD: dict[str, Any] = {"kind": "", "step": 0, "time": 0.0}
 """What each line of metrics.jsonl has."""
 
-MORE: dict[str, Any] = {"spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}}
+MORE: dict[str, Any] = {
+    "spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}, "hosts": [""]
+}  # fmt: skip
 """What some of them have, besides values that are only shown."""
+
+MEASURES = {"train": TRAIN, "eval": TEST}
+"""Kind of a record with values -> the set of those whose names have none, from version 0.1.0."""
 
 RECORDED = {"task", "batch_size", "grace", "keep", "on_nonfinite"}
 """Options that every version writes into config.toml, and that nobody types all."""
@@ -92,18 +98,18 @@ def read_facts(path: Path) -> tuple[dict[str, Any], str]:
     return {name: value for name, value in found.items() if name not in bad}, trouble
 
 
-def read_record(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None if it is none, cut by a power failure for example."""
+def read_record(line: bytes, example: Mapping[str, Any] = RECORD) -> dict[str, Any] | None:
+    """A line of metrics.jsonl, or of a file with other examples; None if it is none, cut by a power failure perhaps."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not all(alike(found.get(name), RECORD[name]) for name in RECORD):
+    if not isinstance(found, dict) or not all(alike(found.get(name), example[name]) for name in example):
         return None
     return found if all(alike(found[name], MORE[name]) for name in MORE.keys() & found.keys()) else None
 
 
-def read_records(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
+def read_records(path: Path, tail: int = 0, example: Mapping[str, Any] = RECORD) -> Iterator[dict[str, Any]]:
     """The whole lines of a metrics.jsonl, none if there is no file; with ``tail`` of so many bytes at its end."""
     if not path.exists():
         return
@@ -112,7 +118,7 @@ def read_records(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
             file.seek(-tail, os.SEEK_END)
             file.readline()  # the end of one
         for line in file:
-            if record := read_record(line):
+            if record := read_record(line, example):
                 yield record
             else:
                 _warn(path)
@@ -121,6 +127,47 @@ def read_records(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
 @cache  # once for each file
 def _warn(path: Path) -> None:
     log.warning("%s: some of its lines are not as they were written, and are left out", path)
+
+
+class Tail:
+    """The base of what is computed from a metrics.jsonl that grows, and need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode = self._offset = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all records: the file is a new one."""
+        raise NotImplementedError
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Add a record."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Take the records that are new since the last call."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            facts = os.fstat(file.fileno())
+            if facts.st_ino != self._inode or facts.st_size < self._offset:
+                self._inode, self._offset = facts.st_ino, 0
+                self.reset()
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # it is being written
+                self._offset += len(line)
+                if record := read_record(line):
+                    self.take(record)
+
+
+def values_of(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """What a "train" or "eval" record has measured, by full name; None: it was not finite. Empty for other records."""
+    if record.get("kind") not in MEASURES:
+        return {}
+    found = {name: value for name, value in record.items() if name not in NOT_MEASURED}
+    measured = {name: value for name, value in found.items() if value is None or type(value) in (int, float)}
+    return named(MEASURES[record["kind"]], measured)
 
 
 def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -70,6 +70,7 @@ class Stragglers:
         self.path, self.hosts = path, hosts
         self.named: dict[int, str] = {}
         """What there is to say of the ranks that are late."""
+        self._told = False  # whether the hosts are in the file
         self._counts = [0] * len(hosts)  # spans in a row: late, or below 0 in time
         self._rows = [[0.0] * (STEPS + 1) for _ in hosts]
         self._since = (0, time.monotonic())
@@ -80,12 +81,13 @@ class Stragglers:
         record = {
             "step": step,
             "time": round(time.time(), 3),
-            "hosts": list(self.hosts),
             "arrival": [round(sum(each), 6) for each in zip(*parts.values(), strict=True)],
             "data_wait": [_mean(row[DATA], row[STEPS]) for row in rows],
         }
+        hosts = {} if self._told else {"hosts": list(self.hosts)}
         try:
-            append_json(self.path, record | parts)
+            append_json(self.path, record | parts | hosts)
+            self._told = True
         except OSError as error:
             log.error("%s: %s", self.path.name, error)
         self._rows = [[a + b for a, b in zip(*both, strict=True)] for both in zip(self._rows, rows, strict=True)]

@@ -122,10 +122,9 @@ class Classify(Classification):
         from .augmentation import look_at_photographs, of_photographs
 
         kind = self.augment if part == "train" else "none"
-        if self.decode == "exact":
-            found = datasets.ImageFolder(self.data_dir, part, self.on_bad_sample)
-            return datasets.Transformed(found, of_photographs(kind, self.size))
-        return datasets.ImageFolder(self.data_dir, part, self.on_bad_sample, look_at_photographs(kind, self.size))
+        look = None if self.decode == "exact" else look_at_photographs(kind, self.size)
+        found = datasets.ImageFolder(self.data_dir, part, self.on_bad_sample, look)
+        return found if look else datasets.Transformed(found, of_photographs(kind, self.size))
 
     def model(self) -> nn.Module:
         """The network of --model, with an output for each class of the data set."""

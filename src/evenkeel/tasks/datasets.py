@@ -120,10 +120,6 @@ class BadSample(EndedByData):
     """A file that does not decode."""
 
 
-class UnreadFile(EndedByData):
-    """A file that cannot be read, but perhaps next time."""
-
-
 class ImageFolder(Dataset[Any]):
     """Image files in folders, ROOT/train/CLASS/FILE and ROOT/val/CLASS/FILE, as ImageNet's are laid out.
 
@@ -178,7 +174,7 @@ class ImageFolder(Dataset[Any]):
         raise BadSample(f"{self._name(index)} does not decode, nor do 100 others that were drawn in its place")
 
     def _decode(self, index: int) -> Tensor:
-        """An image, [3, H, W], or what is seen of it. Raises BadSample or UnreadFile."""
+        """An image, [3, H, W], or what is seen of it. Raises what :func:`read_image` raises."""
         return read_image(self.folder / os.fsdecode(self.paths[index]), self.look, self._name(index))
 
     def _name(self, index: int) -> str:
@@ -198,7 +194,7 @@ def read_image(path: Path, look: Look | None = None, name: str = "") -> Tensor:
 
     Raises:
         BadSample: it does not decode.
-        UnreadFile: it cannot be read.
+        EndedByData: it cannot be read, but perhaps next time.
     """
     from PIL import Image
 
@@ -208,7 +204,7 @@ def read_image(path: Path, look: Look | None = None, name: str = "") -> Tensor:
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
-        raise UnreadFile(
+        raise EndedByData(
             f"{name} cannot be read: {error.strerror or type(error).__name__}; such a file is never skipped, because "
             "it may be there again next time: restore it and run the same command again"
         ) from None

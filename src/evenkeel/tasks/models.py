@@ -48,18 +48,15 @@ class SmallCNN(nn.Module):
         return self.classifier(self.features(images))  # type: ignore[no-any-return]
 
 
-def model_names() -> list[str]:
-    """Every name that --model takes."""
-    import torchvision
-
-    return [OWN, *torchvision.models.list_models(module=torchvision.models)]
-
-
 def check_model_name(name: str) -> None:
     """Refuse an unknown name, and suggest similar ones."""
-    if name == OWN or name in (names := model_names()):
+    if name == OWN:
         return
-    near = difflib.get_close_matches(name.lower(), names, n=3)
+    import torchvision  # takes seconds, which the default job does without
+
+    if name in (names := torchvision.models.list_models(module=torchvision.models)):
+        return
+    near = difflib.get_close_matches(name.lower(), [OWN, *names], n=3)
     hint = f"perhaps {' or '.join(near)}" if near else "examples: resnet18, vit_b_16"
     raise Refusal(f"--model {name}: is neither {OWN} nor a classification model of torchvision; {hint}")
 

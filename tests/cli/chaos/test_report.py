@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from evenkeel.cli.chaos.experiment import seconds_to_step, steps
 from evenkeel.cli.chaos.faults import Fault
 from evenkeel.cli.chaos.progress import Done, Progress
-from evenkeel.cli.chaos.report import seconds_to_step, steps
 
 KILL, TRUNCATE = Fault("kill"), Fault("truncate")
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.cli.report.curves import MOST, smoothed, thinned
+from evenkeel.cli.report.figures import MOST, smoothed, thinned
 
 FLOATS = st.floats(-1e6, 1e6)
 

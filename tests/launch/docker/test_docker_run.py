@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.common.errors import REFUSED, Refusal
+from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.docker.docker_run import ContainerNode, Host, command, main
 from evenkeel.launch.launchers import parse_arguments
 from evenkeel.launch.topology import SHUTDOWN_SECONDS
@@ -145,8 +146,8 @@ def test_refusals(words: list[str], line: str) -> None:
 
 
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--engine", "dockr"]) == REFUSED
-    assert main(["--gpu", "2"]) == REFUSED
+    assert exit_code(lambda: main(["--engine", "dockr"])) == REFUSED
+    assert exit_code(lambda: main(["--gpu", "2"])) == REFUSED
     first, second = capsys.readouterr().err.splitlines()
     assert "dockr" in first
     assert "--gpu" in second
@@ -224,5 +225,5 @@ def test_an_engine_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["--engine", "podman", "--runs", str(tmp_path / "runs")]) == REFUSED
+    assert exit_code(lambda: main(["--engine", "podman", "--runs", str(tmp_path / "runs")])) == REFUSED
     assert capsys.readouterr().err == "evenkeel: --engine podman: is not installed; see docs/docker.md\n"

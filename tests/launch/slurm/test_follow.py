@@ -27,9 +27,7 @@ def submitted(run_dir: Path, job_id: str = "17") -> JobRecord:
         folder=str(folder),
         log=str(folder / "job.log"),
         nodes="1",
-        gpus=1,
         revision="",
-        train_args=(),
         submitted=time.time(),
     )
     record.save()

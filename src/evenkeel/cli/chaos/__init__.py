@@ -1,11 +1,10 @@
 """`python -m evenkeel chaos`: break a running job at random, start it again, and report what that has cost.
 
     command.py      the options and their checks; leaves no process behind, whatever happens
-    experiment.py   the loop: faults at their times, and the command started again when it ends too early
+    experiment.py   the loop: faults at their times, and the command started again when it ends too early; the report
     faults.py       the kinds of faults, and the seeded schedule of them
     job.py          the job's command and the processes below it: agents, ranks, orphans
     progress.py     how far the run has come, from metrics.jsonl
-    report.py       the lines at the end
     nodes.py        several nodes on one machine, as network namespaces (needs root); `tests/nodes` uses it too
 
 A fault is a name in `faults.KINDS` and a branch in `faults.strike`, which chooses a victim, announces it, and hits it.

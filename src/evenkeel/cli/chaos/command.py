@@ -19,12 +19,11 @@ from ...common.errors import Ended, Refusal
 from ...common.processes import adopt_orphans
 from ...config import SEEDS, MaybePath, option
 from ...run.records import read_facts
-from .experiment import Experiment, say
+from .experiment import Experiment, lines, say
 from .faults import KINDS, SAFE, Fault, schedule
 from .job import Job, kill_descendants
 from .nodes import Lab, why_not
 from .progress import Progress
-from .report import lines
 
 INTERRUPTED = 128 + signal.SIGINT  # exit code
 

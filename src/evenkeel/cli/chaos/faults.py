@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from .job import Job, send
+from .job import Job
+from .nodes import send
 
 T = TypeVar("T")
 

@@ -5,7 +5,6 @@ Only descendants of this process are touched. A process whose parent has died st
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...common.processes import Stat, die_with_parent, process_name, stat
-from .nodes import Lab
+from .nodes import Lab, send
 
 PATIENCE = 60.0  # seconds from SIGTERM to SIGKILL; torchrun gives its workers 30, under our launchers 45
 
@@ -126,12 +125,6 @@ def rank_of(pid: int) -> int | None:
     rank = re.search(rb"\0RANK=(\d+)", environ)
     # a cluster that numbers its nodes by RANK sets it around torchrun too
     return int(rank[1]) if rank and b"\0TORCHELASTIC_RUN_ID=" in environ else None
-
-
-def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended meanwhile."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def kill_descendants() -> None:

@@ -141,8 +141,7 @@ class Lab:
     def signal(self, job: subprocess.Popen[Any], number: signal.Signals) -> None:
         """Send a signal to what :meth:`popen` started."""
         for child in _children(job.pid):
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(child, number)
+            send(child, number)
 
     def close(self) -> None:
         """Remove everything; may be called at any time, and twice."""
@@ -158,6 +157,12 @@ class Lab:
         ip("netns", "add", f"{self.prefix}-{name}")
         self._namespaces.append(f"{self.prefix}-{name}")
         return self._namespaces[-1]
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def ip(*arguments: str) -> str:

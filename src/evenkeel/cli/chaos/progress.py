@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...run.records import read_facts
-from ..tail import Tail
+from ...run.records import Tail, read_facts
 from .faults import Fault
 
 

@@ -1,15 +1,12 @@
 """`python -m evenkeel report`: one HTML file about one run or several, their figures as PNG, their numbers as CSV.
 
-    command.py      the options and their checks; writes what was asked for
+    command.py      the options and their checks; writes what was asked for; --csv
     history.py      what a run has left: curves, attempts, checkpoints and evaluations, read line by line
     classified.py   predictions/SET.json: the confusion matrix, accuracy by class, the most wrong images
     ranks.py        ranks.jsonl: how far apart the ranks are
-    curves.py       a curve thinned out and smoothed for a figure
-    figures.py      the figures, by matplotlib
+    figures.py      the figures, by matplotlib; long curves thinned out and smoothed
     theme.py        colours and style of figures; a figure as SVG that follows the page from light to dark
-    contents.py     the sections of a report and the figures in them
-    page.py         the HTML page
-    spreadsheet.py  --csv
+    page.py         the sections of a report and the figures in them, as an HTML page
 
 A new figure is a function in `figures.py` that returns a `Figure`, and a place for it in `page.py`; colours come from
 `theme.LIGHT`. The style sheet is `assets/report.css`. matplotlib is imported only when a report is made.

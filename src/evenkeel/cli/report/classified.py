@@ -72,7 +72,6 @@ def _read(path: Path) -> Classified | None:
 
 def _mistakes(content: dict[str, Any], number: int) -> list[dict[str, Any]]:
     worst = content.get("worst")
-    found = [it for it in worst if isinstance(it, dict)] if isinstance(worst, list) else []
-    found = [it for it in found if all(alike(it.get(name), MISTAKE[name]) for name in MISTAKE)]
+    found = [it for it in worst if alike(it, MISTAKE)] if isinstance(worst, list) else []
     labels = ("target", "prediction")
     return [it for it in found if PNG.fullmatch(it["image"]) and all(0 <= it[label] < number for label in labels)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,13 @@ import tyro
 from ...common.errors import Ended, Refusal
 from ...common.files import write_atomically
 from ...config import MaybePath
-from .history import read_histories
+from ...run.records import read_records, values_of
+from .history import History, read_histories
 
 REPORT = "report.html"
+
+HEAD = ("run", "attempt", "kind", "step", "time", "name", "value")
+"""Of --csv: a row for each value. `time` is in seconds since 1970; `value` is empty if it was not finite."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,7 @@ class ReportCommand:
 
     def _make(self) -> Mapping[Path, tuple[bytes, str]]:
         """File -> its content, and the words by which such a file is known as ours."""
-        from .contents import contents
-        from .page import BEGINS, page
-        from .spreadsheet import HEAD, write_csv
+        from .page import BEGINS, contents, page
         from .theme import SOFTWARE, drawing
 
         histories, first = read_histories(self.runs), self.runs[0].resolve()
@@ -65,9 +68,19 @@ class ReportCommand:
         if self.csv in files:
             raise Refusal(f"--csv {self.csv}: is the report's own file; name another one")
         if self.csv:
-            write_csv(histories, rows := io.StringIO(newline=""))
-            files[self.csv] = rows.getvalue().encode(errors="replace"), ",".join(HEAD)
+            csv.writer(text := io.StringIO(newline="")).writerows([HEAD, *_measured(histories)])
+            files[self.csv] = text.getvalue().encode(errors="replace"), ",".join(HEAD)
         return files
+
+
+def _measured(histories: Sequence[History]) -> Iterator[tuple[object, ...]]:
+    """Rows of all numbers that runs have measured. A step that was done again has more, under another attempt."""
+    for history in histories:
+        attempt = 0
+        for record in read_records(history.path / "metrics.jsonl"):
+            attempt += record["kind"] == "start"
+            for name, value in values_of(record).items():
+                yield history.name, attempt, record["kind"], record["step"], record["time"], name, value
 
 
 def _refuse_foreign(path: Path, mark: str) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...common.naming import TRAIN
 from ...run.records import ACCOUNTS
 from .classified import Classified
-from .curves import SMOOTHED, smoothed, thinned
 from .history import Attempt, Curve, History
 from .ranks import Ranks
 from .theme import LIGHT, SERIES, SMALL, TALL, WIDE, Figure
@@ -37,11 +38,20 @@ MARKS = {"eval": "evaluations", "checkpoint": "checkpoints"}
 TIME = {"productive": "accent", "redone": "bad", "dead": "bad"}
 """Account of the ledger -> colour, where there is one run; the others are grey."""
 
+MOST = 2000
+"""Points of a curve in a figure."""
+
+SMOOTHED = 50
+"""A curve of fewer points is shown as it is."""
+
 ROWS = 40
 """Bars with a label each that fit into a figure."""
 
 CELLS = 12
 """Classes up to which a confusion matrix has its numbers in it."""
+
+Numbers = npt.NDArray[np.float64]
+Values = Sequence[float] | Numbers
 
 Line = tuple[str, Curve, int, bool]
 """Label, curve, number of its colour, and whether it is measured in steps, which is noisy."""
@@ -197,8 +207,7 @@ def time_spent(histories: Sequence[History]) -> Iterator[Figure]:
         alone = [LIGHT[TIME.get(account, "muted")] for account in ACCOUNTS]
         colours = alone if len(histories) == 1 else _colour(number)
         handles.append(axes.barh(places, shares, height=0.85 * height, color=colours))
-        for place, share in zip(places, shares, strict=True):
-            axes.text(share + 1, place, f"{share:.1f}", va="center", fontsize=7.5)
+        axes.bar_label(handles[-1], fmt="%.1f", padding=3, fontsize=7.5)
     axes.set_yticks(range(len(ACCOUNTS)), [account.replace("_", "-") for account in ACCOUNTS])
     axes.set(ylim=(len(ACCOUNTS) - 0.5, -0.5), xlabel="% of the time since the first start")
     axes.margins(x=0.12)
@@ -274,10 +283,9 @@ def classified(found: Classified) -> Iterator[Figure]:
     known = np.flatnonzero(~np.isnan(recall))
     order = known if len(known) <= ROWS else known[np.argsort(recall[known], kind="stable")[:ROWS]]
     canvas, axes = _canvas((SMALL[0], max(SMALL[1], side if number <= CELLS else 0.8 + 0.15 * len(order))))
-    axes.barh(np.arange(len(order)), 100 * recall[order], height=0.6, color=LIGHT["accent"])
+    bars = axes.barh(np.arange(len(order)), 100 * recall[order], height=0.6, color=LIGHT["accent"])
+    axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=7.5)
     axes.set_yticks(np.arange(len(order)), [_short(found.classes[label]) for label in order])
-    for place, label in enumerate(order):
-        axes.text(min(101.0, 100 * recall[label] + 1), place, f"{100 * recall[label]:.1f}", va="center", fontsize=7.5)
     axes.set(xlim=(0, 112), ylim=(len(order) - 0.4, -0.6), xlabel="% of the class's samples that are right")
     axes.set_xticks(range(0, 101, 25))
     axes.grid(axis="x", visible=True)
@@ -287,13 +295,34 @@ def classified(found: Classified) -> Iterator[Figure]:
     yield Figure(f"{_file_name(found.part)}-classes", f"{which} ({found.part})", f"{which}: {told}.", canvas)
 
 
+def thinned(steps: Values, values: Values, most: int = MOST) -> tuple[Numbers, Numbers]:
+    """At most so many points: the first and the last one, and the least and the greatest value of each stretch."""
+    x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if len(x) <= most:
+        return x, y
+    cuts = np.linspace(1, len(x) - 1, (most - 2) // 2 + 1).astype(int)
+    kept = {0, len(x) - 1}
+    for begin, end in pairwise(cuts):
+        kept |= {begin + int(np.argmin(y[begin:end])), begin + int(np.argmax(y[begin:end]))}
+    chosen = sorted(kept)
+    return x[chosen], y[chosen]
+
+
+def smoothed(values: Values) -> Numbers:
+    """The mean of the values around each one: a twenty-fifth of all, less at both ends."""
+    y = np.asarray(values, dtype=np.float64)
+    half, here = max(4, len(y) // 50), np.arange(len(y))
+    begin, end = np.maximum(here - half, 0), np.minimum(here + half + 1, len(y))
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    means = (sums[end] - sums[begin]) / (end - begin)
+    return np.asarray(np.clip(means, y.min(), y.max()))  # a constant stays one, whatever was rounded
+
+
 def _canvas(inches: tuple[float, float], nrows: int = 1, **more: Any) -> tuple[Any, Any]:
     """An empty figure and its axes."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=inches)
-    if "height_ratios" in more:
-        more["gridspec_kw"] = {"height_ratios": more.pop("height_ratios")}
     return canvas, canvas.subplots(nrows, **more)
 
 

@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import Refusal
-from ...common.naming import TEST, TRAIN, named
+from ...common.naming import TRAIN
 from ...config import HARMLESS, Config
 from ...run.checkpoint import Checkpoints
-from ...run.records import NOT_MEASURED, goodput, ledger, read_config, read_facts, read_records
+from ...run.records import attempt_ends, goodput, ledger, read_config, read_facts, read_records, values_of
 
 ENDINGS = {"finish": "finished", "stop": "stopped", "failure": "failed"}
 """Kind of an attempt's last record -> how it has ended. Without one it was killed."""
 
 LARGEST = 2**53
 """What is beyond it is no number that a run has written, and no figure can show it."""
-
-MEASURES = {"train": TRAIN, "eval": TEST}
-"""Kind of a record with values -> the set of those whose names have none, from version 0.1.0."""
 
 
 @dataclass
@@ -74,6 +71,7 @@ class History:
         curves: by full name, SET/METRIC; `train/...` are of steps, the others of evaluations.
         marks: kind of an event -> (time, step) of each.
         again: steps that were done again, as far as the records tell.
+        seconds: the ledger, by account.
         best: (metric, "max" or "min") by which the run keeps its best checkpoint.
     """
 
@@ -88,7 +86,7 @@ class History:
     attempts: list[Attempt] = field(default_factory=list)
     marks: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     again: int = 0
-    _ends: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: ledger([]))
 
     @property
     def step(self) -> int:
@@ -101,14 +99,9 @@ class History:
         return max(len(self.attempts), len(self.status.get("world_sizes", [])))
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """The ledger: seconds by account."""
-        return ledger(self._ends)
-
-    @property
     def goodput(self) -> float | None:
         """The productive share of the run's time; None before there is a record of it."""
-        return goodput(self.seconds) if self._ends else None
+        return goodput(self.seconds) if any(self.seconds.values()) else None
 
     def best_value(self) -> tuple[str, float, int] | None:
         """(metric, value, step) of the best evaluation; None before the first.
@@ -130,12 +123,11 @@ class History:
             return
         if kind == "start":
             self._start(record)
-        elif kind in MEASURES:
-            self._measure(record)
-        else:
+        elif kind != "train":
             self.marks.setdefault(kind, []).append((time, step))
-        if kind == "eval":
-            self.marks.setdefault(kind, []).append((time, step))
+        for name, value in values_of(record).items():
+            if value is not None and -LARGEST < value < LARGEST:
+                self.curves.setdefault(name, Curve()).add(step, value)
         if self.attempts:
             attempt = self.attempts[-1]
             attempt.until, attempt.last_step = time, max(step, attempt.last_step)
@@ -143,10 +135,6 @@ class History:
                 attempt.ending, attempt.reason = ENDINGS[kind], str(record.get("reason") or "")
             attempt.times.append(time)
             attempt.steps.append(step)
-        if "spent" in record:
-            if kind != "start" and self._ends and self._ends[-1]["kind"] != "start":
-                self._ends.pop()
-            self._ends.append(record)
 
     def _start(self, record: dict[str, Any]) -> None:
         step, time = record["step"], record["time"]
@@ -157,21 +145,6 @@ class History:
             curve.cut(step)
         ranks, begun = record.get("world_size", 0), time - sum(record.get("spent", {}).values())
         self.attempts.append(Attempt(len(self.attempts) + 1, ranks, step, begun, time, time, step))
-
-    def _measure(self, record: dict[str, Any]) -> None:
-        for name, value in values_of(record).items():
-            if value is not None and -LARGEST < value < LARGEST:
-                self.curves.setdefault(name, Curve()).add(record["step"], value)
-
-
-def values_of(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """What a "train" or "eval" record has measured, by full name; None: it was not finite. Empty for other records."""
-    if record["kind"] not in MEASURES:
-        return {}
-    found = {name: value for name, value in record.items() if name not in NOT_MEASURED}
-    measured = {name: value for name, value in found.items() if value is None or type(value) in (int, float)}
-    bare = {name: value for name, value in measured.items() if "/" not in name}
-    return named(MEASURES[record["kind"]], bare) | {name: it for name, it in measured.items() if "/" in name}
 
 
 def read_histories(paths: tuple[Path, ...]) -> list[History]:
@@ -198,6 +171,7 @@ def read_history(path: Path, name: str) -> History:
         history.status, trouble = read_facts(files[1])
         for record in read_records(files[2]):
             history.take(record)
+        history.seconds = ledger(attempt_ends(files[2]))
     except OSError as error:
         raise Refusal(f"{path}: cannot be read: {error.strerror or error}; mend that") from None
     history.curves = {name: curve for name, curve in history.curves.items() if curve.steps}  # all may be done again

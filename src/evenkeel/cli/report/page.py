@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from html import escape
+from itertools import count, cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 from ... import __version__
 from ...common.naming import TRAIN
 from ...config import flag
-from .classified import Classified
-from .figures import CELLS
+from ...run.records import ACCOUNTS
+from . import figures
+from .classified import Classified, read_classified
 from .history import History, differing_options
+from .ranks import read_ranks
 from .theme import SERIES, Figure
 
 BEGINS = "<!DOCTYPE html><!-- evenkeel report -->"
@@ -40,6 +43,35 @@ FACTS = {
 
 ROWS = 200
 """Attempts that are listed; of more the last ones."""
+
+
+def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]]:
+    """Heading -> HTML of each section (empty if there is nothing to show), and the figures in order.
+
+    What is about one run only stands under its name where there are several.
+    """
+    found: list[Figure] = []
+
+    def cards(made: Iterable[Figure], more: str = "") -> str:
+        new = list(made)
+        for figure in new:
+            names = (figure.name if number == 1 else f"{figure.name}-{number}" for number in count(1))
+            figure.name = next(name for name in names if all(name != it.name for it in found))
+            found.append(figure)
+        return gallery(new, more)
+
+    sections = {"Curves": cards(figures.curves(histories)) + last_values(histories)}
+    for history in histories:
+        of = f": {history.name}" * (len(histories) > 1)
+        sections[f"Timeline{of}"] = cards(figures.timeline(history)) + attempts(history)
+        if ranks := read_ranks(history.path / "ranks.jsonl"):
+            sections[f"Ranks{of}"] = cards(figures.rank_spread(ranks))
+        for it in read_classified(history.path):
+            shown = cards(figures.classified(it)) + confusion_table(it) + mistakes(it)
+            sections[f"Predictions for the {it.part} set at step {it.step:,}{of}"] = shown
+    sections["Where the time went"] = cards(figures.time_spent(histories), time_table(histories))
+    nothing = '<p class="card">Nothing has been recorded yet.</p>' * (not found)
+    return sections | {"Records": nothing, "Options": options(histories)}, found
 
 
 def page(histories: Sequence[History], sections: Mapping[str, str]) -> str:
@@ -67,7 +99,8 @@ def page(histories: Sequence[History], sections: Mapping[str, str]) -> str:
 
 def _header(histories: Sequence[History]) -> str:
     if len(histories) > 1:
-        rows = [[_chip(number) + escape(it.name), *_facts(it).values()] for number, it in enumerate(histories)]
+        colours = cycle(f'<i style="background: var(--{name})"></i>' for name in SERIES)
+        rows = [[next(colours) + escape(it.name), *_facts(it).values()] for it in histories]
         heads = ["run", *FACTS.values()]
         return f"<header><p>Evenkeel report</p><h1>{len(histories)} runs</h1>{table(heads, rows)}</header>"
     (history,) = histories
@@ -110,28 +143,28 @@ def _facts(history: History) -> dict[str, str]:
     }
 
 
-def _chip(number: int) -> str:
-    return f'<i style="background: var(--{SERIES[number % len(SERIES)]})"></i>'
-
-
-def gallery(figures: Iterable[Figure], more: str = "") -> str:
+def gallery(made: Iterable[Figure], more: str = "") -> str:
     """Figures as cards, each with its words for those who do not see it; ``more`` is the HTML of another card."""
     cards = "".join(
         f'<figure class="{it.place}"><figcaption>{escape(it.title)}</figcaption>'
         f'<div class="scroll" role="img" aria-label="{escape(it.told)}" tabindex="0">{it.svg()}</div></figure>'
-        for it in figures
+        for it in made
     )
     return f'<div class="cards">{cards}{more}</div>' if cards else ""
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """A table of HTML in a card of its own, which scrolls if it is too wide; the first cell of a row is its heading."""
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], folded: str = "") -> str:
+    """A table of HTML in a card of its own, which scrolls if it is too wide; the first cell of a row is its heading.
+
+    Empty without rows; with ``folded`` it is shown on demand, behind these words.
+    """
     top = "".join(f'<th scope="col">{head}</th>' for head in heads)
     body = "".join(
         f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
     )
-    title = f"<caption>{escape(caption)}</caption>" * bool(caption)
-    return f'<div class="scroll card"><table>{title}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    card = f'<div class="scroll card"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    fold = f"<details><summary>{escape(folded)}</summary>{card}</details>" if folded else card
+    return fold if rows else ""
 
 
 def attempts(history: History) -> str:
@@ -142,15 +175,15 @@ def attempts(history: History) -> str:
         for it in history.attempts[-ROWS:]
     ]  # fmt: skip
     heads = ["attempt", "ranks", "steps", "lived", "end"]
-    return _folded("Table of the attempts", table(heads, rows)) if rows else ""
+    return table(heads, rows, "Table of the attempts")
 
 
 def time_table(histories: Sequence[History]) -> str:
     """Seconds by account of the ledger, a column for each run."""
-    ledgers = [history.seconds for history in histories]
+    both = [(history.seconds, max(sum(history.seconds.values()), 1e-9)) for history in histories]
     rows = [
-        [account.replace("_", "-"), *(f"{it[account]:,.1f} s ({_share(it, account)})" for it in ledgers)]
-        for account in ledgers[0]
+        [account.replace("_", "-"), *(f"{it[account]:,.1f} s ({it[account] / total:.1%})" for it, total in both)]
+        for account in ACCOUNTS
     ]
     return table(["account", *(escape(it.name) for it in histories)], rows)
 
@@ -160,12 +193,8 @@ def last_values(histories: Sequence[History]) -> str:
     names = sorted({name for history in histories for name in history.curves})
     known = [(name, [history.curves.get(name) for history in histories]) for name in names]
     rows = [[escape(name), *(f"{it.values[-1]:.4g}" if it else "-" for it in found)] for name, found in known]
-    made = table(["last value", *(escape(history.name) for history in histories)], rows) if rows else ""
-    return made if len(histories) > 1 else _folded("Table of the last values", made) if made else ""
-
-
-def _share(seconds: Mapping[str, float], account: str) -> str:
-    return f"{seconds[account] / max(sum(seconds.values()), 1e-9):.1%}"
+    heads = ["last value", *(escape(history.name) for history in histories)]
+    return table(heads, rows, "Table of the last values" * (len(histories) == 1))
 
 
 def options(histories: Sequence[History]) -> str:
@@ -178,8 +207,8 @@ def options(histories: Sequence[History]) -> str:
     if len(histories) == 1:
         shown = f'<div class="card words">{"".join(f"<code>{word}</code>" for word in words)}</div>' * bool(words)
     else:
-        shown = table(heads, _option_rows(differing)) if differing else '<p class="card">They do not differ.</p>'
-    return shown + _folded(f"All {len(every)} options", table(heads, _option_rows(every))) if every else ""
+        shown = table(heads, _option_rows(differing)) or '<p class="card">They do not differ.</p>'
+    return shown + table(heads, _option_rows(every), f"All {len(every)} options") if every else ""
 
 
 def _option_rows(values: Iterable[tuple[str, Sequence[Any]]]) -> list[list[str]]:
@@ -192,11 +221,11 @@ def _value(value: Any) -> str:
 
 def confusion_table(found: Classified) -> str:
     """The confusion matrix as a table, if it is small."""
-    if len(found.classes) > CELLS:
+    if len(found.classes) > figures.CELLS:
         return ""
     names = [escape(name) for name in found.classes]
     rows = [[name, *map(str, row)] for name, row in zip(names, found.confusion.tolist(), strict=True)]
-    return _folded("Table of the confusion matrix", table(["target \\ prediction", *names], rows))
+    return table(["target \\ prediction", *names], rows, "Table of the confusion matrix")
 
 
 def mistakes(found: Classified) -> str:
@@ -210,7 +239,3 @@ def mistakes(found: Classified) -> str:
     )
     head = f"<h3>Most wrong ({escape(found.part)})</h3>"
     return f'<div class="card">{head}<div class="images">{shown}</div></div>' if shown else ""
-
-
-def _folded(summary: str, content: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{content}</details>"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...run.records import alike
+from ...run.records import read_records
 
-LINE: dict[str, Any] = {"step": 0, "hosts": [""], "arrival": [0.0], "data_wait": [0.0]}
+LINE = {"step": 0, "arrival": [0.0], "data_wait": [0.0]}
+"""What each line has. The names of the hosts are in the first line of an attempt, and in each of older versions."""
 
 Numbers = npt.NDArray[np.float64]
 
@@ -45,8 +43,10 @@ def read_ranks(path: Path) -> Ranks | None:
     """What a ranks.jsonl tells; None where there is none, or nothing in it."""
     found = Ranks()
     sums, lines = np.zeros((2, 0)), np.zeros(0)
-    for line in _lines(path):
+    for line in read_records(path, example=LINE):
         number = len(line["arrival"])
+        if not 0 < number == len(line["data_wait"]) or not np.isfinite(line["arrival"] + line["data_wait"]).all():
+            continue
         if (more := number - lines.size) > 0:  # the run goes on with more ranks
             sums, lines = np.pad(sums, ((0, 0), (0, more))), np.pad(lines, (0, more))
         sums[:, :number] += line["arrival"], line["data_wait"]
@@ -56,24 +56,9 @@ def read_ranks(path: Path) -> Ranks | None:
         low, middle, high = np.percentile(line["arrival"], (0, 50, 100))
         found.steps.append(line["step"])
         found.spread.append((float(low), float(middle), float(high)))
-        found.hosts = [*line["hosts"], *found.hosts[number:]]
+        hosts = [*line.get("hosts", found.hosts), *["?"] * number][:number]
+        found.hosts = [*hosts, *found.hosts[number:]]
     if not found.steps:
         return None
     found.arrival, found.data_wait = sums / lines
     return found
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that are as they should be; a last one may be cut."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict) and all(alike(line.get(name), LINE[name]) for name in LINE):
-                lengths = {len(line[name]) for name in ("hosts", "arrival", "data_wait")}
-                if len(lengths) == 1 and 0 not in lengths and np.isfinite(line["arrival"] + line["data_wait"]).all():
-                    yield line

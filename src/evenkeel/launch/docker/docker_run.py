@@ -10,7 +10,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from uuid import uuid4
 
 import tyro
 
-from ...common.errors import REFUSED, Refusal
+from ...common.errors import Refusal
 from ...config import Flag, flag, number_in
 from ..launchers import MultiNode, parse_arguments
 from ..topology import SHUTDOWN_SECONDS, Command
@@ -172,19 +171,15 @@ def make_runs(runs: Path, host: Host) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Check what can be checked here, then become the engine's client; return only if there is nothing to run."""
-    try:
-        typed, train_args = parse_arguments(ContainerNode, argv)
-        host = Host.here(typed.runs)
-        run = command(replace(typed, dry_run=False), train_args, host, os.environ)
-        if typed.dry_run:
-            print(run)
-            return 0
-        if shutil.which(typed.engine) is None:
-            raise Refusal(f"--engine {typed.engine}: is not installed; see docs/docker.md")
-        make_runs(typed.runs, host)
-    except Refusal as refusal:
-        print(f"evenkeel: {refusal}", file=sys.stderr)
-        return REFUSED
+    typed, train_args = parse_arguments(ContainerNode, argv)
+    host = Host.here(typed.runs)
+    run = command(replace(typed, dry_run=False), train_args, host, os.environ)
+    if typed.dry_run:
+        print(run)
+        return 0
+    if shutil.which(typed.engine) is None:
+        raise Refusal(f"--engine {typed.engine}: is not installed; see docs/docker.md")
+    make_runs(typed.runs, host)
     if typed.detach:  # what can be refused is refused before there is a container that comes back
         trial = command(replace(typed, detach=False, name="", dry_run=True), train_args, host, os.environ)
         checked = subprocess.run(trial.argv, stdout=subprocess.DEVNULL, check=False)

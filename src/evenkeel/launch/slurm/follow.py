@@ -27,17 +27,17 @@ BACKLOG = 1 << 14  # bytes of an old log that are shown at first
 _REFUSAL = f"{Refusal.__module__}.{Refusal.__qualname__}: "  # the last line of its traceback begins like this
 
 
-def follow_job(run_dir: Path) -> int | None:
-    """As :func:`follow`, the job that last worked on a run; None if there is none."""
+def follow(run_dir: Path) -> int | None:
+    """Print the log and the changes of state of the job that last worked on a run, until it is over.
+
+    Returns an exit code as `cli.follow` says; None if there is no such job.
+    """
     try:
         record = load(run_dir)
     except (OSError, ValueError) as error:
         raise Refusal(f"{run_dir}: its slurm/job.json cannot be read: {error}") from None
-    return follow(record) if record else None
-
-
-def follow(record: JobRecord) -> int:
-    """Print a job's log and its changes of state until it is over; returns an exit code as `cli.follow` says."""
+    if not record:
+        return None
     with CtrlC() as ctrl_c:
         try:
             return _Follower(record, ctrl_c).to_the_end()

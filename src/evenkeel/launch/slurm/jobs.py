@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ...common.files import read_json, write_json
 from ...run.records import alike
@@ -134,16 +135,14 @@ class JobRecord:
     folder: str  # for the job's own files: logs, the copy of the code, tracebacks
     log: str  # what the first node prints, over all requeues
     nodes: str  # N or MIN:MAX
-    gpus: int | None  # processes per node; None: as many as GPUs were given
     revision: str  # of the code; ends in -dirty if it had changes; empty without git
-    train_args: tuple[str, ...]
     submitted: float  # seconds since the epoch
 
     def save(self) -> None:
         """Write it into the run's folder."""
         path = _path(Path(self.run_dir))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(self), private=True)  # it holds the options of train.py
+        write_json(path, asdict(self), private=True)  # as all that is submitted
 
     @property
     def logs(self) -> list[Path]:
@@ -171,11 +170,11 @@ def load(run_dir: Path) -> JobRecord | None:
     if not known:
         return None
     texts = dict.fromkeys(["job_id", "run_dir", "folder", "log"], "")
-    for name, example in {**texts, "train_args": [""], "submitted": 0.0}.items():
+    for name, example in {**texts, "submitted": 0.0}.items():
         if not alike(known.get(name), example):
             raise ValueError(f"{name} is {known.get(name)!r:.60}")
-    values = {field.name: known.get(field.name) for field in fields(JobRecord)}
-    return JobRecord(**values | {"train_args": tuple(known["train_args"])})
+    values: dict[str, Any] = {field.name: known.get(field.name) for field in fields(JobRecord)}
+    return JobRecord(**values)
 
 
 def _path(run_dir: Path) -> Path:

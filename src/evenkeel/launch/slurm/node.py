@@ -133,8 +133,7 @@ def _record(node: Node, job_id: str, nodes: int, run_dir: Path) -> JobRecord:
     with contextlib.suppress(SlurmError):
         log = re.search(r"^ *StdOut=(.+)$", slurm("scontrol", "show", "job", job_id), re.MULTILINE)
     folder = node.folder or run_dir / "slurm" / f"job-{job_id}"
-    facts = (str(nodes), node.gpus, "", node.train_args, time.time())
-    return JobRecord(job_id, str(run_dir), str(folder), log[1] if log else "", *facts)
+    return JobRecord(job_id, str(run_dir), str(folder), log[1] if log else "", str(nodes), "", time.time())
 
 
 def check_job(train_args: Sequence[str]) -> Config:
@@ -207,9 +206,9 @@ class NodeCommand:
     """
 
     gpus: Gpus = option(None, 1, 1024)
-    """GPUs per node; one process each, or as --place says. Default: all given. Without: processes, by default 2."""
+    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
-    """How often a node may restart its processes after one of them has died."""
+    """How often a node may restart its processes after one of them has died, within one start of the job."""
     max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = option(MAX_REQUEUES, 0)
     """How often in a row the job may be requeued without finishing a step."""
 

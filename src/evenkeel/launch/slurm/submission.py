@@ -20,12 +20,12 @@ import tyro
 from ...common.errors import Refusal
 from ...common.files import close_to_others, make_unused, unused
 from ...config import Flag, MaybePath, option
-from ..launchers import Gpus, check_train_options, parse_arguments
+from ..launchers import check_train_options, parse_arguments
 from ..topology import parse_nodes
 from .cluster import DAY, Partition, choose, parse_time, partitions, show_time
 from .code import copy_code
 from .jobs import JobRecord
-from .node import MAX_REQUEUES, Node, check_job
+from .node import Node, NodeCommand, check_job
 
 if TYPE_CHECKING:
     from ...config import Config
@@ -37,7 +37,7 @@ Words = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="
 
 
 @dataclass(frozen=True)
-class Submit:
+class Submit(NodeCommand):
     """Submit a training job to Slurm. Options after -- are passed to train.py.
 
       slurm/submit.py -n 2 -g 4 -- --epochs 90                    2 nodes, 4 processes on each
@@ -51,8 +51,6 @@ class Submit:
 
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
     """Number of nodes. MIN:MAX takes what is free at each start."""
-    gpus: Gpus = option(None, 1, 1024)
-    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
     partition: Words = None
     """Partition to use. Default: the cluster's default one."""
     account: Words = None
@@ -75,10 +73,6 @@ class Submit:
     """Run in this image; the cluster must have pyxis."""
     setup: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="LINE")] = ()
     """Shell line to run on the first node before the start, such as "module load cuda"; may be repeated."""
-    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
-    """How often a node may restart its processes after one of them has died, within one start of the job."""
-    max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = option(MAX_REQUEUES, 0)
-    """How often in a row the job may be requeued without finishing a step."""
     array_seeds: Annotated[str | None, tyro.conf.arg(metavar="FIRST:END", help_behavior_hint="")] = None
     """One run per seed from FIRST to END-1, as a job array, in RUN_DIR/seed-N."""
     name: Words = None
@@ -124,9 +118,9 @@ def main(argv: Sequence[str], repository: Path) -> int:
         f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {partition.name}, "
         f"{show_time(minutes)} for each start; code {revision or 'without git'}"
     )
-    for job, member, config in zip(jobs, members, configs, strict=True):
+    for job, config in zip(jobs, configs, strict=True):
         run_dir = _run_dir(config).absolute()
-        facts = (typed.nodes, gpus, revision, tuple(member), submitted)
+        facts = (typed.nodes, revision, submitted)
         record = JobRecord(job.job_id, str(run_dir), str(folder), str(job.paths.stdout), *facts)
         record.save()
         shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
@@ -138,7 +132,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
     if typed.follow:
         from .follow import follow
 
-        return follow(record)
+        return follow(run_dir) or 0
     return 0
 
 

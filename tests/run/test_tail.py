@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from evenkeel.cli.tail import Tail
+from evenkeel.run.records import Tail
 
 
 class Steps(Tail):
