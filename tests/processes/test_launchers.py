@@ -178,3 +178,13 @@ def test_refused_before_any_process(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (REFUSED, "")
     assert done.stderr == "evenkeel: -nr 2: with -n 2 a node rank is in 0..1\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_it_waits_for_node_0() -> None:
+    words = ["-n", "2", "-g", "1", "-nr", "1", "--master", f"127.0.0.1:{processes.free_port()}"]
+    process = processes.start([sys.executable, str(ROOT / "launch" / "multi_node.py"), *words])
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("evenkeel: waiting for node 0 at 127.0.0.1 port ")
+    process.send_signal(signal.SIGINT)
+    done = processes.finish(process)
+    assert (done.returncode, done.stderr) == (130, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -43,11 +44,10 @@ class FollowCommand:
 
     def __call__(self) -> int:
         """Follow it."""
-        try:
+        code: int | None = None
+        with contextlib.suppress(ModuleNotFoundError):  # launch/slurm may be deleted
             from ..launch.slurm.follow import follow_job
-        except ModuleNotFoundError:  # launch/slurm may be deleted
-            code = None
-        else:
+
             code = follow_job(self.run_dir)
         if code is not None:
             return code

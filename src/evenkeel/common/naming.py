@@ -60,6 +60,11 @@ def name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
+def count_ranks(number: int) -> str:
+    """How many ranks, in words."""
+    return f"{number} rank{'s' * (number != 1)}"
+
+
 def listed(names: Sequence[str], most: int = 5) -> str:
     """Names in a line, only the first few of many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
