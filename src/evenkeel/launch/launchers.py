@@ -188,11 +188,9 @@ def prepare(argv: Sequence[str], train: Path) -> Start:
 
 
 def doctor_says(command: Command, of_train: bool = True) -> int:
-    """Run `evenkeel doctor` on the ranks that a command would start. Returns 0 if the job may start.
+    """Run `evenkeel doctor` on the ranks that a command would start, with its options if they are `of_train`.py.
 
-    Args:
-        command: starts this node's share of the job.
-        of_train: whether it runs train.py, whose options say what the doctor checks.
+    Returns 0 if the job may start.
     """
     words = command.argv
     cut = words.index("--")

@@ -139,9 +139,8 @@ def speeds(world: World) -> Iterator[Finding]:
     """Matrix products and copies on every rank at the same time, with the slow ranks named."""
     if world.launched:
         dist.all_reduce(torch.zeros(1))
-    hosts, *measured = zip(
-        *world.gather((socket.gethostname(), products(world.device), copies(world.device))), strict=True
-    )
+    told = world.gather((socket.gethostname(), products(world.device), copies(world.device)))
+    hosts, *measured = zip(*told, strict=True)
     if world.rank == 0:
         yield judge_speeds("products", "GFLOP/s", measured[0], hosts)
         yield judge_speeds("copies", "GB/s", measured[1], hosts)

@@ -96,7 +96,13 @@ class ScalingCommand:
         }
         self._show(tables)
         if self.output:
-            self._draw(tables, self.output)
+            from .plot import draw
+
+            try:
+                draw(tables, self.output)
+            except OSError as error:
+                raise Ended(f"--output {self.output}: {error.strerror}") from None
+            _say(f"plot -> {self.output}")
         return 0
 
     def _checked(self, train_options: list[str]) -> tuple[dict[int, int], Topology]:
@@ -158,22 +164,19 @@ class ScalingCommand:
         link, first = link_of(topology), topology.node_rank == 0
         if not first:  # torchrun orders nodes by address, and the files are where rank 0 is; only its address is used
             link = link._replace(address=f"~{topology.node_rank}")
-        if topology.master_host:
-            meet(topology.master_host, topology.master_port, is_master=first, patience=PATIENCE)
+        try:
+            if topology.master_host:
+                meet(topology.master_host, topology.master_port, is_master=first, patience=PATIENCE)
+        except KeyboardInterrupt:
+            raise Ended("interrupted") from None
         with tempfile.TemporaryDirectory(prefix="evenkeel-scaling-") as folder:
             run_dir, output = Path(folder) / "run", Path(folder) / "output"
             words = [*options, *(f"--{name}={value}" for name, value in self._own(run_dir).items())]
             command = torchrun(topology, link, self.script, words)
+            none, ending = subprocess.DEVNULL, partial(die_with_parent, signal.SIGTERM)
+            env = {**os.environ, **command.env}
             with output.open("wb") as file, CtrlC() as interrupt:  # the run gets it too, and ends before its folder
-                code = subprocess.run(
-                    command.argv,
-                    env={**os.environ, **command.env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    preexec_fn=partial(die_with_parent, signal.SIGTERM),
-                    check=False,
-                ).returncode
+                code = subprocess.call(command.argv, stdin=none, stdout=file, stderr=file, env=env, preexec_fn=ending)
             if interrupt.pressed:
                 raise Ended("interrupted")
             if code:
@@ -202,15 +205,6 @@ class ScalingCommand:
                 f"prediction, not measured: {it.ranks} ranks would be {it.speedup:.2f} x as fast as {rows[0].ranks} "
                 f"({it.law}'s law, serial share {it.serial_share:.0%}{few})\n"
             )
-
-    def _draw(self, tables: dict[str, list[Row]], path: Path) -> None:
-        from .plot import draw
-
-        try:
-            draw(tables, path)
-        except OSError as error:
-            raise Ended(f"--output {path}: {error.strerror}") from None
-        _say(f"plot -> {path}")
 
 
 def _as_table(title: str, rows: list[Row]) -> Table:

@@ -26,16 +26,8 @@ from ...resilience.interruption import STOPPED
 from ...run import run_directory
 from ...run.checkpoint import Checkpoints
 from ...run.records import read_facts
-from .. import agent
-from ..launchers import (
-    Gpus,
-    check_train_options,
-    doctor_says,
-    link_of,
-    parse_arguments,
-    processes_of_node,
-    wait_for_master,
-)
+from .. import agent, launchers
+from ..launchers import Gpus, check_train_options, link_of, parse_arguments, processes_of_node, wait_for_master
 from ..topology import Command, Topology, endpoint, parse_master, parse_nodes, torchrun
 from .jobs import JobRecord, SlurmError, load, slurm
 
@@ -121,7 +113,7 @@ class _Share:
             return torchrun(topology, link, node.script, node.train_args, cores=cores, log_dir=errors)
 
         # at another port: another node's store may outlast the doctor by a moment, and would be taken for the job's
-        if node.doctor and (code := doctor_says(meet(replace(topology, master_port=port + 1)))):
+        if node.doctor and (code := launchers.doctor_says(meet(replace(topology, master_port=port + 1)))):
             return code
         self.command = meet(topology)
         return 0
@@ -192,10 +184,7 @@ def _job_id() -> str:
 
 
 def _forbid_requeues() -> None:
-    """Tell the controller that this job is not to come back.
-
-    An exit code cannot: other nodes wait for this one, and when srun has killed them it ends with 137.
-    """
+    """Tell the controller; an exit code cannot: srun kills the nodes that wait for this one, and ends with 137."""
     try:
         slurm("scontrol", "update", f"JobId={_job_id()}", "Requeue=0")
     except SlurmError as error:
