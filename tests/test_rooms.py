@@ -22,8 +22,8 @@ BUDGET = {
     "training": 3110,
     "run": 3790,
     "tasks": 1640,
-    "launch": 2060,
-    "cli": 5140,
+    "launch": 2063,
+    "cli": 5115,
 }
 """Lines of a room. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

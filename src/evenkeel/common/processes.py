@@ -117,8 +117,7 @@ def end_agent(agent: int, failed: bool = False) -> None:
         children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
         workers = [child for child in children if child != os.getpid() and _is_of_torchrun(child)]
         shown = os.path.samestat(Path(f"/proc/{agent}/fd/2").stat(), os.fstat(2))
-        ours = _in_mask(agent, "SigCgt", REFUSAL)  # evenkeel.launch.agent handles it
-        quiet = ours or (shown and agent != 1 and not failed)
+        quiet = (shown and agent != 1 and not failed) or _in_mask(agent, "SigCgt", REFUSAL)  # our agent handles it
         if os.getppid() != agent:
             return  # it has ended meanwhile, and its pid may be another process's
         os.kill(agent, REFUSAL if quiet else signal.SIGTERM)

@@ -188,10 +188,7 @@ def prepare(argv: Sequence[str], train: Path) -> Start:
 
 
 def doctor_says(command: Command, of_train: bool = True) -> int:
-    """Run `evenkeel doctor` on the ranks that a command would start, with its options if they are `of_train`.py.
-
-    Returns 0 if the job may start.
-    """
+    """Run `evenkeel doctor` on the ranks of a command, with its options if `of_train`.py; 0: the job may start."""
     words = command.argv
     cut = words.index("--")
     # a rendezvous of its own: it must never join that of a job at work

@@ -22,8 +22,6 @@ from ..distributed.data_parallel import replicas
 from ..distributed.world import World
 from .task import Task
 
-log = logging.getLogger(__name__)
-
 PEAKS: dict[str, dict[str, float]] = {
     "(H200|H100)(?! PCIe| NVL)": {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989},
     "H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756},
@@ -63,7 +61,7 @@ def per_sample(
             devices = world.world_size * max(len(world.devices), len(replicas(config.strategy, world.device)))
             found["mfu"] = flops(task, model, batch) / samples / (top * devices)
     except Exception as error:  # of a model that cannot be copied, or whose loss looks at values
-        log.info("no MFU or tokens/s: %s: %s", type(error).__name__, error)
+        logging.getLogger(__name__).info("no MFU or tokens/s: %s: %s", type(error).__name__, error)
     return found
 
 
