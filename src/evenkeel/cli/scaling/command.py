@@ -151,8 +151,8 @@ class ScalingCommand:
                 continue
             topology = Topology(ranks, max_restarts=0)
             if nodes[ranks] > 1:  # at a port of its own: the store of the run before may still be there
-                shape = {"gpus": ranks // nodes[ranks], "min_nodes": nodes[ranks], "max_nodes": nodes[ranks]}
-                topology = replace(most, **shape, master_port=most.master_port + number)
+                n, port = nodes[ranks], most.master_port + number
+                topology = replace(most, gpus=ranks // n, min_nodes=n, max_nodes=n, master_port=port)
             sample = self._run(topology, ranks, [*options, f"--batch-size={batch}"])
             done = f"round {number // len(todo) + 1} of {self.rounds}: {count_ranks(ranks)}, batch {batch}"
             _say(done + (f": {sample.speed:,.0f} samples/s" if sample else ""))
