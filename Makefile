@@ -4,8 +4,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# three files of tests at a time, also on two cores: much of their time is waiting
+# three files of tests at a time, also on two cores: much of their time is waiting; four with a cluster and containers
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+# folders all of whose tests are slow: where none of them is run, none need be collected
+SLOW := cluster docker nodes processes gpu
 ARGS ?=
 
 .PHONY: help setup train test test-fast test-rest test-all test-docker bench-smoke lint format lock
@@ -24,13 +26,13 @@ train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU p
 	$(BIN)/torchrun --standalone --nproc_per_node=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') train.py $(ARGS)
 
 test: $(INSTALLED)  ## unit tests, and each promise of the README by real processes: under 8 minutes on two cores
-	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow' $(SLOW:%=--ignore=tests/%) $(ARGS)
 
 test-fast: $(INSTALLED)  ## the unit tests alone, two minutes
-	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow and not promise' $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow and not promise' $(SLOW:%=--ignore=tests/%) $(ARGS)
 
 test-rest: $(INSTALLED)  ## all that `make test` leaves out; what needs root or a GPU is skipped without
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -n 4 -m slow $(wildcard $(SLOW:%=tests/%)) tests/promises $(ARGS)
 
 test-all: $(INSTALLED)  ## all tests
 	$(PYTEST) $(ARGS)

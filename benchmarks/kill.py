@@ -137,7 +137,8 @@ def main(output: Path = Path("docs/kill.svg")) -> None:
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else stock ranks may meet addresses of dead ones and fail
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = Path(folder, "stock"), Path(folder, "ours")
-        stock = follow(ROOT / "benchmarks/sides/stock.py", theirs, EPOCHS, BATCH, PAUSE, run_dir=theirs, **own_store)
+        loop = [ROOT / "tests/support/stock_loop.py", "--run-dir", theirs, EPOCHS, BATCH, PAUSE]
+        stock = follow(*loop, run_dir=theirs, **own_store)
         evenkeel = follow(ROOT / "train.py", *job, "--run-dir", ours, run_dir=ours)
     output.write_text(draw(evenkeel, stock))
     for name, course in (("Evenkeel", evenkeel), ("stock loop", stock)):

@@ -13,8 +13,8 @@ case $variant in
   cuda) ;;
   cpu)
     # a version with "+cpu" satisfies the lock, and only CPU builds have one
-    sed -nE 's/^(torch|torchvision)==([^ ;]+)/\1==\2+cpu/p' requirements.lock >cpu.txt
-    set -- "$@" --requirement cpu.txt
+    sed -nE 's/^(torch|torchvision)==([^ ;]+)/\1==\2+cpu/p' requirements.lock >/tmp/cpu.txt
+    set -- "$@" --requirement /tmp/cpu.txt
     ;;
   *)
     echo "evenkeel: TORCH_VARIANT=$variant: must be cuda or cpu" >&2
@@ -29,9 +29,10 @@ if ! python3 -m pip --python /opt/venv/bin/python3 install "$@"; then
   fi
   exit 1
 fi
+rm -f /tmp/cpu.txt
 
 # as pip would, but on all cores; packages may bring files for other versions of Python, which do not compile
-/opt/venv/bin/python3 -m compileall -q -j 0 /opt/venv/lib >/dev/null || true
+/opt/venv/bin/python3 -m compileall -q -j 0 -x '/(tests|testing)/' /opt/venv/lib >/dev/null || true
 
 # The code lies beside the packages, so that a change of it leaves their layer alone.
 echo /app/src >"$(/opt/venv/bin/python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/evenkeel.pth"

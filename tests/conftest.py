@@ -50,8 +50,17 @@ KINDS = {"promises": "promise"} | dict.fromkeys(("processes", "nodes", "cluster"
 """The marker of the tests of a folder. Tests in any other folder run in the process of pytest alone, and fast."""
 
 
+LONGEST = """nodes/test_train processes/test_optional_rooms processes/test_readme processes/test_compile
+promises/test_faults processes/test_chaos nodes/test_nodes nodes/test_doctor processes/test_doctor
+processes/test_stragglers"""
+LONG = (*TOGETHER, *(f"tests/{name}.py" for name in LONGEST.split()))
+"""What takes minutes begins first, or one process would be left with it in the end. Two of them are the folders whose
+tests mostly wait."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder."""
+    """Mark each test by its folder, and put long files first."""
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG)))
     for item in items:
         folder = item.path.relative_to(item.config.rootpath).parts[1]
         if kind := KINDS.get(folder):

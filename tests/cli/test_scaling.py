@@ -68,7 +68,11 @@ def test_communication_is_what_no_computation_hides() -> None:
         ({"gpus": "2"}, [], "-g 2: give two or more numbers"),
         ({"gpus": "1,x"}, [], "-g 1,x: give two or more numbers"),
         ({"gpus": "2,3"}, [], "-g 2,3: 3 is not a multiple of 2"),
-        ({"nodes": 2}, [], "-n 2: only one node can be measured"),
+        ({"nodes": "1,2"}, [], "-n 1,2: give two or more numbers"),
+        ({"gpus": "2", "nodes": "2"}, [], "-g 2: give two or more numbers"),
+        ({"gpus": "2", "nodes": "1,2"}, [], "-nr is missing: with -n 1,2"),
+        ({"gpus": "2", "nodes": "1,2", "node_rank": 0}, [], "--master is missing: -n 2 needs"),
+        ({"gpus": "2", "nodes": "1,2", "node_rank": 2, "master": "a"}, [], "-nr 2: with -n 2"),
         ({"script": Path("absent.py")}, [], "--script absent.py: no such file"),
         ({"output": Path("plot.pdf")}, [], r"--output plot.pdf: name a file that ends in .svg or .png"),
         ({"output": Path("README.svg")}, ["--run-dir=x"], "-- --run-dir: scaling sets it"),
@@ -89,10 +93,7 @@ def test_the_plot_is_written(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
-def test_without_matplotlib_a_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
-    tables = {"fixed global batch": table({n: (64, amdahl(n, 0.1)) for n in (1, 2)}, weak=False)}
-    ScalingCommand("1,2")._draw(tables, tmp_path / "plot.svg")
-    assert "no plot: matplotlib is missing" in capsys.readouterr().err
+def test_without_matplotlib_a_plot_is_refused_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    with pytest.raises(Refusal, match=r"plot.svg: matplotlib is not installed: pip install 'evenkeel\[report\]'"):
+        ScalingCommand("1,2", output=tmp_path / "plot.svg")([])

@@ -229,3 +229,36 @@ def copy_of_the_checkout(copy: Path) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
     return copy
+
+
+def test_a_failure_of_the_doctor_on_one_node_ends_the_job_and_follow_shows_it(cluster: Cluster, tmp_path: Path) -> None:
+    """The fault: 64 MB of shared memory on the first node, where --setup is run. Then the same job without it."""
+    for size, code in (("64m", 1), ("2g", 0)):
+        run_dir = tmp_path / size
+        setup = ["--setup", f"mount -o remount,size={size} /dev/shm"]
+        words = [
+            "-n",
+            2,
+            "-g",
+            1,
+            "--doctor",
+            "--follow",
+            *setup,
+            "--",
+            *recorded(run_dir, "--num-workers", 1, epochs=1),
+        ]
+        done = submit(cluster, *words, expect=code)
+        job = done.stdout.partition("\njob ")[2].split()[0]
+        shown = cluster.show(job)
+        assert shown["Restarts"] == "0"
+        assert shown["JobState"] == ("FAILED" if code else "COMPLETED")
+        assert ("FAIL  /dev/shm" in done.stdout) == bool(code), done.stdout
+        assert ("evenkeel: --doctor: the job is not started" in done.stdout) == bool(code)
+        assert (run_dir / "status.json").exists() != bool(code)
+        if code:
+            assert shown["ExitCode"] == "1:0"
+            assert "(node node1)" in done.stdout, "one node has it"
+            assert " 1 FAIL in " in done.stdout
+        else:
+            assert " 0 FAIL in " in done.stdout
+            assert read(run_dir)["step"] == 9

@@ -154,7 +154,7 @@ class Engine:
         """Make the base image: Debian's smallest with Python in it."""
         tar = self.home / "base.tar"
         packages = "--include=ca-certificates,python3,python3-venv,python3-pip"
-        self.command("mmdebstrap", "--variant=minbase", packages, "bookworm", tar, limit=300)
+        self.command("mmdebstrap", "--variant=minbase", packages, "bookworm", tar, limit=600)
         self.docker("import", tar, BASE)
         tar.unlink()
 

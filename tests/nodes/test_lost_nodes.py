@@ -6,12 +6,9 @@ import re
 import sys
 from pathlib import Path
 
-from evenkeel.cli.chaos.nodes import why_not
 from tests.support.chaos import chaos, faults_in, reported, still_running
 from tests.support.processes import ROOT, checked, finish, read, records, start, wait_until
 from tests.support.small_runs import PLAN, SAMPLES, job
-
-REASON = why_not()
 
 
 def namespaces(maker: int) -> list[Path]:

@@ -13,14 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from evenkeel.cli.chaos.nodes import why_not
 from tests.support.nodes import Lab
 from tests.support.processes import LIMIT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-REASON = why_not()
 
 
 SOON = 30.0

@@ -10,13 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from evenkeel.cli.chaos.nodes import why_not
 from tests.support.nodes import Lab
 from tests.support.processes import LIMIT, ROOT, environment, read, records, wait_until
 from tests.support.readme import blocks
 from tests.support.small_runs import PLAN, SAMPLES, job
-
-REASON = why_not()
 
 
 def start(lab: Lab, node: int, command: list[str], log: Path) -> subprocess.Popen[Any]:
@@ -24,6 +21,12 @@ def start(lab: Lab, node: int, command: list[str], log: Path) -> subprocess.Pope
     env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
     with log.open("w") as out:
         return lab.popen(node, command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+
+def type_in(lab: Lab, node: int, nodes: str, options: list[str], log: Path) -> subprocess.Popen[Any]:
+    """Start the launcher on a node: N or MIN:MAX nodes of one rank each."""
+    head = [sys.executable, "launch/multi_node.py", "-n", nodes, "-g", "1", "-nr", str(node)]
+    return start(lab, node, [*head, "--master", lab.address(0), "--", *options], log)
 
 
 def wait_for_three_steps(run_dir: Path, world_size: int, log: Path) -> None:
@@ -73,11 +76,7 @@ def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None
     run_dir = tmp_path / "run"
     options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000)
     with Lab(3) as lab:
-        jobs = []
-        for node in lab.nodes:
-            head = [sys.executable, "launch/multi_node.py", "-n", "1:3", "-g", "1", "-nr", str(node)]
-            command = [*head, "--master", lab.address(0), "--", *options]
-            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        jobs = [type_in(lab, node, "1:3", options, tmp_path / f"node{node}.log") for node in lab.nodes]
         wait_for_three_steps(run_dir, 3, tmp_path / "node0.log")
         lab.kill_node(2)
         for node in (0, 1):
@@ -96,15 +95,9 @@ def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = job(run_dir, "--pause", 0.3, "--checkpoint-every", 0, "--eval-every", 1000)
     with Lab(2) as lab:
-
-        def type_in(node: int) -> subprocess.Popen[Any]:
-            head = [sys.executable, "launch/multi_node.py", "-n", "1:2", "-g", "1", "-nr", str(node)]
-            command = [*head, "--master", lab.address(0), "--", *options]
-            return start(lab, node, command, tmp_path / f"node{node}.log")
-
-        jobs = [type_in(0)]
+        jobs = [type_in(lab, 0, "1:2", options, tmp_path / "node0.log")]
         wait_for_three_steps(run_dir, 1, tmp_path / "node0.log")
-        jobs.append(type_in(1))
+        jobs.append(type_in(lab, 1, "1:2", options, tmp_path / "node1.log"))
         for node in lab.nodes:
             assert jobs[node].wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
     assert read(run_dir)["world_sizes"] == [1, 2]
@@ -121,11 +114,7 @@ def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) ->
     run_dir = tmp_path / "run"
     options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000, "--hang-timeout", 6)
     with Lab(2) as lab:
-        jobs = []
-        for node in lab.nodes:
-            head = [sys.executable, "launch/multi_node.py", "-n", "1:2", "-g", "1", "-nr", str(node)]
-            command = [*head, "--master", lab.address(0), "--", *options]
-            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        jobs = [type_in(lab, node, "1:2", options, tmp_path / f"node{node}.log") for node in lab.nodes]
         wait_for_three_steps(run_dir, 2, tmp_path / "node0.log")
         lab.unplug(1)
         assert jobs[0].wait(timeout=LIMIT) == 0, (tmp_path / "node0.log").read_text()
@@ -148,17 +137,16 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
     options = job(run_dir, "--pause", 0.15, "--eval-every", 1000)
     with Lab(2) as lab:
 
-        def type_in(node: int, log: str, checkpoint_every: int) -> subprocess.Popen[Any]:
-            head = [sys.executable, "launch/multi_node.py", "-n", "2", "-g", "1", "-nr", str(node)]
-            command = [*head, "--master", lab.address(0), "--", *options, "--checkpoint-every", str(checkpoint_every)]
-            return start(lab, node, command, tmp_path / f"{log}{node}")
+        def type_all(log: str, checkpoint_every: str) -> list[subprocess.Popen[Any]]:
+            typed = [*options, "--checkpoint-every", checkpoint_every]
+            return [type_in(lab, node, "2", typed, tmp_path / f"{log}{node}") for node in lab.nodes]
 
         def on_disk(node: int, name: str) -> str:
             return lab.run(node, ["bash", "-c", f"cat {run_dir}/{name} 2>/dev/null || true"])
 
         for node in lab.nodes:
             lab.run(node, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        jobs = [type_in(node, "first", checkpoint_every=0) for node in lab.nodes]
+        jobs = type_all("first", "0")
         wait_until(lambda: on_disk(0, "metrics.jsonl").count('"train"') >= 3, "three steps")
         lab.kill_node(0)
         assert jobs[1].wait(timeout=LIMIT) != 0
@@ -167,7 +155,7 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
 
         lab.start_node(0)
         lab.run(0, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        jobs = [type_in(node, "second", checkpoint_every=5) for node in lab.nodes]
+        jobs = type_all("second", "5")
         for node, process in enumerate(jobs):
             assert process.wait(timeout=LIMIT) == 0, (tmp_path / f"second{node}").read_text()
         begun = json.loads(next(line for line in on_disk(0, "metrics.jsonl").splitlines() if '"start"' in line))

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from evenkeel.common.errors import REFUSED
 from evenkeel.common.processes import count_cores
 from evenkeel.resilience.interruption import STOPPED
 from tests.launch.test_topology import REPOSITORY, SINGLE
-from tests.support.processes import LIMIT, running, wait_until
+from tests.support.processes import LIMIT, finish, free_port, running, start, wait_until
 
 MULTI = str(REPOSITORY / "launch" / "multi_node.py")
 
@@ -178,3 +179,13 @@ def test_refused_before_any_process(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (REFUSED, "")
     assert done.stderr == "evenkeel: -nr 2: with -n 2 a node rank is in 0..1\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_it_waits_for_node_0() -> None:
+    words = ["-n", "2", "-g", "1", "-nr", "1", "--master", f"127.0.0.1:{free_port()}"]
+    process = start([sys.executable, str(REPOSITORY / "launch" / "multi_node.py"), *words])
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("evenkeel: waiting for node 0 at 127.0.0.1 port ")
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert (done.returncode, done.stderr) == (130, "")

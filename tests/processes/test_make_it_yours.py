@@ -42,6 +42,8 @@ def test_a_renamed_copy_without_optional_rooms(copy: Path, tmp_path: Path) -> No
     assert done.stdout == "train.py:3\n"
     plan = run([sys.executable, "-m", "mytrainer", "plan", "--help"], cwd=copy, env=own)
     assert plan.stdout.startswith("usage: python -m mytrainer plan ")
+    for words in ("check --fix -q", "format -q", "check"):  # as `make format lint` does
+        run([sys.executable, "-m", "ruff", *words.split(), "."], cwd=copy)
     tests = ["tests/common", "tests/data/test_plan.py"]
     run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], cwd=copy, env=own)
 

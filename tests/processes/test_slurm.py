@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.launch import agent
+from tests.cli.doctor.test_local import torchvision_that_needs
 from tests.support import processes
 from tests.support.processes import ROOT
 
@@ -58,3 +59,21 @@ def test_scripts_are_plain_bash() -> None:
     done = processes.run([sys.executable, "slurm/node.py", "--", "--epochs", "1"], expect=2)
     assert done.stderr.startswith("evenkeel: slurm/node.py is a task of a Slurm job: srun --ntasks-per-node=1")
     assert os.access(ROOT / "slurm" / "submit.py", os.X_OK)
+
+
+def test_a_node_starts_nothing_after_a_failure_of_its_doctor(tmp_path: Path) -> None:
+    """A node's share of a job of one node, as Slurm starts it. The fault: a torchvision for another torch."""
+    pytest.importorskip("evenkeel.launch.slurm")
+    torchvision_that_needs(tmp_path, "torch==1.9.0")
+    slurm = dict.fromkeys(("SLURM_JOB_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"), "1")
+    slurm |= {"SLURM_STEP_NODELIST": "here", "SLURM_NODEID": "0"}
+    small = ["--batch-size", "16", "--limit-batches", "4", "--max-steps", "2", "--wandb", "disabled"]
+    command = [sys.executable, "slurm/node.py", "-g", "2", "--doctor", "--", *small, "--run-dir"]
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = processes.run([*command, str(tmp_path / "run")], env={**slurm, "PYTHONPATH": path}, expect=1)
+    assert "FAIL  torchvision" in done.stdout
+    assert done.stderr.endswith("evenkeel: --doctor: the job is not started\n")
+    assert not (tmp_path / "run" / "status.json").exists()
+    done = processes.run([*command, str(tmp_path / "run")], env=slurm)
+    assert " 0 FAIL in " in done.stdout
+    assert processes.read(tmp_path / "run")["step"] == 2

@@ -132,6 +132,7 @@ def _become(order: Any, out: int, err: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(order["env"])
         del sys.modules["__mp_main__"]  # multiprocessing's second name for this file
+        sys.path[1:1] = order["env"].get("PYTHONPATH", "").split(os.pathsep)
         first, *rest = order["argv"]
         if first == "-m":
             sys.argv, sys.path[0] = rest, order["cwd"]

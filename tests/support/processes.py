@@ -51,9 +51,9 @@ def start(command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | Non
     )
 
 
-def fork(*arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def fork(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
     """As `start([sys.executable, ...])`, but forked from a process that has imported torch."""
-    started: Any = Forked([str(argument) for argument in arguments], environment(env), ROOT)
+    started: Any = Forked([str(argument) for argument in arguments], environment(env), cwd)
     return started  # as much of a Popen as is needed here
 
 

@@ -67,6 +67,8 @@ def test_a_model_that_looks_at_values_gets_no_mfu(monkeypatch: pytest.MonkeyPatc
         ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "fp32", 67),
         ("NVIDIA A100-SXM4-40GB", "tf32", 156), ("Tesla V100-SXM2-16GB", "fp16", 125), ("Tesla T4", "fp32", 8.1),
         ("NVIDIA L40S", "bf16", 362), ("NVIDIA L4", "bf16", 121), ("NVIDIA GeForce RTX 4090", "fp16", 165),
+        ("Tesla V100-PCIE-32GB", "fp16", 112), ("NVIDIA GeForce RTX 3090 Ti", "bf16", 0),
+        ("NVIDIA GeForce RTX 3090", "bf16", 71), ("NVIDIA H200 NVL", "bf16", 0),
         ("Tesla V100-SXM2-16GB", "bf16", 0), ("NVIDIA A10", "bf16", 0), ("NVIDIA GeForce RTX 4090 Laptop", "fp32", 0),
     ],
 )  # fmt: skip

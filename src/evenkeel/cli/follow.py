@@ -44,11 +44,13 @@ class FollowCommand:
 
     def __call__(self) -> int:
         """Follow it."""
+        code: int | None = None
         with contextlib.suppress(ModuleNotFoundError):  # launch/slurm may be deleted
             from ..launch.slurm.follow import follow
 
-            if (code := follow(self.run_dir)) is not None:
-                return code
+            code = follow(self.run_dir)
+        if code is not None:
+            return code
         if not is_run(self.run_dir):
             raise Refusal(f"{self.run_dir}: no run there and no Slurm job; name a run directory")
         with CtrlC() as ctrl_c:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, TypeVar
 
 V = TypeVar("V")
@@ -50,14 +51,15 @@ def speeds(values: Mapping[str, Any], left: timedelta | None = None, goodput: fl
 
 def name_ranks(ranks: list[int]) -> str:
     """[0, 1, 2, 5] as "ranks 0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    runs = groupby(enumerate(sorted(ranks)), lambda it: it[1] - it[0])  # consecutive ones: the same difference
+    spans = [[rank for _, rank in run] for _, run in runs]
     text = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
     return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
+def count_ranks(number: int) -> str:
+    """How many ranks, in words."""
+    return f"{number} rank{'s' * (number != 1)}"
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -119,18 +119,18 @@ def can_lose_a_node(agent: int) -> bool:
     return "EVENKEEL_LARGEST_WORLD" in os.environ or bool(re.search(r"--nnodes[=\0](\d+):(?!\1\0)", typed))
 
 
-def end_agent(agent: int) -> None:
+def end_agent(agent: int, failed: bool = False) -> None:
     """End torchrun without a restart of its workers, and wait until it is gone, 5 seconds at most.
 
-    The signal is one that torchrun does not handle, because it answers the others with a traceback. Two torchruns need
-    SIGTERM: process 1 of a container, which nothing else ends, and one with --redirects or --tee, which has yet to
-    show what it captured.
+    The signal is one that torchrun does not handle, because it answers the others with a traceback. Some torchruns need
+    SIGTERM: process 1 of a container, which nothing else ends, one with --redirects or --tee, which has yet to show
+    what it captured, and one that is to end with exit code 1 (`failed`).
     """
     with contextlib.suppress(OSError):  # it has just ended
         children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
         workers = [child for child in children if child != os.getpid() and _is_of_torchrun(child)]
         shown = os.path.samestat(Path(f"/proc/{agent}/fd/2").stat(), os.fstat(2))
-        quiet = (shown and agent != 1) or _in_mask(agent, "SigCgt", REFUSAL)  # evenkeel.launch.agent handles it
+        quiet = (shown and agent != 1 and not failed) or _in_mask(agent, "SigCgt", REFUSAL)  # our agent handles it
         if os.getppid() != agent:
             return  # it has ended meanwhile, and its pid may be another process's
         os.kill(agent, REFUSAL if quiet else signal.SIGTERM)

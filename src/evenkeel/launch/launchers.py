@@ -21,6 +21,7 @@ from ..common.keyboard import CtrlC
 from ..common.network import Link, find_link, meet
 from ..common.processes import die_with_parent
 from ..config import Config, Flag, MaybePath, check_numbers, devices_per_rank, option
+from ..resilience.interruption import KEYBOARD
 from .topology import (
     CPU_PROCESSES,
     DEFAULT_PORT,
@@ -186,20 +187,17 @@ def prepare(argv: Sequence[str], train: Path) -> Start:
     return Start(typed, topology, link, torchrun(topology, link, script, train_args), config)
 
 
-def doctor_says(start: Start) -> int:
-    """With --doctor: run `evenkeel doctor` on the ranks that the job will have. Returns 0 if the job may start."""
-    if not start.typed.doctor:
-        return 0
-    command = start.command.argv
-    cut = command.index("--")
-    train_args = command[cut + 2 :] if start.config else ()
+def doctor_says(command: Command, of_train: bool = True) -> int:
+    """Run `evenkeel doctor` on the ranks of a command, with its options if `of_train`.py; 0: the job may start."""
+    words = command.argv
+    cut = words.index("--")
     # a rendezvous of its own: it must never join that of a job at work
-    own = (f"--rdzv-id={command[command.index('--rdzv-id') + 1]}-doctor", "--max-restarts=0")
-    checked = (*command[:cut], *own, "-m", "--", "evenkeel", "doctor", "--timeout=30", "--", *train_args)
+    own = (f"--rdzv-id={words[words.index('--rdzv-id') + 1]}-doctor", "--max-restarts=0")
+    train_args = words[cut + 2 :] if of_train else ()
+    checked = (*words[:cut], *own, "-m", "--", "evenkeel", "doctor", "--timeout=30", "--", *train_args)
     with CtrlC():  # torchrun gets it as well, and ends its ranks
         ending = partial(die_with_parent, signal.SIGTERM)
-        done = subprocess.run(checked, env={**os.environ, **start.command.env}, preexec_fn=ending, check=False)
-    code = done.returncode
+        code = subprocess.run(checked, env={**os.environ, **command.env}, preexec_fn=ending, check=False).returncode
     if code in (FAILED, REFUSED):
         print("evenkeel: --doctor: the job is not started", file=sys.stderr)
         return FAILED
@@ -226,11 +224,14 @@ def topology_in(arguments: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str], train: Path) -> int:
     """Check everything, then become torchrun; return only if there is nothing to run."""
-    start = prepare(argv, train)
-    if start.typed.dry_run:
-        print(start.command)
-        return 0
-    wait_for_master(start.topology)
-    if code := doctor_says(start):
+    try:
+        start = prepare(argv, train)
+        if start.typed.dry_run:
+            print(start.command)
+            return 0
+        wait_for_master(start.topology)
+    except KeyboardInterrupt:  # most likely while it waits for node 0
+        return KEYBOARD
+    if start.typed.doctor and (code := doctor_says(start.command, start.config is not None)):
         return code
     return start.command.execute()

@@ -18,7 +18,7 @@ from typing import Any
 from ..common import display
 from ..common.arguments import lose_stdout
 from ..common.files import append_json
-from ..common.naming import TRAIN, named, progress, shown, speeds
+from ..common.naming import TRAIN, count_ranks, named, progress, shown, speeds
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import Plan
@@ -89,8 +89,7 @@ class Tracker:
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
-        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
-        self.say(f"{attempt}{ranks}, step {step}/{self.plan.total_steps} -> {self.path}")
+        self.say(f"{attempt}{count_ranks(self.world_size)}, step {step}/{self.plan.total_steps} -> {self.path}")
         if self._display:
             self._display.begin(self.plan)
 

@@ -22,18 +22,17 @@ from ..distributed.data_parallel import replicas
 from ..distributed.world import World
 from .task import Task
 
-log = logging.getLogger(__name__)
-
 PEAKS: dict[str, dict[str, float]] = {
     "(H200|H100)(?! PCIe| NVL)": {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989},
     "H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756},
     "A100": {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312},
     "L40S": {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362},
     "L4": {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121},
-    "V100": {"fp32": 15.7, "fp16": 125},
+    "V100-SXM2": {"fp32": 15.7, "fp16": 125},
+    "V100-PCIE": {"fp32": 14, "fp16": 112},
     "T4": {"fp32": 8.1, "fp16": 65},
     "RTX 4090(?! Laptop| D)": {"fp32": 82.6, "tf32": 82.6, "bf16": 165, "fp16": 165},
-    "RTX 3090": {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
+    "RTX 3090(?! Ti)": {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
 }
 """Dense TFLOP/s by --precision, of a GPU whose name holds the pattern as a word; 16 bit with sums in 32. From NVIDIA's
 data sheets, and for RTX cards the Ampere GA102 and Ada white papers; half of a figure that is given with sparsity."""
@@ -62,7 +61,7 @@ def per_sample(
             devices = world.world_size * max(len(world.devices), len(replicas(config.strategy, world.device)))
             found["mfu"] = flops(task, model, batch) / samples / (top * devices)
     except Exception as error:  # of a model that cannot be copied, or whose loss looks at values
-        log.info("no MFU or tokens/s: %s: %s", type(error).__name__, error)
+        logging.getLogger(__name__).info("no MFU or tokens/s: %s: %s", type(error).__name__, error)
     return found
 
 

@@ -61,11 +61,6 @@ def test_a_check_that_crashes_is_a_warning_and_one_that_hangs_a_failure() -> Non
     assert examine("fine", lambda: [GOOD], 20) == [GOOD]
 
 
-def test_a_report_travels_as_json() -> None:
-    report = Report(3, "b", [GOOD, BAD])
-    assert Report.loads(report.dumps()) == report
-
-
 def test_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     merged = merge(reports(GOOD, GOOD, BAD, BAD))
     show(merged, "4 ranks", 1.0)

@@ -173,23 +173,12 @@ def test_a_slow_rank_is_named() -> None:
     assert judge_speeds("products", "GFLOP/s", [40.0, 41.0, 30.0, 39.0], "aabb").level == "OK"
 
 
-QUERY = """0, GPU-1111, NVIDIA X, 81559, 4, 550.54.15
-1, GPU-2222, NVIDIA X, 81559, 70001, 550.54.15
-no devices were found
-"""
-
-
-def test_what_nvidia_smi_says() -> None:
-    rows = devices.table(QUERY, devices.GPU)
-    assert [row["uuid"] for row in rows] == ["GPU-1111", "GPU-2222"]
-    assert rows[1]["memory.used"] == "70001"
-
-
 def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program in the place of nvidia-smi, which says what a real one has said."""
     script = tmp_path / "nvidia-smi"
     script.write_text(
-        "#!/bin/sh\ncase $1 in\n--query-gpu*) echo 0, GPU-1111, NVIDIA X, 81559, 4, 450.51 ;;\n"
+        "#!/bin/sh\ncase $1 in\n--query-gpu*) echo 0, GPU-1111, NVIDIA X, 81559, 4, 450.51\n"
+        "echo 1, GPU-2222, NVIDIA X, 81559, 70001, 450.51; echo some other line ;;\n"
         f"--query-comp*) echo GPU-1111, {os.getppid()}, 70000 ;;\n*) echo '| CUDA Version: 11.0  |' ;;\nesac\n"
     )
     script.chmod(0o755)
@@ -198,6 +187,7 @@ def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = {it.name: it for it in devices.gpus()}
     assert found["GPU 0"].value == "NVIDIA X, 4 of 81559 MiB used, GPU-1111"
+    assert found["GPU 1"].value == "NVIDIA X, 70001 of 81559 MiB used, GPU-2222"
     assert found["driver"].value == "450.51, for CUDA 11.0"
     told = {name: found[name].level for name in ("driver", "CUDA in torch", "processes on GPUs")}
     assert told == {"driver": "FAIL", "CUDA in torch": "FAIL", "processes on GPUs": "WARN"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...common.naming import name_ranks
@@ -55,36 +56,26 @@ def collectives(world: World) -> Iterator[Finding]:
     """all-reduce, all-to-all and broadcast: each once to be checked, then three times to be timed."""
     ranks, rank, device = world.world_size, world.rank, world.device
     each = -(-PAYLOAD // ranks)
-
-    def all_reduce() -> bool:
-        tensor = torch.full((each * ranks,), float(rank + 1), device=device)
-        dist.all_reduce(tensor)
-        return bool((tensor == ranks * (ranks + 1) / 2).all())
-
-    def all_to_all() -> bool:
-        others = torch.arange(ranks, device=device, dtype=torch.int32)
-        sent = (rank * ranks + others).repeat_interleave(each)
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent)
-        return torch.equal(got, (others * ranks + rank).repeat_interleave(each))
-
-    def broadcast() -> bool:
-        tensor = torch.full((each * ranks,), float(rank), device=device)
-        dist.broadcast(tensor, src=ranks - 1)
-        return bool((tensor == ranks - 1).all())
-
-    checks: dict[str, Callable[[], bool]] = {"all-reduce": all_reduce, "all-to-all": all_to_all, "broadcast": broadcast}
-    for name, call in checks.items():
-        right = call()
-        dist.all_reduce(torch.zeros(1))  # all begin together
-        start = time.perf_counter()
-        for _ in range(3):
-            right = call() and right
-        spent = (time.perf_counter() - start) / 3
+    size = each * ranks * 4
+    ones, others = torch.ones(each * ranks, device=device), torch.arange(ranks, device=device)
+    sent, received = ((it * 1.0).repeat_interleave(each) for it in (rank * ranks + others, others * ranks + rank))
+    checks: dict[str, tuple[Callable[[Tensor], object], Tensor, Tensor]] = {  # what is called, with what, for what
+        "all-reduce": (dist.all_reduce, ones * (rank + 1), ones * ranks * (ranks + 1) / 2),
+        "all-to-all": (lambda got: dist.all_to_all_single(got, sent), ones * -1, received),
+        "broadcast": (lambda it: dist.broadcast(it, src=ranks - 1), ones * rank, ones * (ranks - 1)),
+    }
+    for name, (call, given, wanted) in checks.items():
+        right, spent = True, 0.0
+        for number in range(4):
+            tensor = given.clone()
+            dist.all_reduce(torch.zeros(1))  # all begin together
+            start = time.perf_counter()
+            call(tensor)
+            right = torch.equal(tensor, wanted) and right
+            spent += (time.perf_counter() - start) / 3 * (number > 0)
         all_right = world.gather(right)
         if rank == 0:
             wrong = [number for number, it in enumerate(all_right) if not it]
-            size = each * ranks * 4
             value = f"right, {size / 2**20:.0f} MiB in {spent * 1000:.0f} ms, {size / spent / 1e9:.2f} GB/s"
             value = f"wrong numbers on {name_ranks(wrong)}" if wrong else value
             again = "NCCL_P2P_DISABLE=1 NCCL_DEBUG=INFO torchrun ... -m evenkeel doctor"
@@ -148,9 +139,8 @@ def speeds(world: World) -> Iterator[Finding]:
     """Matrix products and copies on every rank at the same time, with the slow ranks named."""
     if world.launched:
         dist.all_reduce(torch.zeros(1))
-    hosts, *measured = zip(
-        *world.gather((socket.gethostname(), products(world.device), copies(world.device))), strict=True
-    )
+    told = world.gather((socket.gethostname(), products(world.device), copies(world.device)))
+    hosts, *measured = zip(*told, strict=True)
     if world.rank == 0:
         yield judge_speeds("products", "GFLOP/s", measured[0], hosts)
         yield judge_speeds("copies", "GB/s", measured[1], hosts)

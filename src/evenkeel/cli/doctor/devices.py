@@ -32,15 +32,11 @@ def ask(*arguments: str) -> str:
         return ""
 
 
-def table(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    """The lines of nvidia-smi's CSV; a line with another number of values is no answer."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
-    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
-
-
 def query(what: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    """`nvidia-smi --query-WHAT=FIELDS`, a dictionary for each line."""
-    return table(ask(f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"), fields)
+    """`nvidia-smi --query-WHAT=FIELDS`, a dictionary for each line; one with another number of values is no answer."""
+    said = ask(f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in row] for row in csv.reader(said.splitlines())]
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
 GPU = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -77,16 +77,6 @@ class Report:
     host: str
     findings: list[Finding]
 
-    def dumps(self) -> str:
-        """As JSON, for the store."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def loads(text: str | bytes) -> Report:
-        """The inverse of :meth:`dumps`."""
-        known: dict[str, Any] = json.loads(text)
-        return Report(known["rank"], known["host"], [Finding(**it) for it in known["findings"]])
-
 
 @dataclass(frozen=True)
 class Merged:
@@ -132,19 +122,16 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 def show(merged: Sequence[Merged], title: str, seconds: float) -> None:
     """Print the findings for people: a line each, and below a trouble what was expected and the line to type."""
-    console = Console(highlight=False, soft_wrap=True)  # a line to type is not broken
-    console.print(Text(f"doctor: {title}"))
     width = max((len(it.finding.name) for it in merged), default=0)
+    lines = [Text(f"doctor: {title}")]
     for it in merged:
-        finding = it.finding
-        line = Text(f"{finding.level:<6}", style=STYLES[finding.level])
-        line.append(f"{finding.name:<{width}}  {finding.value}{f'  ({it.where})' * bool(it.where)}", style="default")
-        console.print(line)
-        for word, text in (("expected", finding.expected), ("type", finding.remedy)):
-            if text:
-                console.print(Text(f"      {word:<{width}}  {text}"))
+        level, name, value = it.finding.level, it.finding.name, it.finding.value + f"  ({it.where})" * bool(it.where)
+        lines.append(Text.assemble((f"{level:<6}", STYLES[level]), f"{name:<{width}}  {value}"))
+        below = {"expected": it.finding.expected, "type": it.finding.remedy}
+        lines += [Text(f"      {word:<{width}}  {text}") for word, text in below.items() if text]
     counts = [f"{sum(it.finding.level == level for it in merged)} {level}" for level in STYLES]
-    console.print(Text(f"{', '.join(counts)} in {seconds:.1f} s"))
+    lines.append(Text(f"{', '.join(counts)} in {seconds:.1f} s"))
+    Console(highlight=False, soft_wrap=True).print(*lines, sep="\n")  # a line to type is not broken
 
 
 def as_json(merged: Sequence[Merged], title: str, seconds: float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ...common.naming import count_ranks
 from ...common.processes import count_cores
 from .findings import Finding, judged
 
@@ -26,7 +27,7 @@ def cores(ranks: int, workers: int) -> Iterator[Finding]:
     fitting = max(1, (here - ranks * workers) // ranks)
     yield judged(
         "cores",
-        f"{here} for {ranks} rank{'s' * (ranks > 1)} x ({threads} threads + {workers} workers) = {busy}",
+        f"{here} for {count_ranks(ranks)} x ({threads} threads + {workers} workers) = {busy}",
         "no more threads and workers than cores: they would wait for each other",
         f"export OMP_NUM_THREADS={fitting}" + f"    # and --num-workers {max(0, here // ranks - 1)}" * (workers > 0),
         warn=busy > here and (threads > 1 or workers),
@@ -58,15 +59,11 @@ def limits() -> Iterator[Finding]:
     if Path("/sys/class/infiniband").is_dir():
         known.append(("locked memory", "-l", resource.RLIMIT_MEMLOCK, sys.maxsize))
     for name, flag, number, least in known:
-        # RLIM_INFINITY is -1
-        soft, hard = (math.inf if it < 0 else it for it in resource.getrlimit(number))
+        soft, hard = (math.inf if it < 0 else it for it in resource.getrlimit(number))  # RLIM_INFINITY is -1
         wanted = "unlimited" if least == sys.maxsize else max(least, min(hard, 65536))
-        who = "    # as root: the hard limit is lower" * (hard < least)
-        value, expected = (
-            str(soft).replace("inf", "unlimited"),
-            f"{wanted}{' (the default is too low for many loaders)' * (name == 'open files')}",
-        )
-        yield judged(f"limit of {name}", value, expected, f"ulimit {flag} {wanted}{who}", warn=soft < least)
+        expected = f"{wanted}{' (the default is too low for many loaders)' * (name == 'open files')}"
+        remedy = f"ulimit {flag} {wanted}" + "    # as root: the hard limit is lower" * (hard < least)
+        yield judged(f"limit of {name}", str(soft).replace("inf", "unlimited"), expected, remedy, warn=soft < least)
 
 
 def variables(environ: Mapping[str, str] = os.environ, each: int = 1) -> Iterator[Finding]:
@@ -75,8 +72,7 @@ def variables(environ: Mapping[str, str] = os.environ, each: int = 1) -> Iterato
     def number(name: str) -> int | None:
         return int(environ[name]) if environ.get(name, "").isdigit() else None
 
-    launched = "TORCHELASTIC_RUN_ID" in environ
-    wrong = []
+    launched, wrong = "TORCHELASTIC_RUN_ID" in environ, []
     nodes, groups = number("SLURM_STEP_NUM_NODES"), number("GROUP_WORLD_SIZE")
     tasks, given, local = number("SLURM_STEP_NUM_TASKS"), number("SLURM_GPUS_ON_NODE"), number("LOCAL_WORLD_SIZE")
     one_each = "srun --ntasks-per-node=1 slurm/node.py -- OPTIONS"
@@ -87,8 +83,8 @@ def variables(environ: Mapping[str, str] = os.environ, each: int = 1) -> Iterato
     if launched and given and local and given != local * each:
         found = f"SLURM_GPUS_ON_NODE={given}, LOCAL_WORLD_SIZE={local}"
         wrong.append((found, "a rank for each GPU", f"torchrun --nproc_per_node={given // each} ..."))
-    if not launched and any(name in environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
-        left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in environ]
+    left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in environ]
+    if left and not launched:
         wrong.append((f"{' '.join(left)} without torchrun", "none: torchrun sets them", f"unset {' '.join(left)}"))
     for value, expected, remedy in wrong:
         yield Finding("WARN", "variables", value, expected, remedy)

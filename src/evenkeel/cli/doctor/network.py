@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import time
 from collections.abc import Iterator
@@ -58,26 +59,21 @@ def host_name(nodes: int) -> Iterator[Finding]:
 
 def master(host: str, port: int, nodes: int) -> Iterator[Finding]:
     """The address of node 0 as this node sees it, and the interface that leads there."""
-    found, shown = addresses(host), f"{host}:{port}"
+    name, found, shown = "address of node 0", addresses(host), f"{host}:{port}"
     loopback = nodes > 1 and any(map(is_loopback, found))
     if loopback or not found:
         # with the address of this node, which is node 0 where the name leads to itself
-        yield Finding(
-            "FAIL",
-            "address of node 0",
-            f"{shown} is {', '.join(found) or 'not known'} here",
-            "an address by which all nodes reach node 0",
-            f"launch/multi_node.py --master {_outside()[1] if loopback else 'ADDRESS'} ..."
-            "    # or, on node 0: torchrun --local-addr ADDRESS ...",
-        )
+        value = f"{shown} is {', '.join(found) or 'not known'} here"
+        remedy = f"launch/multi_node.py --master {_outside()[1] if loopback else 'ADDRESS'} ..."
+        remedy += "    # or, on node 0: torchrun --local-addr ADDRESS ..."
+        yield Finding("FAIL", name, value, "an address by which all nodes reach node 0", remedy)
         return
     try:
         link = find_link(host, port, is_master=False)
     except Refusal as refusal:
-        remedy = f"ip route get {found[0]}"
-        yield Finding("FAIL", "address of node 0", f"{shown}: {refusal}", "a route to it", remedy)
+        yield Finding("FAIL", name, f"{shown}: {refusal}", "a route to it", f"ip route get {found[0]}")
         return
-    yield judged("address of node 0", f"{shown}, by {link.interface or 'an unnamed interface'} as {link.address}")
+    yield judged(name, f"{shown}, by {link.interface or 'an unnamed interface'} as {link.address}")
 
 
 def free_port(host: str, port: int, needed: bool = True) -> Iterator[Finding]:
@@ -125,9 +121,9 @@ def round_trip(store: Store, rank: int) -> Iterator[Finding]:
     yield judged("store", f"a round trip takes {value}", near, ping, warn=spent >= SLOW_STORE)
 
 
-def collect(store: Store, world: World, own: Report, seconds: float) -> list[Report]:
+def collect(store: Any, world: World, own: Report, seconds: float) -> list[Report]:
     """All ranks' findings on rank 0; ranks that send none within the time are a failure."""
-    store.set(f"report/{own.rank}", own.dumps())
+    store.set(f"report/{own.rank}", pickle.dumps(own))
     if world.rank:
         return []
     deadline, reports, silent = time.monotonic() + seconds, list[Report](), list[int]()
@@ -135,7 +131,7 @@ def collect(store: Store, world: World, own: Report, seconds: float) -> list[Rep
         while not (there := store.check([f"report/{rank}"])) and time.monotonic() < deadline:
             time.sleep(0.02)
         if there:
-            reports.append(Report.loads(store.get(f"report/{rank}")))
+            reports.append(pickle.loads(store.get(f"report/{rank}")))  # noqa: S301  (this job's ranks)
         else:
             silent.append(rank)
     if silent:

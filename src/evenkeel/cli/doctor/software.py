@@ -27,9 +27,7 @@ def versions() -> Iterator[Finding]:
     """Python, torch, and torchvision, which is compiled for one version of torch."""
     old = sys.version_info[:2] < PYTHON
     yield judged("Python", sys.version.split()[0], "3.10 or newer", "make setup PYTHON=python3.12", fail=old, same=True)
-    build = (
-        f"{torch.__version__} (CUDA {torch.version.cuda})" if torch.version.cuda else f"{torch.__version__} (no CUDA)"
-    )
+    build = f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'})"
     yield judged("torch", build, "2.8 or newer", REINSTALL, fail=numbers(torch.__version__) < TORCH, same=True)
     yield from torchvision()
 

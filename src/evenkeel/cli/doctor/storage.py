@@ -50,8 +50,9 @@ def run_directory(run_dir: Path) -> Iterator[Finding]:
     try:
         speed = _write(place, min(SAMPLE, max(MIB, free // 2)))
     except OSError as error:
+        mount = next(it for it in (place, *place.parents) if it.is_mount())
         remedies = {
-            errno.EROFS: f"mount -o remount,rw {shlex.quote(str(_mount_of(place)))}    # or: {other}",
+            errno.EROFS: f"mount -o remount,rw {shlex.quote(str(mount))}    # or: {other}",
             errno.EACCES: f"sudo chown {os.getuid()} {quoted}    # or: {other}",
         }
         remedy = remedies.get(error.errno or 0, other)
@@ -87,10 +88,6 @@ def _write(place: Path, size: int) -> float:
             if not lock(first) or lock(second):
                 raise OSError(errno.ENOLCK, "locks do not work")
     return size / MIB / spent
-
-
-def _mount_of(path: Path) -> Path:
-    return next(it for it in (path, *path.parents) if it.is_mount())
 
 
 def shared(world: World, run_dir: Path) -> list[Finding]:

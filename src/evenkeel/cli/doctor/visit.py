@@ -65,9 +65,9 @@ class Visit:
                 self.tell([self.own], f"rank {world.rank} of {title}, alone")
         if level != "FAIL":
             return 0
-        agent = torchrun_agent()  # it would restart the ranks, or report a traceback of each
+        agent = torchrun_agent()  # it would restart the ranks
         if agent and (world.local_rank == 0 or not orphaned_within(OTHERS_SPEAK, agent)):
-            end_agent(agent)
+            end_agent(agent, failed=True)
         return 1
 
     def meet(self) -> Store | None:

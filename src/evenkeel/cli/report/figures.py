@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...common.naming import TRAIN
+from ...common.naming import TRAIN, count_ranks
 from ...run.records import ACCOUNTS
 from .classified import Classified
 from .history import Attempt, Curve, History
@@ -175,7 +175,7 @@ def _bars(axes: Axes, attempts: Sequence[Attempt], at: Callable[..., list[float]
         handles[name] = axes.barh(numbers, right - left, left=left, height=0.5, color=LIGHT[colour], alpha=alpha)
     shown = attempts[:: -(-len(attempts) // (ROWS // 2))]
     before = [0, *(it.ranks for it in attempts)]
-    axes.set_yticks([it.number for it in shown], [f"{it.number}:  {_ranks(it.ranks)}" for it in shown])
+    axes.set_yticks([it.number for it in shown], [f"{it.number}:  {count_ranks(it.ranks)}" for it in shown])
     for it, label in zip(shown, axes.get_yticklabels(), strict=True):
         if it.number > 1 and it.ranks != before[it.number - 1]:  # a resize
             label.set(color=LIGHT["second"], fontweight="bold")
@@ -186,7 +186,7 @@ def _bars(axes: Axes, attempts: Sequence[Attempt], at: Callable[..., list[float]
 
 def _attempts_in_words(history: History) -> str:
     told = [
-        f"{it.number}, {_ranks(it.ranks)}, steps {it.first_step} to {it.last_step}, {it.ending}"
+        f"{it.number}, {count_ranks(it.ranks)}, steps {it.first_step} to {it.last_step}, {it.ending}"
         for it in history.attempts[:ROWS]
     ]
     more = f"; and {len(history.attempts) - ROWS} more" * (len(history.attempts) > ROWS)
@@ -338,10 +338,6 @@ def _colour(number: int) -> str:
 
 def _short(text: str, most: int = 24) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number != 1)}"
 
 
 def _file_name(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +19,12 @@ import tyro
 
 from ...common.errors import Ended, Refusal
 from ...common.keyboard import CtrlC
-from ...common.network import Link
+from ...common.naming import count_ranks
+from ...common.network import meet
 from ...common.processes import count_cores, die_with_parent
 from ...config import Flag, MaybePath, devices_per_rank, option
+from ...launch.launchers import link_of, processes_of_node
+from ...launch.topology import DEFAULT_PORT, Topology, parse_master, torchrun
 from .analysis import LOSSES, Row, Sample, measure, middle, predicted, table
 
 if TYPE_CHECKING:
@@ -29,26 +33,31 @@ if TYPE_CHECKING:
 TRACED = 5
 """Steps after the timed ones, which are traced to see the communication. The speed is that of steps without a trace."""
 
-OWN = ("run-dir", "max-steps", "epochs", "profile", "eval-every", "checkpoint-every", "log-every", "wandb", "fresh")
-"""Options that the short runs need for themselves."""
+PATIENCE = 3600.0
+"""Seconds for which another node waits for node 0, which may be busy with runs that do not need it."""
 
 STRONG, WEAK = "fixed global batch", "fixed batch a rank"
 
 
 @dataclass(frozen=True)
 class ScalingCommand:
-    """Measure how a job gets faster with more ranks on this machine, by short real runs in turn.
+    """Measure how a job gets faster with more ranks, by short real runs in turn.
 
-    Example: python -m evenkeel scaling -g 1,2 --output scaling.svg -- --batch-size 256
+      python -m evenkeel scaling -g 1,2 --output scaling.svg -- --batch-size 256
+      python -m evenkeel scaling -n 1,2 -g 4 -nr 0 --master node0     on the first of two nodes; on the other with -nr 1
 
     What follows after `--` are options of train.py. The runs are in temporary folders. Each number of ranks runs once
     with the global batch of --batch-size, and once with a batch that grows with the ranks.
     """
 
     gpus: Annotated[str, tyro.conf.arg(aliases=["-g"], metavar="N,N,...")]
-    """Numbers of ranks: GPUs, or processes on a machine without, e.g. 1,2,4. The smallest is compared with."""
-    nodes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = option(1, 1, 2**16)
-    """Nodes. Only 1 can be measured."""
+    """Processes per node: GPUs, or on a machine without any number, e.g. 1,2,4. The fewest ranks are compared with."""
+    nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N,N,...")] = "1"
+    """Numbers of nodes, with one number of processes. A node that a run does not need waits for the next."""
+    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"], metavar="N")] = option(None, 0, 2**16)
+    """Rank of this node, from 0. Node 0 is in every run and prints the tables."""
+    master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]")] = ""
+    """Address by which the other nodes reach node 0. Each run has a port of its own, from this one (29500) upwards."""
     steps: int = option(60, 24, 10**6)
     """Steps of each run. The first third is for warming up and does not count."""
     rounds: int = option(3, 1, 1000)
@@ -62,43 +71,55 @@ class ScalingCommand:
 
     def __call__(self, train_options: list[str]) -> int:
         """Run everything and print the tables."""
-        ranks = self._checked(train_options)
-        from ...launch.launchers import processes_of_node  # these two import torch
-        from ...tasks.command_line import parse
+        nodes, most = self._checked(train_options)
+        from ...tasks.command_line import parse  # imports torch
 
         config, _ = parse(train_options)
-        processes_of_node(config, ranks[-1] * devices_per_rank(config))
+        processes_of_node(config, most.gpus * devices_per_rank(config))
+        ranks = list(nodes)
         batches = {STRONG: dict.fromkeys(ranks, config.batch_size)}
         batches[WEAK] = {n: config.batch_size * n // ranks[0] for n in ranks}
         import torch
 
         if not torch.cuda.is_available():
             cores = count_cores()
-            train_options = [*train_options, f"--threads={config.threads or max(1, cores // ranks[-1])}"]
-            if ranks[-1] > cores:
-                _say(f"WARNING: {ranks[-1]} ranks share {cores} cores; what that costs looks like bad scaling")
-        found = self._run_all(batches, train_options)
+            train_options = [*train_options, f"--threads={config.threads or max(1, cores // most.gpus)}"]
+            if most.gpus > cores:
+                _say(f"WARNING: {most.gpus} ranks share {cores} cores; what that costs looks like bad scaling")
+        found = self._run_all(batches, nodes, most, train_options)
+        if self.node_rank:
+            _say("the tables are on node 0")
+            return 0
         tables = {
             title: table({n: (batch, found[n, batch]) for n, batch in sizes.items()}, title == WEAK)
             for title, sizes in batches.items()
         }
         self._show(tables)
         if self.output:
-            self._draw(tables, self.output)
+            from .plot import draw
+
+            try:
+                draw(tables, self.output)
+            except OSError as error:
+                raise Ended(f"--output {self.output}: {error.strerror}") from None
+            _say(f"plot -> {self.output}")
         return 0
 
-    def _checked(self, train_options: list[str]) -> list[int]:
-        """The numbers of ranks, in order; what cannot be measured is refused."""
-        ranks = sorted({int(word) if re.fullmatch("[0-9]{1,4}", word) else 0 for word in self.gpus.split(",")})
-        if len(ranks) < 2 or ranks[0] < 1 or ranks[-1] > 1024:
-            raise Refusal(f"-g {self.gpus[:40]}: give two or more numbers of ranks from 1 to 1024, for example 1,2,4")
-        if odd := [n for n in ranks if n % ranks[0]]:
-            raise Refusal(f"-g {self.gpus}: {odd[0]} is not a multiple of {ranks[0]}; a batch could not grow with it")
-        if self.nodes > 1:
-            raise Refusal(f"-n {self.nodes}: only one node can be measured; leave -n out, and run this on a node")
+    def _checked(self, train_options: list[str]) -> tuple[dict[int, int], Topology]:
+        """Nodes by the number of ranks, in order, and the largest topology; what cannot be measured is refused."""
+        nodes, gpus = _numbers(self.nodes), _numbers(self.gpus)
+        typed, varied = (f"-g {self.gpus[:40]}", gpus) if len(nodes) == 1 else (f"-n {self.nodes[:40]}", nodes)
+        if len(varied) < 2 or len(nodes) * len(gpus) != len(varied):
+            raise Refusal(f"{typed}: give two or more numbers, for example -g 1,2,4, or -n 1,2 -g 4")
+        if odd := [n for n in varied if n % varied[0]]:
+            raise Refusal(f"{typed}: {odd[0]} is not a multiple of {varied[0]}; a batch could not grow with it")
+        if nodes[-1] > 1 and self.node_rank is None:
+            raise Refusal(f"-nr is missing: with -n {self.nodes} give each node its own, from 0")
+        host, port = parse_master(self.master) if self.master else ("", DEFAULT_PORT)
+        most = Topology(gpus[-1], nodes[-1], nodes[-1], self.node_rank or 0, host, port, max_restarts=0)
         if not self.script.is_file():
             raise Refusal(f"--script {self.script}: no such file; run this in the folder of train.py, or name it")
-        for name in OWN:
+        for name in (*self._own(Path()), "fresh"):
             if any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in train_options):
                 raise Refusal(f"-- --{name}: scaling sets it for its short runs; leave it out")
         if self.output and self.output.suffix not in (".svg", ".png"):
@@ -107,49 +128,63 @@ class ScalingCommand:
             raise Refusal(f"--output {self.output}: exists already; name another file")
         if self.output and not self.output.parent.is_dir():
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
-        return ranks
+        if self.output and not importlib.util.find_spec("matplotlib"):
+            raise Refusal(f"--output {self.output}: matplotlib is not installed: pip install 'evenkeel[report]'")
+        return {n * g: n for n in nodes for g in gpus}, most
 
-    def _run_all(self, batches: dict[str, dict[int, int]], options: list[str]) -> dict[tuple[int, int], Sample]:
-        """The median run of each (ranks, global batch)."""
+    def _own(self, run_dir: Path) -> dict[str, object]:
+        """Options that the short runs need for themselves."""
+        return {
+            "run-dir": run_dir, "max-steps": self.steps + TRACED, "epochs": 10**6,
+            "profile": f"{self.steps}:{self.steps + TRACED}", "eval-every": 10**9, "checkpoint-every": 0,
+            "log-every": max(1, self.steps // 12), "wandb": "disabled",
+        }  # fmt: skip
+
+    def _run_all(
+        self, batches: dict[str, dict[int, int]], nodes: dict[int, int], most: Topology, options: list[str]
+    ) -> dict[tuple[int, int], Sample]:
+        """The median run of each (ranks, global batch); on another node than 0 only its share of the runs."""
         todo = sorted({pair for sizes in batches.values() for pair in sizes.items()})
         found: dict[tuple[int, int], list[Sample]] = {pair: [] for pair in todo}
-        for number in range(self.rounds):
-            for ranks, batch in todo:
-                sample = self._run(ranks, batch, options)
-                found[ranks, batch].append(sample)
-                done = f"round {number + 1} of {self.rounds}: {_ranks(ranks)}, batch {batch}"
-                _say(f"{done}: {sample.speed:,.0f} samples/s")
-        return {pair: middle(samples) for pair, samples in found.items()}
+        for number, (ranks, batch) in enumerate(todo * self.rounds):
+            if most.node_rank >= nodes[ranks]:
+                continue
+            topology = Topology(ranks, max_restarts=0)
+            if nodes[ranks] > 1:  # at a port of its own: the store of the run before may still be there
+                n, port = nodes[ranks], most.master_port + number
+                topology = replace(most, gpus=ranks // n, min_nodes=n, max_nodes=n, master_port=port)
+            sample = self._run(topology, ranks, [*options, f"--batch-size={batch}"])
+            done = f"round {number // len(todo) + 1} of {self.rounds}: {count_ranks(ranks)}, batch {batch}"
+            _say(done + (f": {sample.speed:,.0f} samples/s" if sample else ""))
+            found[ranks, batch] += [sample] if sample else []
+        return {pair: middle(samples) for pair, samples in found.items() if samples}
 
-    def _run(self, ranks: int, batch: int, options: list[str]) -> Sample:
-        from ...launch.topology import Topology, torchrun
-
+    def _run(self, topology: Topology, ranks: int, options: list[str]) -> Sample | None:
+        """This node's share of a run; what it shows is known on node 0."""
+        link, first = link_of(topology), topology.node_rank == 0
+        if not first:  # torchrun orders nodes by address, and the files are where rank 0 is; only its address is used
+            link = link._replace(address=f"~{topology.node_rank}")
+        try:
+            if topology.master_host:
+                meet(topology.master_host, topology.master_port, is_master=first, patience=PATIENCE)
+        except KeyboardInterrupt:
+            raise Ended("interrupted") from None
         with tempfile.TemporaryDirectory(prefix="evenkeel-scaling-") as folder:
             run_dir, output = Path(folder) / "run", Path(folder) / "output"
-            own = {
-                "batch-size": batch, "run-dir": run_dir, "max-steps": self.steps + TRACED, "epochs": 10**6,
-                "profile": f"{self.steps}:{self.steps + TRACED}", "eval-every": 10**9, "checkpoint-every": 0,
-                "log-every": max(1, self.steps // 12), "wandb": "disabled",
-            }  # fmt: skip
-            words = [*options, *(f"--{name}={value}" for name, value in own.items())]
-            command = torchrun(Topology(ranks, max_restarts=0), Link("127.0.0.1"), self.script, words)
+            words = [*options, *(f"--{name}={value}" for name, value in self._own(run_dir).items())]
+            command = torchrun(topology, link, self.script, words)
+            none, ending = subprocess.DEVNULL, partial(die_with_parent, signal.SIGTERM)
+            env = {**os.environ, **command.env}
             with output.open("wb") as file, CtrlC() as interrupt:  # the run gets it too, and ends before its folder
-                code = subprocess.run(
-                    command.argv,
-                    env={**os.environ, **command.env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    preexec_fn=partial(die_with_parent, signal.SIGTERM),
-                    check=False,
-                ).returncode
+                code = subprocess.call(command.argv, stdin=none, stdout=file, stderr=file, env=env, preexec_fn=ending)
             if interrupt.pressed:
                 raise Ended("interrupted")
             if code:
                 said = output.read_text(errors="replace").strip().splitlines()
-                line = next((it for it in said if it.startswith("evenkeel: ")), "\n".join(said[-20:]))
-                raise Ended(f"the run on {_ranks(ranks)} ended with code {code}: {line.removeprefix('evenkeel: ')}")
-            return measure(run_dir, self.steps // 3, self.steps)
+                why = next((it for it in said if it.startswith("evenkeel: ")), "\n".join(said[-20:]))
+                why = why.removeprefix("evenkeel: ")
+                raise Ended(f"the run on {count_ranks(ranks)} ended with code {code}: {why}")
+            return measure(run_dir, self.steps // 3, self.steps) if first else None
 
     def _show(self, tables: dict[str, list[Row]]) -> None:
         forecasts = {title: predicted(rows, title == WEAK) for title, rows in tables.items()}
@@ -171,18 +206,6 @@ class ScalingCommand:
                 f"({it.law}'s law, serial share {it.serial_share:.0%}{few})\n"
             )
 
-    def _draw(self, tables: dict[str, list[Row]], path: Path) -> None:
-        from .plot import draw
-
-        try:
-            draw(tables, path)
-        except ImportError:
-            _say("no plot: matplotlib is missing; pip install 'evenkeel[report]'")
-            return
-        except OSError as error:
-            raise Ended(f"--output {path}: {error.strerror}") from None
-        _say(f"plot -> {path}")
-
 
 def _as_table(title: str, rows: list[Row]) -> Table:
     from rich.table import Table
@@ -197,8 +220,10 @@ def _as_table(title: str, rows: list[Row]) -> Table:
     return shown
 
 
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number > 1)}"
+def _numbers(text: str) -> list[int]:
+    """1,2,4 in order; empty if it is something else."""
+    found = re.fullmatch("[1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*", text)
+    return sorted({int(word) for word in text.split(",")}) if found else []
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...common.naming import count_ranks
 from .analysis import LOSSES, Row, predicted
 
 COLOURS = ("#4c956c", "#e9c46a", "#e76f51", "#9d4edd", "#adb5bd")
@@ -11,7 +12,7 @@ COLOURS = ("#4c956c", "#e9c46a", "#e76f51", "#9d4edd", "#adb5bd")
 
 
 def draw(tables: dict[str, list[Row]], path: Path) -> None:
-    """Write the plot. Raises ImportError where matplotlib is missing.
+    """Write the plot.
 
     Args:
         tables: by title; the second with a fixed batch a rank.
@@ -34,7 +35,7 @@ def draw(tables: dict[str, list[Row]], path: Path) -> None:
         upper.plot(
             [numbers[-1], ranks], dashed, "--o", markevery=[1], mfc="white", color=COLOURS[0], alpha=0.6, label=label
         )
-        upper.set(title=title, xlabel="ranks", ylabel=f"speed-up over {first} rank{'s' * (first > 1)}", ylim=0)
+        upper.set(title=title, xlabel="ranks", ylabel=f"speed-up over {count_ranks(first)}", ylim=0)
         upper.set_xticks([*numbers, ranks])
         upper.legend(frameon=False)
         bottom = [0.0] * len(rows)

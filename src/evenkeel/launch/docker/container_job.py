@@ -53,7 +53,7 @@ def _launch(arguments: list[str]) -> int:
     if start.topology.max_nodes > 1:
         hold_places(f"{topology.master_port} {topology.run_id}", start.link.address)
     wait_for_master(start.topology)
-    if code := doctor_says(start):
+    if typed.doctor and (code := doctor_says(start.command, start.config is not None)):
         return code
     os.environ.update(start.command.env)
     return agent.main(list(start.command.argv[3:]))  # in this process, which has imported torch

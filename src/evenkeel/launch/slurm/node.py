@@ -12,21 +12,21 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from ...common.errors import REFUSED, Ended, Refusal
+from ...common.errors import FAILED, REFUSED, Ended, Refusal
 from ...common.files import write_json
-from ...config import LARGEST_WORLD, Config, option, saved_options
+from ...config import LARGEST_WORLD, Config, Flag, option, saved_options
 from ...distributed.exits import exit_code
 from ...resilience.interruption import STOPPED
 from ...run import run_directory
 from ...run.checkpoint import Checkpoints
 from ...run.records import read_facts
-from .. import agent
+from .. import agent, launchers
 from ..launchers import Gpus, check_train_options, link_of, parse_arguments, processes_of_node, wait_for_master
 from ..topology import Command, Topology, endpoint, parse_master, parse_nodes, torchrun
 from .jobs import JobRecord, SlurmError, load, slurm
@@ -48,6 +48,7 @@ class Node:
     max_restarts: int = 3
     max_requeues: int = MAX_REQUEUES
     folder: Path | None = None  # for the job's own files; None: in the run's folder
+    doctor: bool = False  # check the nodes before each start
 
     def __call__(self) -> int:
         """Run this node's share; ends the process with the job's exit code unless that is 0."""
@@ -57,7 +58,7 @@ class Node:
         started = code == 0
         if started:
             code = share.run()
-        if code and (code == REFUSED or not started) and "EVENKEEL_LAUNCH" in os.environ:
+        if (code == REFUSED or (code == FAILED and not started)) and "EVENKEEL_LAUNCH" in os.environ:
             if share.may_come_back:
                 code = STOPPED
             else:
@@ -79,8 +80,8 @@ class _Share:
         """Whether another start may go better, because this one is a counted requeue: what was right before may be
         wrong for a while, such as a lost GPU or the lock of a dead node."""
 
-    def prepare(self) -> None:
-        """All that may be refused, or fail, before this node has ranks."""
+    def prepare(self) -> int:
+        """All that may be refused, or fail, before this node has ranks; returns the doctor's exit code."""
         node, env = self.node, os.environ
         if "SLURM_STEP_NODELIST" not in env:
             raise Refusal("slurm/node.py is a task of a Slurm job: srun --ntasks-per-node=1 slurm/node.py -- OPTIONS")
@@ -106,8 +107,16 @@ class _Share:
         env[LARGEST_WORLD] = str(gpus * parse_nodes(record.nodes)[1])
         cores = int(env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_ON_NODE") or "0")
         link = link_of(topology)
-        self.command = torchrun(topology, link, node.script, node.train_args, cores=cores, log_dir=errors)
-        wait_for_master(topology)
+
+        def meet(topology: Topology) -> Command:
+            wait_for_master(topology)
+            return torchrun(topology, link, node.script, node.train_args, cores=cores, log_dir=errors)
+
+        # at another port: another node's store may outlast the doctor by a moment, and would be taken for the job's
+        if node.doctor and (code := launchers.doctor_says(meet(replace(topology, master_port=port + 1)))):
+            return code
+        self.command = meet(topology)
+        return 0
 
     def run(self) -> int:
         """Run torchrun's agent in this process. status.json then says what failed first: its writer, rank 0, may have
@@ -174,10 +183,7 @@ def _job_id() -> str:
 
 
 def _forbid_requeues() -> None:
-    """Tell the controller that this job is not to come back.
-
-    An exit code cannot: other nodes wait for this one, and when srun has killed them it ends with 137.
-    """
+    """Tell the controller; an exit code cannot: srun kills the nodes that wait for this one, and ends with 137."""
     try:
         slurm("scontrol", "update", f"JobId={_job_id()}", "Requeue=0")
     except SlurmError as error:
@@ -211,9 +217,11 @@ class NodeCommand:
     """How often a node may restart its processes after one of them has died, within one start of the job."""
     max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = option(MAX_REQUEUES, 0)
     """How often in a row the job may be requeued without finishing a step."""
+    doctor: Flag = False
+    """First check all nodes by `evenkeel doctor`; a FAIL ends the job."""
 
 
 def main(argv: Sequence[str], script: Path) -> int:
     """The command line of slurm/node.py; `script` is train.py."""
     typed, train_args = parse_arguments(NodeCommand, argv)
-    return Node(script, tuple(train_args), typed.gpus, typed.max_restarts, typed.max_requeues)()
+    return Node(script, tuple(train_args), typed.gpus, typed.max_restarts, typed.max_requeues, doctor=typed.doctor)()

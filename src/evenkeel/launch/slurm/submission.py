@@ -79,6 +79,8 @@ class Submit(NodeCommand):
     """Name of the job. Default: that of the run directory."""
     folder: MaybePath = None
     """Folder for logs, the copy of the code and tracebacks, visible to all nodes. Default: RUN_DIR/slurm."""
+    doctor: Flag = False
+    """Before each start check all nodes of the job by `evenkeel doctor`; a FAIL ends the job."""
     follow: Flag = False
     """Show the job's state and log until it ends. Ctrl-C leaves it running."""
     dry_run: Flag = False
@@ -112,7 +114,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
     revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, parent))
     submitted = time.time()  # what a run says later is this job's
     script, limits = folder / "code" / "train.py", (typed.max_restarts, typed.max_requeues)
-    jobs = _submit(executor, [Node(script, tuple(member), gpus, *limits, folder) for member in members])
+    jobs = _submit(executor, [Node(script, tuple(member), gpus, *limits, folder, typed.doctor) for member in members])
     processes = "the GPUs given" if gpus is None else f"{gpus} processes"
     print(
         f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {partition.name}, "

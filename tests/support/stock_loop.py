@@ -1,6 +1,8 @@
 """A stock DDP loop, as PyTorch's examples have it: it saves after each epoch, and a restart continues from there.
 
-torchrun --standalone --nproc_per_node=2 --max-restarts=3 benchmarks/sides/stock.py FOLDER EPOCHS BATCH PAUSE
+torchrun --standalone --nproc_per_node=2 tests/support/stock_loop.py --run-dir FOLDER EPOCHS BATCH PAUSE
+
+Its lines in metrics.jsonl are what chaos follows a run by. benchmarks/kill.py draws it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from evenkeel.tasks.models import SmallCNN
 
 
 def main(folder: Path, epochs: int, batch_size: int, pause: float) -> None:
-    """Train, and add a line to metrics.jsonl for each start and step, as train.py does."""
+    """Train, and tell of each start, each step and the end as train.py does."""
     folder.mkdir(exist_ok=True)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -57,8 +59,12 @@ def main(folder: Path, epochs: int, batch_size: int, pause: float) -> None:
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
             torch.save(state, folder / "last.pt")
+    if rank == 0:
+        steps = epochs * len(loader)
+        ended = {"state": "finished", "step": steps, "total_steps": steps}
+        (folder / "status.json").write_text(json.dumps(ended))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    main(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
