@@ -14,15 +14,15 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 """From the bottom to the top; a room imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 990,
+    "common": 1070,
     "config": 410,
     "data": 1010,
-    "distributed": 1770,
-    "resilience": 700,
+    "distributed": 1810,
+    "resilience": 1020,
     "training": 3110,
-    "run": 3830,
+    "run": 3850,
     "tasks": 1630,
-    "launch": 2050,
+    "launch": 2120,
     "cli": 4960,
 }
 """Lines of a room. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
