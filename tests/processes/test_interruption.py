@@ -34,7 +34,7 @@ from tests.support.processes import (
     wait_until,
     wait_until_gone,
 )
-from tests.support.small_runs import PLAN, SAMPLES, children, job, saved_step, wait_for_step, workers_of
+from tests.support.small_runs import PLAN, SAMPLES, children, job, saved_step, trainer_of, wait_for_step, workers_of
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -66,7 +66,7 @@ def test_a_signal_is_heard_whatever_threads_the_libraries_have_started(tmp_path:
     if ranks:
         os.kill(workers_of(process)[1], signal.SIGTERM)
     else:
-        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) > 3
+        assert len(list(Path(f"/proc/{trainer_of(process)}/task").iterdir())) > 3
         process.send_signal(signal.SIGTERM)
     done = processes.finish(process)
     assert ranks or done.returncode == STOPPED

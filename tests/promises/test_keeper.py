@@ -36,6 +36,7 @@ from tests.support.small_runs import (
     ranks_of,
     saved_step,
     told_step,
+    trainer_of,
     wait_for_step,
     weights_of,
     workers_of,
@@ -177,8 +178,7 @@ def test_a_single_process_starts_again_too(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start([sys.executable, str(TRAIN), *job(run_dir, "--checkpoint-every", 1, "--pause", 0.1)])
     wait_for_step(run_dir, 3, process)
-    (trainer,) = [pid for pid in children(process.pid) if running(pid)]
-    os.kill(trainer, signal.SIGKILL)
+    os.kill(trainer_of(process), signal.SIGKILL)
     done = processes.finish(process)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "evenkeel: rank 0 was killed by SIGKILL; all ranks start again in place" in done.stderr

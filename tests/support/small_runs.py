@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from evenkeel.common.processes import process_name
 from evenkeel.data.plan import Plan
 from tests.support import processes
 from tests.support.processes import ROOT, TRAIN, fork_ranks, read, records
@@ -97,6 +98,12 @@ def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
     return started | {rank: pid for keeper in started.values() for rank, pid in ranks_of(keeper, "trainer").items()}
 
 
+def trainer_of(process: subprocess.Popen[str]) -> int:
+    """What trains of a `python train.py`: the fork of a keeper, or without one the process itself."""
+    forked = [pid for pid in children(process.pid) if process_name(pid) == "trainer"]
+    return forked[0] if forked else process.pid
+
+
 def keepers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
     """Rank -> pid of the processes that a torchrun agent has started."""
     return ranks_of(agent.pid)
@@ -106,10 +113,10 @@ def ranks_of(parent: int, name: str = "") -> dict[int, int]:
     """Rank -> pid of a process's children, those of this name."""
     found = {}
     for pid in children(parent):
+        if name and process_name(pid) != name:
+            continue
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if name and Path(f"/proc/{pid}/comm").read_text().strip() != name:
-                continue
         except OSError:
             continue  # it has just ended
         ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
