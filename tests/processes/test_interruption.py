@@ -190,7 +190,9 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
     command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
     process = start(command, env={"TMPDIR": str(temporary)})
     wait_for_step(run_dir, 2, process)
-    loaders = [pid for worker in (workers_of(process).values() if ranks else [process.pid]) for pid in children(worker)]
+    loaders = [
+        pid for worker in (workers_of(process).values() if ranks else [trainer_of(process)]) for pid in children(worker)
+    ]
     assert len(loaders) >= 2
     assert list(temporary.glob("pymp-*")), "there is something to be left"
     with stuck_writer(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
@@ -224,7 +226,7 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
     try:
         with stuck_writer(run_dir) as folder:
             process.send_signal(signal.SIGINT)
-            wait_until(lambda: opened(process.pid, folder), "its wait for the checkpoints")
+            wait_until(lambda: opened(trainer_of(process), folder), "its wait for the checkpoints")
             time.sleep(1.2)  # later than a second delivery of the same Ctrl-C
             assert process.poll() is None, "it waits"
             process.send_signal(signal.SIGINT)

@@ -43,6 +43,10 @@ class Activity:
     """The present phase of a process, and its seconds so far. Any thread may read it."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from the start of this process; for a fork, which has its parent's counts."""
         self.step = 0
         """Optimizer steps done."""
         self.redo_until = 0

@@ -45,6 +45,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..common import kept
 from ..common.errors import REFUSED, EndedHere
+from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, name_process, survives_the_terminal
 from ..distributed.exits import leave, refuse
 from ..distributed.rendezvous import DIED, generation_store, job_store
@@ -154,6 +155,8 @@ class Keeper:
         if os.getppid() != keeper or torch.cuda._is_in_bad_fork():
             os._exit(UNFORKABLE)
         name_process("trainer")
+        if self._forks:  # the imports before the first are part of its start
+            activity.begin()
         kept.enter(told, launcher, self._forks)
         self._train()
         raise AssertionError("the main program has returned")
