@@ -31,7 +31,7 @@ from tests.support.processes import (
     wait_until,
 )
 from tests.support.recording_task import SAMPLES
-from tests.support.small_runs import EPOCHS, PLAN, TASK, job, wait_for_step
+from tests.support.small_runs import EPOCHS, PLAN, TASK, children, job, trainer_of, wait_for_step
 
 
 def test_torchrun_restarts_a_killed_rank_by_itself_and_fresh_does_not_start_over_again(tmp_path: Path) -> None:
@@ -120,8 +120,7 @@ def test_ctrl_c_saves_and_exits_75(tmp_path: Path) -> None:
 
 
 def loaders_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(child) for child in children if TASK in Path(f"/proc/{child}/cmdline").read_text()]
+    return [child for child in children(trainer_of(process)) if TASK in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def test_loader_processes_mind_only_their_parent(tmp_path: Path) -> None:
@@ -148,10 +147,10 @@ def test_loader_processes_never_outlive_a_killed_parent(tmp_path: Path) -> None:
     wait_for_step(run_dir, 1, process)
     loaders = loaders_of(process)
     assert loaders
-    process.kill()
-    process.wait()
+    os.kill(trainer_of(process), signal.SIGKILL)
     # by themselves they would look for their parent every 5 s
     wait_until(lambda: not any(map(running, loaders)), "the end of the loaders", limit=4)
+    processes.kill_group(process)
     process.communicate()
 
 
@@ -173,7 +172,7 @@ def test_two_jobs_cannot_use_one_run_directory(tmp_path: Path) -> None:
     try:
         wait_for_step(run_dir, 1, process)
         refused = run([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.5)], expect=2)
-        assert refused.stderr.startswith(f"evenkeel: --run-dir {run_dir}: is in use by process {process.pid}")
+        assert refused.stderr.startswith(f"evenkeel: --run-dir {run_dir}: is in use by process {trainer_of(process)}")
         assert refused.stderr.count("\n") == 1
     finally:
         processes.kill_group(process)

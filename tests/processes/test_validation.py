@@ -83,7 +83,7 @@ def test_killed_again_and_again_the_best_checkpoint_is_that_of_the_undisturbed_r
         started = fork_ranks(ranks, TRAIN, *job(run_dir, *patience, "--hold", hold))
         wait_until(lambda target=target: told_step(run_dir) >= target, f"step {target}")
         for process in started:
-            os.kill(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
             finish(process)
     hold.unlink()
     finish_all(fork_ranks(2, TRAIN, *job(run_dir, *patience, "--hold", hold)))

@@ -168,7 +168,7 @@ def test_a_signal_for_a_keeper_alone_reaches_its_rank(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = fork(TRAIN, *job(run_dir, *RARE, "--pause", 0.1))
     wait_for_step(run_dir, 3, process)
-    process.send_signal(signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
     done = processes.finish(process)
     assert done.returncode == 75
     assert "evenkeel: stopped by SIGTERM" in done.stdout

@@ -37,7 +37,7 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
         target = done + dice.randrange(2, 5)
         wait_until(lambda target=target: told_step(run_dir) >= target, f"step {target}")
         for process in processes[-victims:]:
-            os.kill(process.pid, number)
+            os.killpg(process.pid, number)
         for process in processes:
             finish(process)
     slow.unlink()
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
         started = fork_ranks(ranks, TRAIN, *options)
         wait_until(lambda: waiting.exists() and saved_step(run_dir) >= 2, "the evaluation after step 3")
         for process in started:
-            os.kill(process.pid, number)
+            os.killpg(process.pid, number)
         for process in started:
             finish(process)
         assert saved_step(run_dir) == saved

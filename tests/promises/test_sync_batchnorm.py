@@ -48,7 +48,7 @@ def test_a_run_is_that_of_one_process_with_the_whole_batch_and_the_same_bits_on_
     for ranks, number in ((4, signal.SIGKILL), (3, signal.SIGTERM)):
         started, before = fork_ranks(ranks, TRAIN, *options), told_step(run_dir)
         wait_until(lambda before=before: told_step(run_dir) >= before + 3, "three steps")  # type: ignore[misc]
-        os.kill(started[-1].pid, number)
+        os.killpg(started[-1].pid, number)
         for process in started:
             finish(process)
     slow.unlink()

@@ -70,8 +70,8 @@ class Forked:
         return out, err
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        os.kill(self.pid, number)
+        """Send it a signal, and all that it has started in its group, such as what a keeper has forked."""
+        os.killpg(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL."""
