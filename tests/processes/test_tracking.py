@@ -143,7 +143,7 @@ def test_killed_and_resumed_each_tracker_has_each_step_once_and_the_names_of_met
     command = [*job(run_dir, 40, "disabled"), "--tensorboard", "--csv", "--eval-every", "10", "--checkpoint-every", "7"]
     started = start(command, cwd=tmp_path)
     wait_for_step(run_dir, 12, started)
-    started.kill()
+    os.killpg(started.pid, signal.SIGKILL)
     finish(started)
     run(command, cwd=tmp_path)
     records_ = [*records(run_dir, "train"), *records(run_dir, "eval")]
