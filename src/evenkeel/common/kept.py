@@ -11,8 +11,9 @@ import signal
 from typing import Literal, NamedTuple
 
 Word = Literal["generation", "limit", "progress", "lost", "hang", "refusal"]
-"""What a rank can tell: under which name all ranks of this generation meet; how often it may be forked again; it has
-finished a step; it ends because it has lost another rank, or because of a hang, or because it refuses its input."""
+"""What a rank can tell: under which name all ranks of this generation meet; how often it may be forked again; the
+first step that it has finished; it ends because it has lost another rank (with what to print if that is not so), or
+because of a hang, or because it refuses its input."""
 
 REGROUP = signal.SIGVTALRM
 """From a keeper to its rank: another rank has died. Save the last finished step and leave, to be forked again. It is a
@@ -29,6 +30,7 @@ class _Keeper(NamedTuple):
 
 
 _keeper: _Keeper | None = None
+_lost = False
 
 
 def enter(pipe: int, launcher: int, restarts: int) -> None:
@@ -58,8 +60,15 @@ def launcher() -> int:
     return _keeper.launcher if _keeper else os.getppid()
 
 
+def is_followed() -> bool:
+    """Whether this rank has told that it ends because it has lost another, after which it is as a rule forked again."""
+    return _lost
+
+
 def tell(word: Word, value: str = "") -> None:
     """Tell the keeper, if there is one. It hears all that was written before this process ends, however it ends."""
+    global _lost
     if _keeper:
+        _lost = _lost or word == "lost"
         with contextlib.suppress(OSError):  # it is dead, and this process ends soon
-            os.write(_keeper.pipe, f"{word} {value}\n".encode())
+            os.write(_keeper.pipe, f"{word} {value}\n".encode(errors="surrogateescape"))

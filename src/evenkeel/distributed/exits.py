@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +17,7 @@ from ..common import kept
 from ..common.errors import FAILED, NODES_REFUSE, REFUSED, Ended, EndedHere, Refusal
 from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
-LOST = r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|the attempt of this one is over"
+LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
 """In the texts of such errors: gloo's are a RuntimeError as any other."""
 
 OTHERS_SPEAK = 10.0
@@ -47,7 +48,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Exception as error:
         # printed here, so that `leave` can follow: taking down the interpreter delays a job's restart by a second
         if kept.is_kept() and is_loss_of_a_rank(error):
-            kept.tell("lost")  # the log has the traceback, and torchrun, should it come to that
+            kept.tell("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         else:
             sys.excepthook(type(error), error, error.__traceback__)
         return 1
@@ -55,8 +56,10 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 def is_loss_of_a_rank(error: BaseException | None) -> bool:
     """Whether an error is what a collective, or the store, says when another process is gone."""
-    while error:
-        if type(error).__module__ == "torch.distributed" or re.search(LOST, str(error)):
+    while error and os.environ.get("WORLD_SIZE", "1") != "1":
+        if type(error).__module__ == "torch.distributed" or (
+            isinstance(error, RuntimeError) and re.search(LOST, str(error))
+        ):
             return True
         error = error.__cause__
     return False
@@ -97,7 +100,8 @@ def leave(code: int) -> NoReturn:
     Without taking down the interpreter: gloo's threads may still be releasing a collective, which once in some hundred
     runs aborted the process (exit code -6), and torchrun would restart a run that has finished.
     """
-    atexit._run_exitfuncs()
+    if not kept.is_followed():  # another fork would miss what they delete
+        atexit._run_exitfuncs()
     leave_nothing()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a closed pipe

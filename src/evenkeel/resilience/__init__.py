@@ -1,6 +1,7 @@
 """What ends a job before its time, noticed by those who survive it. See docs/survival.md.
 
     keeper        forks what trains, and forks it again when it has died: a restart without imports
+    peers         what keepers tell each other in the job's store, and the process that holds it
     interruption  takes stop signals in a thread, has the state saved, and ends the process within --grace
     hang          every rank tells the others what it does; no progress for --hang-timeout is a hang
     flight_recorder  the last collectives of each rank after a hang, for torchfrtrace, and its verdict

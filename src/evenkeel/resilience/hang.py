@@ -163,8 +163,9 @@ class Watch:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
         for beat in self._frozen:
             found = stat(beat.pid) if beat.host == socket.gethostname() else None
-            above = stat(found.parent) if found and kept.is_kept() else found
-            if above and above.parent == kept.launcher():  # still that process, and of our torchrun
+            above = stat(found.parent) if found else None
+            parents = (found and found.parent, above and above.parent)  # torchrun, or the keeper below it
+            if kept.launcher() in parents:  # still that process, and of our torchrun
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
 

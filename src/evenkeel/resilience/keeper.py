@@ -31,42 +31,41 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
 from ..common import kept
-from ..common.errors import REFUSED, EndedHere
+from ..common.errors import REFUSED
 from ..common.phases import activity
-from ..common.processes import STOP_SIGNALS, die_with_parent, name_process, survives_the_terminal
-from ..distributed.exits import leave, refuse
-from ..distributed.rendezvous import DIED, generation_store, job_store
+from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
+from ..distributed.exits import refuse
+from .peers import Peers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
 """Exit code of a fork that finds that it cannot use a GPU because of what its keeper has done."""
 
-CONFIRMED = 5.0
-"""Seconds in which the keeper of a dead rank says so. Without a word the agent decides, as without keepers."""
-
-PATIENCE = timedelta(seconds=5)
-"""For an answer of the store, which may be on a machine that is gone."""
-
 UNASKED = 35.0
 """Seconds that a trainer has to leave after REGROUP before it is killed, a little more than torchrun would give it."""
+
+COUNTS = "EVENKEEL_KEEPER_COUNTS"
+"""The environment variable that takes a keeper's counts to the program that replaces it."""
 
 
 def unforkable() -> str:
     """Why this process must not fork a trainer; "" if it may."""
     if sys.platform != "linux":
         return "only Linux tells a process of its parent's death"
+    if not all(os.environ.get(name, "0").isdecimal() for name in ("RANK", "WORLD_SIZE")):
+        return "RANK or WORLD_SIZE is no number"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "it uses a GPU already"
     if len(_threads()) > 1:  # OpenBLAS ends its own before a fork, and starts them again when it computes
@@ -78,7 +77,11 @@ def unforkable() -> str:
 
 
 def _threads() -> list[str]:
-    return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append(path.read_text().strip())
+    return sorted(names)
 
 
 class Keeper:
@@ -92,24 +95,22 @@ class Keeper:
     def __init__(self, train: Callable[[], object], changed: Callable[[], bool]) -> None:
         self._train, self._changed = train, changed
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._peers = Peers(self._rank, self._world_size)
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
-        self._interval = max(0.05, self._world_size / 5000)  # the store serves some ten thousand requests a second
         self._limit = 3
-        self._forks = 0
-        self._fruitless = 0
-        """Forks in a row that have not finished a step."""
+        # how often it has forked again, how often in a row without progress, and the first step of the newest trainer
+        # that came further than those before it
+        self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
         self._stopped = False
         """Whether somebody has asked the job to end."""
         self._asked = 0.0
         """When the trainer was asked to leave because of another rank's death; 0: it was not."""
         self._told: dict[str, str] = {}
         """The last of each word that the trainer has told."""
-        self._text = ""
+        self._text = b""
         """What it has told of the next."""
-        self._connection: Store | None = None
-        self._store: Store | None = None
 
     def keep(self) -> None:
         """Fork, and end as the last trainer ends; return only if a trainer cannot be a fork of this process."""
@@ -119,21 +120,21 @@ class Keeper:
         name_process("keeper")
         gc.freeze()  # or a collection in the trainer would copy every page
         if "WORLD_SIZE" in os.environ and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            self._serve_store()
+            hold_store(self._rank, self._world_size)
         while True:
-            status = self._await(self._fork(before))
-            code = os.waitstatus_to_exitcode(status)
-            if code == UNFORKABLE:
+            code = os.waitstatus_to_exitcode(self._await(self._fork(before)))
+            if code == UNFORKABLE and not self._told:
                 break
             if not self._forks_again(code):
                 self._end(code)
             self._forks += 1
             if self._changed():
+                os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
             with contextlib.suppress(KeyError, OSError):
                 Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()  # or torchrun would report it after another end
-        self._end_server()
+        end_store()
         name_process("python")
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -141,7 +142,8 @@ class Keeper:
         """Fork a trainer, which does not return from here. Returns its pid."""
         self._heard, told = os.pipe()
         os.set_blocking(self._heard, False)
-        self._told, self._asked, self._text, self._store = {}, 0.0, "", None
+        self._told, self._asked, self._text = {}, 0.0, b""
+        self._peers.join("")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -165,7 +167,7 @@ class Keeper:
         """Wait for the trainer's end; meanwhile pass on stop signals, and ask it to leave if another rank has died."""
         heeded = self._stops | {signal.SIGCHLD}
         while True:
-            found = signal.sigtimedwait(heeded, self._interval)
+            found = signal.sigtimedwait(heeded, self._peers.interval)
             if found and found.si_signo != signal.SIGCHLD:
                 self._stopped = True
                 os.kill(pid, found.si_signo)
@@ -179,130 +181,87 @@ class Keeper:
             if self._asked:
                 if time.monotonic() - self._asked > UNASKED:
                     os.kill(pid, signal.SIGKILL)
-            elif self._known(DIED):
+            elif self._peers.has_died():
                 self._asked = time.monotonic()
                 os.kill(pid, kept.REGROUP)
 
     def _hear(self) -> None:
         """Read what the trainer has told."""
         with contextlib.suppress(BlockingIOError):
-            *lines, self._text = (self._text + os.read(self._heard, 1 << 16).decode()).split("\n")
-            for line in lines:
-                word, _, value = line.partition(" ")
-                self._told[word] = value
-                if word == "generation":
-                    self._join(value)
-                elif word == "limit":
-                    self._limit = int(value)
-                elif word == "progress":
-                    self._fruitless = 0
+            while some := os.read(self._heard, 1 << 16):
+                self._text += some
+        *lines, self._text = self._text.split(b"\n")
+        for line in lines:
+            word, _, value = line.decode(errors="surrogateescape").partition(" ")
+            self._told[word] = value
+            if word == "generation":
+                self._peers.join(value)
+            elif word == "limit":
+                self._limit = int(value)
+            elif word == "progress" and int(value) > self._reached:
+                # the same steps again would be none: without a checkpoint since, a run may die at one step for ever
+                self._reached, self._fruitless = int(value), 0
 
-    def _join(self, generation: str) -> None:
-        """Look from now on at what the keepers of this generation say."""
-        with contextlib.suppress(RuntimeError, EndedHere):
-            self._connection = self._connection or job_store(self._rank, self._world_size, PATIENCE)
-            self._store = generation_store(self._connection, self._world_size, generation)
-
-    def _known(self, key: str) -> bool:
-        """Whether a keeper has said so in this generation; False if the store does not answer."""
-        with contextlib.suppress(RuntimeError):
-            return self._store is not None and self._store.check([key])
-        self._store = None
-        return False
+    def _stopped_within(self, seconds: float) -> bool:
+        """Wait, and say whether somebody has asked the job to end."""
+        self._stopped |= signal.sigtimedwait(self._stops, seconds) is not None
+        return self._stopped
 
     def _forks_again(self, code: int) -> bool:
         """Whether the trainer that has ended so is to be followed by another."""
-        if self._stopped:
+        if self._stopped or -code in STOP_SIGNALS or code == REFUSED or not holds_store():
             return False
         if code == 0:
-            return self._others_are_not_done()
-        if -code in STOP_SIGNALS or code == REFUSED:
-            return False
+            return not self._peers.await_all(self._stopped_within)
         why = ""
-        if self._asked:
-            pass
-        elif code < 0:
-            why = f"was killed by {signal.Signals(-code).name}"
+        if code < 0 and not self._asked:
+            why = f"was killed by {_name(-code)}"
         elif "hang" in self._told:
             why = "has ended because of a hang"
-        elif "lost" not in self._told or not self._is_confirmed():
+        elif not self._asked and not ("lost" in self._told and self._is_confirmed()):
             return False
         if self._fruitless >= self._limit:
-            self._say(
-                f"rank {self._rank} {why or 'has lost others'}, without a finished step as before; torchrun decides"
-            )
+            self._say(f"rank {self._rank} {why or 'has lost another rank'} again, without progress; torchrun decides")
             return False
+        if why and not self._peers.tell_death():
+            return False  # the others would wait for what nobody has told them of
         self._fruitless += 1
         if why:
-            with contextlib.suppress(RuntimeError):
-                if self._store:
-                    self._store.set(DIED, str(self._rank))
             self._say(f"rank {self._rank} {why}; all ranks start again in place")
         return True
 
     def _is_confirmed(self) -> bool:
-        """Wait until another keeper says that its trainer has died, which is why this one has lost it."""
-        deadline = time.monotonic() + CONFIRMED
-        while self._store and time.monotonic() < deadline:
-            if self._known(DIED):
-                return True
-            if signal.sigtimedwait(self._stops, 0.005):
-                self._stopped = True
-                return False
+        """Whether the trainer has lost a rank that has died; if not, show the error that looked so."""
+        if self._peers.confirm_death(self._stopped_within):
+            return True
+        if not self._stopped:
+            with contextlib.suppress(OSError, ValueError):
+                print(json.loads(self._told["lost"]), file=sys.stderr, end="", flush=True)
         return False
-
-    def _others_are_not_done(self) -> bool:
-        """After a finished run: wait for all ranks to finish; True if one has died instead, and needs the others."""
-        with contextlib.suppress(RuntimeError):
-            if not self._store or self._store.check(["unkept"]):
-                return False
-            self._store.add("done", 1)
-            while self._store.add("done", 0) < self._world_size:
-                if self._known(DIED):
-                    return True
-                if signal.sigtimedwait(self._stops, self._interval):
-                    break
-        return False
-
-    def _serve_store(self) -> None:
-        """Hold the job's store in a process of its own, which would be a thread of rank 0 and die with it."""
-        if kept.STORE in os.environ:  # this process has replaced itself
-            return
-        ready, told = os.pipe()
-        if pid := os.fork():
-            os.close(told)
-            if os.read(ready, 1):  # else rank 0 tries it again, and says what is wrong
-                os.environ[kept.STORE] = str(pid)
-            os.close(ready)
-            return
-        name_process("store")
-        die_with_parent(signal.SIGKILL)
-        with contextlib.suppress(Exception):
-            store = job_store(self._rank, self._world_size, PATIENCE)
-            os.write(told, b"1")
-            os.close(told)
-            while store:
-                signal.sigwait(self._stops)
-        os._exit(1)
-
-    def _end_server(self) -> None:
-        with contextlib.suppress(KeyError, ProcessLookupError, ChildProcessError):
-            server = int(os.environ.pop(kept.STORE))
-            os.kill(server, signal.SIGKILL)
-            os.waitpid(server, 0)
 
     def _end(self, code: int) -> NoReturn:
-        """End this process as its trainer has ended."""
+        """End this process as its trainer has ended, which has run all that is to be run at exit."""
         if code == REFUSED and "refusal" in self._told:
             refuse(self._told["refusal"])
-        self._end_server()
+        if code:
+            self._peers.tell_end()
+        end_store()
         if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trainer has left one, if that is wanted
+            with contextlib.suppress(OSError):  # SIGKILL has no handler
+                signal.signal(-code, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
             os.kill(os.getpid(), -code)
             time.sleep(1)  # a signal that is ignored
-        leave(code if code >= 0 else 128 - code)
+        leave_nothing()
+        os._exit(code if code >= 0 else 128 - code)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):
             print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+
+
+def _name(number: int) -> str:
+    with contextlib.suppress(ValueError):  # a real-time signal
+        return signal.Signals(number).name
+    return f"signal {number}"

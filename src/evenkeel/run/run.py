@@ -259,7 +259,7 @@ class Run:
         state = self.state
         if not self._progressed:
             self._progressed = True
-            kept.tell("progress")
+            kept.tell("progress", str(state.step))
         if self.directory and self.directory.fruitless:
             self.directory.note(fruitless=0)  # this attempt has finished a step
         if state.step % self.config.log_every == 0:
@@ -505,12 +505,12 @@ class Run:
         self._failed(error)
 
     def _failed(self, error: BaseException) -> str:
-        lost = kept.is_kept() and is_loss_of_a_rank(error)  # its keeper says which, and starts all again
+        lost = kept.is_kept() and is_loss_of_a_rank(error)  # whose keeper tells more
         if isinstance(error, Ended):
             log.info("failed at step %d: %s", self.state.step, error)  # the user is told in a line of its own
         else:
             log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self.state.step, exc_info=error)
-        what = "another rank has died" if lost else "failed"
+        what = "another rank is lost" if lost else "failed"
         return self._end_failed(error, self.saver.rescue(self.state, self.world.local_rank), what)
 
     def _end_failed(self, error: BaseException, saved: str, what: str = "failed") -> str:
@@ -523,6 +523,7 @@ class Run:
         assert self._watch
         self._watch.look_around()  # meanwhile: nothing that explains the hang may keep the state from being saved
         saved = self.saver.rescue(self.state, self.world.local_rank)
+        kept.tell("hang")
         explanation = self._watch.explain()
         log.info("failed at step %d: %s", self.state.step, explanation)
         activity.write_off()
@@ -530,7 +531,6 @@ class Run:
         self._watch.kill_frozen()
         self._watch.write_collectives()
         self._watch.compare_collectives()
-        kept.tell("hang")
 
     def _end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
         if not (self.directory and self.tracker) or self.directory.status.get("state") == "finished":

@@ -58,9 +58,9 @@ def launch_token() -> str:
     """
     if known_as := os.environ.get("EVENKEEL_LAUNCH"):
         return known_as
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not kept.is_kept():
         return ""
-    agent = kept.launcher()
+    agent = kept.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
     known = stat(agent)  # without /proc the pid must do
     return f"{socket.gethostname()}:{agent}:{known.started if known else '?'}"
 

@@ -62,6 +62,8 @@ def _import_file(name: str, path: Path) -> Any:
     known = sys.modules.get(path.stem)
     if spec is None or spec.loader is None or (known and getattr(known, "__file__", None) != spec.origin):
         raise Refusal(f"--task {name}: the module name '{path.stem}' is taken or not allowed; rename the file")
+    if known:  # by a keeper, and some files may be executed only once in a process
+        return known
     sys.path.insert(0, str(path.resolve().parent))
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,0 +1,192 @@
+"""What the keepers of a job tell each other in the job's store, and the process that holds it beside a keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+from ..common import kept
+from ..common.errors import EndedHere
+from ..common.processes import die_with_parent, name_process
+from ..distributed.rendezvous import DIED, generation_store, job_store
+
+PATIENCE = 3.0
+"""Seconds for an answer of the store, which may be on a machine that is gone."""
+
+RETRY = 5.0
+"""Seconds after which a store that has not answered is asked again."""
+
+CONFIRMED = 5.0
+"""Seconds in which the keeper of a dead rank says so. Without a word the agent decides, as without keepers."""
+
+ALL_DONE = 300.0
+"""Seconds for which a finished rank waits for the others, as long as torchrun's agents wait for each other."""
+
+NOT_ALL, DONE, GONE = "unkept", "done", "gone"
+"""Keys of a generation: a rank has no keeper, or ends for good; how many have finished; how many know that all have."""
+
+
+class Peers:
+    """The keepers of the ranks that have met under one name.
+
+    Args:
+        rank: this keeper's.
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self.interval = max(0.05, world_size / 5000)
+        """Seconds between two questions: the store serves some ten thousand a second."""
+        self._generation = ""
+        self._connection: Store | None = None
+        self._store: Store | None = None
+        self._retry = 0.0
+
+    def join(self, generation: str) -> None:
+        """Speak from now on to those that meet under this name; "": to nobody yet."""
+        self._generation, self._store, self._retry = generation, None, 0.0
+
+    def _ask(self) -> Store | None:
+        """The store of this generation; None if there is none, or it did not answer a moment ago."""
+        if self._generation and not self._store and time.monotonic() >= self._retry:
+            self._retry = time.monotonic() + RETRY
+            with contextlib.suppress(RuntimeError, EndedHere):
+                self._connection = self._connection or self._connect()
+                self._store = generation_store(self._connection, self._world_size, self._generation)
+        return self._store
+
+    def _connect(self) -> Store:
+        """A connection whose answers come in time or not at all: some of torch's requests know no time-out."""
+        before = _sockets()
+        store = job_store(self._rank, self._world_size, timedelta(seconds=PATIENCE))
+        for number in _sockets() - before:
+            with socket.socket(fileno=os.dup(number)) as connection:
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), 0))
+        return store
+
+    def _lost(self) -> None:
+        self._connection = self._store = None
+
+    def has_died(self) -> bool:
+        """Whether a keeper has told of a death; False if the store does not answer."""
+        try:
+            store = self._ask()
+            return store is not None and store.check([DIED])
+        except RuntimeError:
+            self._lost()
+            return False
+
+    def tell_death(self) -> bool:
+        """Tell the others that this rank has died; False if it can't be told, although there are others to hear it."""
+        if not self._generation:
+            return True
+        self._retry = 0.0
+        try:
+            if store := self._ask():
+                store.set(DIED, str(self._rank))
+                return True
+        except RuntimeError:
+            self._lost()
+        return False
+
+    def confirm_death(self, stopped: Callable[[float], bool]) -> bool:
+        """Wait until another keeper says that its rank has died, which is why this one has lost it.
+
+        Args:
+            stopped: waits so many seconds, and says whether the job is asked to end.
+        """
+        deadline = time.monotonic() + CONFIRMED
+        while not (died := self.has_died()) and time.monotonic() < deadline and not stopped(self.interval / 4):
+            pass
+        return died
+
+    def tell_end(self) -> None:
+        """Tell the others that this rank ends for good without having finished: nobody needs to wait for it."""
+        with contextlib.suppress(RuntimeError):
+            if store := self._ask():
+                store.set(NOT_ALL, "")
+
+    def await_all(self, stopped: Callable[[float], bool]) -> bool:
+        """After a finished run: wait for all ranks to finish; False if one has died instead, and needs the others.
+
+        Args:
+            stopped: as in :meth:`confirm_death`.
+        """
+        deadline = time.monotonic() + ALL_DONE
+        try:
+            store = self._ask()
+            if not store or store.check([NOT_ALL]):
+                return True
+            store.add(DONE, 1)
+            while store.add(DONE, 0) < self._world_size and time.monotonic() < deadline:
+                if store.check([DIED]):
+                    return False
+                if store.check([NOT_ALL]) or stopped(self.interval):
+                    return True
+            gone, deadline = store.add(GONE, 1), time.monotonic() + 1
+            while kept.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
+                time.sleep(self.interval / 4)  # or the others would lose the store that is beside this keeper
+                gone = store.add(GONE, 0)
+        except RuntimeError:
+            self._lost()
+        return True
+
+
+def _sockets() -> set[int]:
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(link.readlink()).startswith("socket:"):
+                found.add(int(link.name))
+    return found
+
+
+def hold_store(rank: int, world_size: int) -> None:
+    """Hold the job's store in a process of its own, where it would be a thread of rank 0 and die with it."""
+    if kept.STORE in os.environ:  # this process has replaced itself
+        return
+    keeper = os.getpid()
+    ready, told = os.pipe()
+    if pid := os.fork():
+        os.close(told)
+        if os.read(ready, 1):  # else rank 0 tries it again, and says what is wrong
+            os.environ[kept.STORE] = str(pid)
+        os.close(ready)
+        return
+    name_process("store")
+    die_with_parent(signal.SIGKILL)
+    with contextlib.suppress(Exception):
+        store = job_store(rank, world_size, timedelta(seconds=PATIENCE))
+        os.write(told, b"1")
+        os.close(told)
+        while store and os.getppid() == keeper:
+            signal.sigwait({signal.SIGTERM, signal.SIGINT})  # which are for the keeper
+    os._exit(1)
+
+
+def holds_store() -> bool:
+    """Whether the store that this process has started still runs; True if it has started none."""
+    if kept.STORE not in os.environ:
+        return True
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(int(os.environ[kept.STORE]), os.WNOHANG) == (0, 0)
+    return False
+
+
+def end_store() -> None:
+    """End the process with the store, if there is one."""
+    with contextlib.suppress(KeyError, ProcessLookupError, ChildProcessError):
+        server = int(os.environ.pop(kept.STORE))
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
