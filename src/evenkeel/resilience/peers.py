@@ -19,11 +19,8 @@ from ..common.errors import EndedHere
 from ..common.processes import die_with_parent, name_process
 from ..distributed.rendezvous import DIED, generation_store, job_store
 
-PATIENCE = 3.0
-"""Seconds for an answer of the store, which may be on a machine that is gone."""
-
-RETRY = 5.0
-"""Seconds after which a store that has not answered is asked again."""
+PATIENCE = 10.0
+"""Seconds for an answer of the store, which may be on a machine that is gone. Meanwhile a keeper does nothing else."""
 
 CONFIRMED = 5.0
 """Seconds in which the keeper of a dead rank says so. Without a word the agent decides, as without keepers."""
@@ -50,20 +47,14 @@ class Peers:
         self._generation = ""
         self._connection: Store | None = None
         self._store: Store | None = None
-        self._retry = 0.0
 
     def join(self, generation: str) -> None:
         """Speak from now on to those that meet under this name; "": to nobody yet."""
-        self._generation, self._store, self._retry = generation, None, 0.0
-
-    def _ask(self) -> Store | None:
-        """The store of this generation; None if there is none, or it did not answer a moment ago."""
-        if self._generation and not self._store and time.monotonic() >= self._retry:
-            self._retry = time.monotonic() + RETRY
+        self._generation, self._store = generation, None
+        if generation:  # so the store has just answered this rank
             with contextlib.suppress(RuntimeError, EndedHere):
                 self._connection = self._connection or self._connect()
-                self._store = generation_store(self._connection, self._world_size, self._generation)
-        return self._store
+                self._store = generation_store(self._connection, self._world_size, generation)
 
     def _connect(self) -> Store:
         """A connection whose answers come in time or not at all: some of torch's requests know no time-out."""
@@ -75,29 +66,28 @@ class Peers:
                     connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), 0))
         return store
 
-    def _lost(self) -> None:
+    def _lose(self) -> None:
+        """The store is gone, or too slow. It is not asked again: to connect to one that is frozen would never end."""
         self._connection = self._store = None
 
     def has_died(self) -> bool:
         """Whether a keeper has told of a death; False if the store does not answer."""
         try:
-            store = self._ask()
-            return store is not None and store.check([DIED])
+            return self._store is not None and self._store.check([DIED])
         except RuntimeError:
-            self._lost()
+            self._lose()
             return False
 
     def tell_death(self) -> bool:
         """Tell the others that this rank has died; False if it can't be told, although there are others to hear it."""
         if not self._generation:
             return True
-        self._retry = 0.0
         try:
-            if store := self._ask():
-                store.set(DIED, str(self._rank))
+            if self._store:
+                self._store.set(DIED, str(self._rank))
                 return True
         except RuntimeError:
-            self._lost()
+            self._lose()
         return False
 
     def confirm_death(self, stopped: Callable[[float], bool]) -> bool:
@@ -114,8 +104,8 @@ class Peers:
     def tell_end(self) -> None:
         """Tell the others that this rank ends for good without having finished: nobody needs to wait for it."""
         with contextlib.suppress(RuntimeError):
-            if store := self._ask():
-                store.set(NOT_ALL, "")
+            if self._store:
+                self._store.set(NOT_ALL, "")
 
     def await_all(self, stopped: Callable[[float], bool]) -> bool:
         """After a finished run: wait for all ranks to finish; False if one has died instead, and needs the others.
@@ -125,7 +115,7 @@ class Peers:
         """
         deadline = time.monotonic() + ALL_DONE
         try:
-            store = self._ask()
+            store = self._store
             if not store or store.check([NOT_ALL]):
                 return True
             store.add(DONE, 1)
@@ -139,7 +129,7 @@ class Peers:
                 time.sleep(self.interval / 4)  # or the others would lose the store that is beside this keeper
                 gone = store.add(GONE, 0)
         except RuntimeError:
-            self._lost()
+            self._lose()
         return True
 
 
