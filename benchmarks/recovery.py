@@ -130,11 +130,12 @@ def phases(run_dir: Path, attempt: int, begun: float, started: float, done: floa
     return seconds
 
 
-def last_rank(agent: int) -> int:
-    """What trains as the last rank below a torchrun agent: its own child, or what that keeper has forked."""
+def workers(agent: int) -> list[int]:
+    """What trains below a torchrun agent, by rank: its own children, or what these keepers have forked."""
     below = {pid: status.parent for pid, status in descendants(agent).items() if rank_of(pid) is not None}
-    started = max((pid for pid, parent in below.items() if parent == agent), key=lambda pid: rank_of(pid) or 0)
-    return next((pid for pid in below if below[pid] == started and process_name(pid) == "trainer"), started)
+    trainers = {below[pid]: pid for pid in below if process_name(pid) == "trainer"}
+    started = sorted((pid for pid, parent in below.items() if parent == agent), key=lambda pid: rank_of(pid) or 0)
+    return [trainers.get(pid, pid) for pid in started]
 
 
 def logged(log: Path, *texts: str) -> float:
@@ -162,7 +163,7 @@ def job(options: Options, run_dir: Path, keeper: str) -> tuple[dict[str, float],
         try:
             cold = phases(run_dir, 1, begun, *first_step(run_dir, 1, process))
             time.sleep(1)
-            os.kill(last_rank(process.pid), signal.SIGKILL)
+            os.kill(workers(process.pid)[-1], signal.SIGKILL)
             killed = time.time()
             steps = first_step(run_dir, 2, process)
         finally:

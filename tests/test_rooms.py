@@ -14,11 +14,11 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 """From the bottom to the top; a room imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1070,
+    "common": 1090,
     "config": 410,
     "data": 1010,
     "distributed": 1810,
-    "resilience": 1020,
+    "resilience": 1160,
     "training": 3110,
     "run": 3850,
     "tasks": 1630,
