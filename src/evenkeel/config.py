@@ -73,7 +73,7 @@ class RunOptions:
     epochs: int = option(20, 1)
     """Passes over the training data."""
     max_steps: int = option(0, 0)
-    """Stop after this many optimizer steps, e.g. 1000 (0: no limit)."""
+    """Stop after N optimizer steps, e.g. 1000 (0: no limit)."""
     fresh: Flag = option(False, change="unsaved")
     """Start over. A run in the run directory is moved aside, not deleted."""
     eval_only: Flag = option(False, change="unsaved")
@@ -167,15 +167,15 @@ class CheckpointsOptions:
     checkpoint_every: int = option(100, 0, change="free")
     """Save a checkpoint every N steps (0: only when the run stops, which always saves one)."""
     keep: int = option(2, 1, change="free")
-    """How many of the newest checkpoints to keep, besides the best one."""
+    """Newest checkpoints to keep, besides the best one."""
     grace: float = option(25.0, 1, WEEK, change="free")
     """Seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
     hang_timeout: float = option(600.0, 0, WEEK, change="free")
     """Seconds without progress after which the job counts as hanging: it is saved and ended (0 disables it)."""
     keeper: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
-    """Whether ranks that are killed start again in place (on), or only by torchrun, which takes longer (off)."""
+    """on: killed ranks start again in place; off: by torchrun, slower."""
     keeper_restarts: int = option(3, 0, change="free")
-    """How often in a row ranks may start again in place without finishing a step, before torchrun is asked."""
+    """How often in a row they may, without progress."""
     on_nonfinite: Annotated[Literal["stop", "skip"], NAME] = option("stop", change="free")
     """If the loss or gradient is NaN or infinite: stop (end the run before that step) or skip (leave the step out)."""
 

@@ -129,6 +129,7 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
     assert len(starts(run_dir)) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(tmp_path: Path) -> None:
     """In each start before its first step, so that it makes no progress."""
     task = tmp_path / "falling.py"
@@ -148,7 +149,7 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(tmp_path: Path) ->
     assert len(starts(run_dir)) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_stop_signal_for_torchrun_stops_the_ranks_once_and_starts_none_again(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_signal_for_a_keeper_alone_reaches_its_rank(tmp_path: Path) -> None:
     assert "evenkeel: stopped by SIGTERM" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_single_process_starts_again_too(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start([sys.executable, str(TRAIN), *job(run_dir, "--checkpoint-every", 1, "--pause", 0.1)])
@@ -185,6 +187,7 @@ def test_a_single_process_starts_again_too(tmp_path: Path) -> None:
     assert len(starts(run_dir)) == 2
 
 
+@pytest.mark.slow
 def test_ranks_whose_keepers_and_agent_are_all_killed_save_and_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start([sys.executable, "launch/single_node.py", "-g", "2", "--", *job(run_dir, *RARE, "--pause", 0.2)])
@@ -199,6 +202,7 @@ def test_ranks_whose_keepers_and_agent_are_all_killed_save_and_end(tmp_path: Pat
     assert saved_step(run_dir) >= told_step(run_dir)
 
 
+@pytest.mark.slow
 def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> None:
     """Or the fork would compute by the old source, and the fingerprint would be that of the new."""
     task = tmp_path / "changing.py"
@@ -224,6 +228,7 @@ def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> N
     assert factors[-1] == 2
 
 
+@pytest.mark.slow
 def test_a_task_that_starts_a_thread_when_it_is_imported_has_no_keeper(tmp_path: Path) -> None:
     task = tmp_path / "threaded.py"
     task.write_text(
