@@ -125,7 +125,7 @@ class ModelOptions:
     place: str = option("", change="free")
     """Put networks of the model on different GPUs of each process, e.g. segmenter=0,discriminator=1."""
     model_parallel: int = option(1, 1, 1024, change="free")
-    """Split the network over this many GPUs of each process, e.g. 2."""
+    """Split the network over this many GPUs of each process."""
     strategy: Annotated[Literal["ddp", "dp"], NAME] = option("ddp", change="warned")
     """ddp: one process per GPU. dp: nn.DataParallel, one process for all visible GPUs, which is slower."""
 
