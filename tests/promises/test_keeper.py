@@ -178,13 +178,48 @@ def test_a_signal_for_a_keeper_alone_reaches_its_rank(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_single_process_starts_again_too(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start([sys.executable, str(TRAIN), *job(run_dir, "--checkpoint-every", 1, "--pause", 0.1)])
+    fork(TRAIN, *job(run_dir, "--max-steps", 1)).wait()  # an older run in the way, which --fresh moves aside once
+    process = start([sys.executable, str(TRAIN), *job(run_dir, "--checkpoint-every", 1, "--pause", 0.1, "--fresh")])
+    wait_until(lambda: len(list(tmp_path.glob("run.old-*"))) == 1, "the old run aside")
     wait_for_step(run_dir, 3, process)
     os.kill(trainer_of(process), signal.SIGKILL)
     done = processes.finish(process)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "evenkeel: rank 0 was killed by SIGKILL; all ranks start again in place" in done.stderr
-    assert len(starts(run_dir)) == 2
+    assert done.stderr == "evenkeel: rank 0 was killed by SIGKILL; all ranks start again in place\n"
+    first, second = starts(run_dir)
+    assert (first, second > 0) == (0, True)
+    assert len(list(tmp_path.glob("run.old-*"))) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_at_one_step_for_ever_comes_to_an_end(tmp_path: Path) -> None:
+    """It does the steps since the last checkpoint each time, which is no progress; and ends as it was killed."""
+    task = tmp_path / "killed.py"
+    task.write_text(
+        "import os, signal\nfrom tests.support.recording_task import Recorded\nclass Killed(Recorded):\n"
+        "    def loss(self, model, batch):\n"
+        "        Killed.calls += 1\n"
+        "        if Killed.calls == 20:\n            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return super().loss(model, batch)\n"
+    )
+    run_dir = tmp_path / "run"
+    options = [*job(run_dir, "--checkpoint-every", 0), "--task", f"{task}:Killed"]
+    done = run([sys.executable, str(TRAIN), *options], env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}, expect=-9)
+    assert "rank 0 was killed by SIGKILL again, without progress; torchrun decides" in done.stderr
+    assert len(starts(run_dir)) == 1 + 3, "the first, and --keeper-restarts without progress"
+
+
+@pytest.mark.slow
+def test_an_error_that_only_looks_like_the_loss_of_a_rank_is_shown(tmp_path: Path) -> None:
+    task = tmp_path / "looks.py"
+    task.write_text(
+        "from tests.support.recording_task import Recorded\nclass Looks(Recorded):\n"
+        "    def loss(self, model, batch):\n        raise RuntimeError('NCCL error of my own')\n"
+    )
+    options = [*job(tmp_path / "run"), "--task", f"{task}:Looks"]
+    done = run(torchrun(2, TRAIN, *options), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}, expect=1)
+    assert "\nRuntimeError: NCCL error of my own\n" in done.stderr
+    assert "in place" not in done.stderr
 
 
 @pytest.mark.slow
