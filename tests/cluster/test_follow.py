@@ -105,7 +105,7 @@ def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, tmp_pat
 def test_a_bug_is_shown_and_a_kill_is_told_from_a_run_at_work(cluster: Cluster, tmp_path: Path) -> None:
     buggy, killed, refused = tmp_path / "buggy", tmp_path / "killed", tmp_path / "refused"
     bug = submit(cluster, buggy, "--fail-at", 9)
-    kill = submit(cluster, killed, "--die-at", 9)
+    kill = submit(cluster, killed, "--die-at", 9, "--keeper", "off")
     refusal = submit(cluster, refused, "--batch-size", 102)
     with follow(cluster, buggy) as terminal:
         assert terminal.end() == 1

@@ -157,7 +157,7 @@ def test_what_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
             "--max-requeues",
             1,
             "--",
-            *recorded(stuck, *quiet, "--die-at", 1),
+            *recorded(stuck, *quiet, "--die-at", 1, "--keeper", "off"),
         ),
     }
     wait_for_step(cluster, jobs[cancelled], cancelled, 2)

@@ -23,7 +23,8 @@ PATIENCE = 10.0
 """Seconds for an answer of the store, which may be on a machine that is gone. Meanwhile a keeper does nothing else."""
 
 CONFIRMED = 5.0
-"""Seconds in which the keeper of a dead rank says so. Without a word the agent decides, as without keepers."""
+"""Seconds in which the keeper of a dead rank says so. Without a word the agent decides, as without keepers; where there
+is no agent, a second must do."""
 
 ALL_DONE = 300.0
 """Seconds for which a finished rank waits for the others, as long as torchrun's agents wait for each other."""
@@ -96,7 +97,7 @@ class Peers:
         Args:
             stopped: waits so many seconds, and says whether the job is asked to end.
         """
-        deadline = time.monotonic() + CONFIRMED
+        deadline = time.monotonic() + (CONFIRMED if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
         while not (died := self.has_died()) and time.monotonic() < deadline and not stopped(self.interval / 4):
             pass
         return died
