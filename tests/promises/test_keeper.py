@@ -149,7 +149,8 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(tmp_path: Path) ->
     assert len(starts(run_dir)) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_endings has the same with a launcher
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_for_torchrun_stops_the_ranks_once_and_starts_none_again(
     tmp_path: Path, number: signal.Signals
 ) -> None:
