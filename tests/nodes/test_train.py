@@ -92,12 +92,16 @@ def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None
 
 
 def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    options = job(run_dir, "--pause", 0.3, "--checkpoint-every", 0, "--eval-every", 1000)
+    run_dir, hold = tmp_path / "run", tmp_path / "hold"
+    hold.touch()
+    slowly = ["--pause", 1, "--hold", hold]  # on a busy machine the second node takes half a minute to start
+    options = job(run_dir, *slowly, "--checkpoint-every", 0, "--eval-every", 1000)
     with Lab(2) as lab:
         jobs = [type_in(lab, 0, "1:2", options, tmp_path / "node0.log")]
         wait_for_three_steps(run_dir, 1, tmp_path / "node0.log")
         jobs.append(type_in(lab, 1, "1:2", options, tmp_path / "node1.log"))
+        wait_until(lambda: len(records(run_dir, "start")) == 2, "the second node")
+        hold.unlink()
         for node in lab.nodes:
             assert jobs[node].wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
     assert read(run_dir)["world_sizes"] == [1, 2]
