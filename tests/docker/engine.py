@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel.common.processes import die_with_parent
+from evenkeel.common.processes import process_name
 from tests.support.processes import ROOT, environment
 
 BASE = "python:3.11-slim-bookworm"
@@ -137,7 +138,7 @@ class Engine:
         return int(wait_for(state, f"the end of {name}", limit, lambda: self.logs(name)[-4000:])["ExitCode"])
 
     def ranks(self, name: str) -> dict[int, int]:
-        """Rank -> pid, as the machine sees it, of the workers in a running container."""
+        """Rank -> pid, as the machine sees it, of what trains in a running container, below a keeper if there is one."""
         found = {}
         waiting = [int(self.inspect(name)["State"]["Pid"])]
         while waiting:
@@ -147,7 +148,7 @@ class Engine:
                     waiting += map(int, (thread / "children").read_text().split())
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
-                found.update({rank: pid for rank in ranks if rank not in found})
+                found.update({r: pid for r in ranks if r not in found or process_name(found[r]) == "keeper"})
         return found
 
     def import_base(self) -> None:

@@ -30,6 +30,9 @@ from .rendezvous import fresh_store, job_store
 
 T = TypeVar("T")
 
+IN_PLACE = timedelta(seconds=120)
+"""How much later than others a rank may be that starts again in place. Otherwise torchrun restarts the job."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -114,7 +117,9 @@ class World:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         store = job_store(self.rank, self.world_size, timeout)
-        store = fresh_store(store, self.rank, self.world_size, timeout)
+        # where ranks start again in place, torchrun does not look for a node that is gone
+        patience = min(timeout, IN_PLACE) if kept.restarts() else timeout
+        store = fresh_store(store, self.rank, self.world_size, patience)
         if not kept.is_kept():
             store.set("unkept", "")  # keepers do not wait for this rank's
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)

@@ -159,6 +159,12 @@ class Watch:
         comparing.start()
         comparing.join(PATIENCE)  # with thousands of ranks it takes minutes, and the restart waits for this process
 
+    def is_within_reach(self) -> bool:
+        """Whether each frozen rank is on a node with a live one, which kills it; else its node may be gone."""
+        frozen = {(beat.host, beat.pid) for beat in self._frozen}
+        alive = {beat.host for beat in self._first_beats if (beat.host, beat.pid) not in frozen}
+        return self._outlook is not None and {host for host, _ in frozen} <= alive
+
     def kill_frozen(self) -> None:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
         for beat in self._frozen:

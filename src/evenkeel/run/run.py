@@ -523,8 +523,9 @@ class Run:
         assert self._watch
         self._watch.look_around()  # meanwhile: nothing that explains the hang may keep the state from being saved
         saved = self.saver.rescue(self.state, self.world.local_rank)
-        kept.tell("hang")
         explanation = self._watch.explain()
+        if self._watch.is_within_reach():
+            kept.tell("hang")
         log.info("failed at step %d: %s", self.state.step, explanation)
         activity.write_off()
         self._end_failed(Ended(explanation), saved)
