@@ -18,7 +18,7 @@ BUDGET = {
     "config": 410,
     "data": 1010,
     "distributed": 1810,
-    "resilience": 1160,
+    "resilience": 1170,
     "training": 3110,
     "run": 3850,
     "tasks": 1630,

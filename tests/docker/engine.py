@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evenkeel.common.processes import die_with_parent
-from evenkeel.common.processes import process_name
+from evenkeel.common.processes import die_with_parent, process_name
 from tests.support.processes import ROOT, environment
 
 BASE = "python:3.11-slim-bookworm"
@@ -148,7 +147,8 @@ class Engine:
                     waiting += map(int, (thread / "children").read_text().split())
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
-                found.update({r: pid for r in ranks if r not in found or process_name(found[r]) == "keeper"})
+                below = [r for r in ranks if r not in found or process_name(found[r]) == "keeper"]
+                found.update(dict.fromkeys(below, pid))
         return found
 
     def import_base(self) -> None:

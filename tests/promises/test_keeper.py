@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import processes
+from tests.support import processes, small_runs
 from tests.support.processes import (
     ROOT,
     TRAIN,
@@ -31,7 +31,6 @@ from tests.support.small_runs import (
     PLAN,
     SAMPLES,
     children,
-    job,
     keepers_of,
     ranks_of,
     saved_step,
@@ -41,6 +40,12 @@ from tests.support.small_runs import (
     weights_of,
     workers_of,
 )
+
+
+def job(run_dir: Path, *more: object) -> list[str]:
+    """Options of a small run with keepers."""
+    return small_runs.job(run_dir, "--keeper", "on", *more)
+
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
 
@@ -142,7 +147,8 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(tmp_path: Path) ->
         "        return super().loss(model, batch)\n"
     )
     run_dir = tmp_path / "run"
-    options = ["--task", f"{task}:Falling", "--run-dir", run_dir, "--wandb", "disabled", "--keeper-restarts", 1]
+    options = ["--task", f"{task}:Falling", "--run-dir", run_dir, "--wandb", "disabled", "--keeper", "on"]
+    options += ["--keeper-restarts", 1]
     done = run(torchrun(2, TRAIN, *options), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}, expect=1)
     assert done.stderr.count("rank 1 was killed by SIGSEGV; all ranks start again in place") == 1
     assert "rank 1 was killed by SIGSEGV again, without progress; torchrun decides" in done.stderr

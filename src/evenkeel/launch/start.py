@@ -36,8 +36,8 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a training script's main function with the command line's arguments, and end the process.
 
     Exit codes: 0 finished, 75 stopped and can be continued, 2 refused, 1 failed; errors of a user's are one line.
-    ``python train.py -n 2 -g 4 -nr 0`` starts torchrun as launch/multi_node.py does. Otherwise the main function runs
-    in a fork of this process, which starts it again when it is killed (resilience/keeper.py).
+    ``python train.py -n 2 -g 4 -nr 0`` starts torchrun as launch/multi_node.py does. With ``--keeper on`` the main
+    function runs in a fork of this process, which starts it again when it is killed (resilience/keeper.py).
 
     Example:
         >>> def main(arguments):
@@ -80,7 +80,7 @@ def _prepare(arguments: list[str]) -> str:
     try:
         typed, _ = some_options(arguments, ("--keeper",), ("--task",), ("--config",))
         recorded = read_config(Path(typed.config)) if typed.config else {}
-        if (typed.keeper or recorded.get("keeper")) == "off":
+        if (typed.keeper or recorded.get("keeper", Config.keeper)) == "off":
             return "--keeper off"
         importlib.import_module(IMPORTED_LATE)
         tyro.cli(Config, args=[])  # it is twice as fast the second time
