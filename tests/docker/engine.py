@@ -137,7 +137,7 @@ class Engine:
         return int(wait_for(state, f"the end of {name}", limit, lambda: self.logs(name)[-4000:])["ExitCode"])
 
     def ranks(self, name: str) -> dict[int, int]:
-        """Rank -> pid, as the machine sees it, of what trains in a running container, or of keepers without a trainer."""
+        """Rank -> pid, as the machine sees it, of what trains in a running container."""
         found = {}
         waiting = [int(self.inspect(name)["State"]["Pid"])]
         while waiting:
