@@ -71,6 +71,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param(
             lambda options: [sys.executable, "launch/single_node.py", "-g", "2", "--max-restarts", "0", "--", *options],
             id="a launcher",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -109,6 +110,7 @@ def test_the_control_without_keepers_the_same_kill_ends_the_job(tmp_path: Path) 
     assert read(run_dir, "status.json")["state"] != "finished"
 
 
+@pytest.mark.slow
 def test_a_keeper_that_is_killed_takes_its_rank_with_it_and_torchrun_restarts_the_job(
     tmp_path: Path, undisturbed: str
 ) -> None:
@@ -172,6 +174,7 @@ def test_a_stop_signal_for_torchrun_stops_the_ranks_once_and_starts_none_again(
     assert saved_step(run_dir) >= told_step(run_dir)
 
 
+@pytest.mark.slow
 def test_a_signal_for_a_keeper_alone_reaches_its_rank(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = fork(TRAIN, *job(run_dir, *RARE, "--pause", 0.1))
