@@ -65,7 +65,7 @@ class RunOptions:
     """What is trained, where and for how long."""
 
     task: str = "classify"
-    """What to train: classify, regress, segment, or your own class as FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
+    """What to train: classify, regress, segment, lm, or your own class as FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
     run_dir: MaybePath = option(None, change="unsaved")
     """Folder for everything the run writes; options in braces: 'runs/{task}-{lr}'. Default: runs/TASK."""
     config: MaybePath = option(None, change="unsaved")
@@ -172,7 +172,7 @@ class CheckpointsOptions:
     """Seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
     hang_timeout: float = option(600.0, 0, WEEK, change="free")
     """Seconds without progress after which the job counts as hanging: it is saved and ended (0 disables it)."""
-    keeper: Annotated[Literal["on", "off"], NAME] = option("off", change="free")
+    keeper: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
     """on: killed ranks start again in place; off: by torchrun, slower."""
     keeper_restarts: int = option(3, 0, change="free")
     """How often in a row they may, without progress."""

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from evenkeel.common.processes import process_name
 from tests.cluster.cluster import Cluster, Process
 from tests.support import processes
 from tests.support.processes import ROOT, TRAIN, read, records
@@ -82,10 +83,8 @@ def ended(cluster: Cluster, job: str, run_dir: Path, state: str = "COMPLETED", l
 
 
 def ranks(cluster: Cluster) -> list[Process]:
-    """The ranks of all jobs, by node."""
-    return [
-        p for p in cluster.processes_left() if "train.py" in p.command and "--multiprocessing-fork" not in p.command
-    ]
+    """What trains in all jobs, by node."""
+    return [process for process in cluster.processes_left() if process_name(process.pid) == "trainer"]
 
 
 def kill(found: list[Process]) -> None:

@@ -96,6 +96,7 @@ def test_one_job_through_all_that_can_happen_to_it(cluster: Cluster, tmp_path: P
     kill(ranks(cluster)[-1:])
     progress(4)
     assert cluster.show(job)["Restarts"] == requeues, "a rank is started again within the job"
+    assert read(run_dir, "status.json")["restarts_in_place"] == 1, "without torchrun"
     assert steps_lost(run_dir)[-1] == 0
 
     kill([process for process in cluster.processes_left() if process.command.startswith("python")])

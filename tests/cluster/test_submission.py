@@ -125,6 +125,7 @@ def test_sbatch_and_submit_start_the_same_thing(
         if by_submit["environment"].get(name) != by_sbatch["environment"].get(name)
     }
     of_this_job = {"SLURM_JOB_ID", "SLURM_JOBID", "EVENKEEL_LAUNCH", "EVENKEEL_MASTER", "MASTER_PORT", "DUMP", "RANK"}
+    of_this_job |= {"EVENKEEL_KEPT_STORE"}  # its pid
     of_the_copy = {"EVENKEEL_CODE", "EVENKEEL_ORIGIN", "PYTHONPATH", "SLURM_SUBMIT_DIR", "OLDPWD", "_"}
     of_submitit = {"SLURM_WCKEY", "SLURM_JOB_WCKEY", "SBATCH_WCKEY"}
     by_the_way = {"SLURM_TASK_PID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_GTIDS", "SLURM_STEP_LAUNCHER_PORT"}

@@ -65,7 +65,8 @@ class Engine:
         folders = [f"--data-root={self.home}/data", f"--exec-root={self.home}/exec", f"--pidfile={self.home}/pid"]
         options = ["--storage-driver=overlay2", "--iptables=false", "--ip6tables=false", "--ip-masq=false"]
         # nobody answers at this address, so a look-up fails at once; the machine's name servers are out of reach
-        options += ["--dns=127.0.0.1"] if own_network else ["--bridge=none", "--ip-forward=false"]
+        no_names = ["--dns=127.0.0.1", "--dns-opt=timeout:1", "--dns-opt=attempts:1"]
+        options += no_names if own_network else ["--bridge=none", "--ip-forward=false"]
         up = "ip link set lo up && " if own_network else ""
         self._daemon = subprocess.Popen(
             ["unshare", "--mount", *(["--net"] if own_network else []), "--propagation", "private",

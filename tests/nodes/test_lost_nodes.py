@@ -42,5 +42,6 @@ def test_nodes_and_ranks_are_lost_and_no_sample_with_them(tmp_path: Path) -> Non
     steps = {record["step"] for record in records(run_dir, "train")}
     assert max(steps) == PLAN.total_steps
     assert reported(done.stdout, "run") == "finished"
+    assert reported(done.stdout, "in place").startswith("1 of "), "after the kill, and not after the loss of a node"
     assert still_running(run_dir) == []
     assert namespaces(process.pid) == []

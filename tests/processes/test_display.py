@@ -83,7 +83,7 @@ def test_a_refusal_takes_the_line_away(tmp_path: Path) -> None:
         terminal.read_until("starting: data")
         assert terminal.end() == 2
         assert re.search(r"evenkeel: --batch-size 1438: the training data", terminal.text)
-        assert "\x1b[1A\x1b[2K" in terminal.output.rpartition("1438")[2], "the last line is erased"
+        assert "\x1b[1A\x1b[2K" in terminal.output.rpartition("starting: data")[2], "the last line is erased"
 
 
 def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def fill(file: IO[bytes]) -> None:
 def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:
     """Rank 1 is frozen, so rank 0 sits in a collective that will not end; SIGTERM still saves and ends it."""
     run_dir = tmp_path / "run"
-    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)))
+    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.5)))
     wait_for_step(run_dir, 3, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGSTOP)

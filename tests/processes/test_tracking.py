@@ -73,7 +73,12 @@ def test_starts_that_are_killed_while_wandb_begins_are_one_run(tmp_path: Path) -
     asked, path = tmp_path / "asked", f"{tmp_path}{os.pathsep}{ROOT / 'src'}"
     for _ in range(2):
         environment = {"PYTHONPATH": path, "ASKED": str(asked), "WANDB_API_KEY": KEY}
-        run(job(tmp_path / "run", 2, "online"), cwd=tmp_path, env=environment, expect=-signal.SIGKILL)
+        run(
+            [*job(tmp_path / "run", 2, "online"), "--keeper", "off"],
+            cwd=tmp_path,
+            env=environment,
+            expect=-signal.SIGKILL,
+        )
     first, second = asked.read_text().split()
     assert first == second == read(tmp_path / "run", "status.json")["wandb_id"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import small_runs
 from tests.support.chaos import chaos, faults_in, launcher, reported, still_running
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run
 from tests.support.small_runs import BATCH, MICRO, SAMPLES, SUPPORT, TASK, options
@@ -22,13 +23,13 @@ def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
     finish_all(fork_ranks(2, TRAIN, *job(folder / "undisturbed")))
     run_dir, begun = folder / "run", time.monotonic()
     # the next one as soon as it stands again
-    mix = f"--kill-every 1s --seed {seed} --count {faults} --minutes 14 --faults kill,term,stop"
+    mix = f"--kill-every 1s --seed {seed} --count {faults} --minutes 14 --faults kill,keeper,term,stop"
     done = run(chaos(mix, *launcher("--", *job(run_dir, "--pause", 0.15, "--hang-timeout", 5))), limit=900)
     wall = time.monotonic() - begun
     print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")
 
     assert len(faults_in(done.stdout)) == faults
-    assert {kind for kind, _ in faults_in(done.stdout)} == {"kill", "term", "stop"}
+    assert {kind for kind, _ in faults_in(done.stdout)} == {"kill", "keeper", "term", "stop"}
     assert {whom[: len("rank 0")] for _, whom in faults_in(done.stdout)} == {"rank 0", "rank 1"}
     assert len(records(run_dir, "start")) == faults + 1, "each of them had to start the ranks again"
     assert read(run_dir)["weights_sha256"] == read(folder / "undisturbed")["weights_sha256"]
@@ -40,18 +41,38 @@ def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
     assert still_running(run_dir) == []
 
 
+@pytest.mark.slow
 def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
-    """One SIGTERM, one SIGKILL, one SIGSTOP."""
-    disturb(tmp_path, faults=3, epochs=3, seed=13)
+    """One SIGTERM, one SIGSTOP, one SIGKILL for what trains and one for its keeper."""
+    disturb(tmp_path, faults=4, epochs=3, seed=20)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_ten_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
+def test_twelve_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
     """Of each kind both ranks, in one run."""
-    disturb(tmp_path, faults=10, epochs=6, seed=45)
+    disturb(tmp_path, faults=12, epochs=6, seed=179)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("keeper", "kills"), [("on", 20), ("off", 3)])
+def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Path) -> None:
+    """And the control: without keepers each of them ends a job that torchrun must not start again."""
+    finish_all(fork_ranks(2, TRAIN, *small_runs.job(tmp_path / "undisturbed", "--epochs", 24)))
+    run_dir = tmp_path / "run"
+    job = small_runs.job(run_dir, "--epochs", 24, "--pause", 0.1, "--checkpoint-every", 0, "--keeper", keeper)
+    mix = f"--kill-every 1s --seed 1 --count {kills} --faults kill"
+    done = run(chaos(mix, *launcher("--max-restarts", 0, "--", *job)), limit=500)
+    print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")
+    by_chaos = 1 if keeper == "on" else kills + 1
+    assert reported(done.stdout, "starts") == f"{by_chaos} of the command, {kills + 1} of its ranks"
+    assert read(run_dir)["restarts"] == kills
+    assert read(run_dir)["restarts_in_place"] == (kills if keeper == "on" else 0)
+    assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
+    assert reported(done.stdout, "lost, done again") == "0"
+
+
+@pytest.mark.slow
 def test_the_control_a_stock_loop_does_its_steps_again(tmp_path: Path) -> None:
     run_dir, epochs, batch = tmp_path / "run", 2, 72  # 20 steps an epoch
     job = launcher("--script", SUPPORT / "stock_loop.py", "--", "--run-dir", run_dir, epochs, batch, 0.2)

@@ -47,6 +47,9 @@ def job(run_dir: Path, *more: object) -> list[str]:
     return small_runs.job(run_dir, "--keeper", "on", *more)
 
 
+OF_A_TASK = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+"""For a task in a file of the test's own, which is derived from one of tests/support."""
+
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
 
 
@@ -149,9 +152,8 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(tmp_path: Path) ->
         "        return super().loss(model, batch)\n"
     )
     run_dir = tmp_path / "run"
-    options = ["--task", f"{task}:Falling", "--run-dir", run_dir, "--wandb", "disabled", "--keeper", "on"]
-    options += ["--keeper-restarts", 1]
-    done = run(torchrun(2, TRAIN, *options), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}, expect=1)
+    options = [*job(run_dir, "--keeper-restarts", 1), "--task", f"{task}:Falling"]
+    done = run(torchrun(2, TRAIN, *options), env=OF_A_TASK, expect=1)
     assert done.stderr.count("rank 1 was killed by SIGSEGV; all ranks start again in place") == 1
     assert "rank 1 was killed by SIGSEGV again, without progress; torchrun decides" in done.stderr
     assert len(starts(run_dir)) == 2
@@ -214,7 +216,7 @@ def test_a_rank_that_dies_at_one_step_for_ever_comes_to_an_end(tmp_path: Path) -
     )
     run_dir = tmp_path / "run"
     options = [*job(run_dir, "--checkpoint-every", 0), "--task", f"{task}:Killed"]
-    done = run([sys.executable, str(TRAIN), *options], env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}, expect=-9)
+    done = run([sys.executable, str(TRAIN), *options], env=OF_A_TASK, expect=-9)
     assert "rank 0 was killed by SIGKILL again, without progress; torchrun decides" in done.stderr
     assert len(starts(run_dir)) == 1 + 3, "the first, and --keeper-restarts without progress"
 
@@ -227,7 +229,7 @@ def test_an_error_that_only_looks_like_the_loss_of_a_rank_is_shown(tmp_path: Pat
         "    def loss(self, model, batch):\n        raise RuntimeError('NCCL error of my own')\n"
     )
     options = [*job(tmp_path / "run"), "--task", f"{task}:Looks"]
-    done = run(torchrun(2, TRAIN, *options), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}, expect=1)
+    done = run(torchrun(2, TRAIN, *options), env=OF_A_TASK, expect=1)
     assert "\nRuntimeError: NCCL error of my own\n" in done.stderr
     assert "in place" not in done.stderr
 
@@ -259,7 +261,7 @@ def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> N
     task.write_text(text)
     run_dir = tmp_path / "run"
     options = job(run_dir, "--checkpoint-every", 1, "--eval-every", 1, "--pause", 0.1, "--task", f"{task}:Changing")
-    process = start(torchrun(2, TRAIN, *options), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
+    process = start(torchrun(2, TRAIN, *options), env=OF_A_TASK)
     wait_for_step(run_dir, 3, process)
     keepers = keepers_of(process)
     task.write_text(text.replace("FACTOR = 1", "FACTOR = 2"))
@@ -282,7 +284,9 @@ def test_a_task_that_starts_a_thread_when_it_is_imported_has_no_keeper(tmp_path:
     )
     run_dir = tmp_path / "run"
     options = job(run_dir, *RARE, "--pause", 0.1, "--task", f"{task}:Threaded")
-    process = start(torchrun(2, TRAIN, *options), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
+    process = start(torchrun(2, TRAIN, *options), env=OF_A_TASK)
     wait_for_step(run_dir, 2, process)
     assert not any(ranks_of(pid, "trainer") for pid in keepers_of(process).values())
     assert processes.finish(process).returncode == 0
+    (log,) = run_dir.glob("logs/attempt-*/rank-0.log")
+    assert "if it dies, torchrun must start it again: it has 2 threads" in log.read_text()

@@ -10,9 +10,9 @@ import os
 import signal
 from typing import Literal, NamedTuple
 
-Word = Literal["generation", "limit", "progress", "lost", "hang", "refusal"]
-"""What a rank can tell: under which name all ranks of this generation meet; how often it may be forked again; the
-first step that it has finished; it ends because it has lost another rank (with what to print if that is not so), or
+Word = Literal["generation", "limit", "grace", "progress", "lost", "hang", "refusal"]
+"""What a rank can tell: under which name all ranks of this generation meet; how often it may be forked again; --grace;
+the first step that it has finished; it ends because it has lost another rank (with what to print if that is not so), or
 because of a hang, or because it refuses its input."""
 
 REGROUP = signal.SIGVTALRM
@@ -31,6 +31,7 @@ class _Keeper(NamedTuple):
 
 _keeper: _Keeper | None = None
 _lost = False
+_why_not = ""
 
 
 def enter(pipe: int, launcher: int, restarts: int) -> None:
@@ -48,6 +49,17 @@ def enter(pipe: int, launcher: int, restarts: int) -> None:
 def is_kept() -> bool:
     """Whether a keeper forked this process."""
     return _keeper is not None
+
+
+def do_without(reason: str) -> None:
+    """Note why there is no keeper although one was wanted, for the log."""
+    global _why_not
+    _why_not = reason
+
+
+def why_not() -> str:
+    """Why there is no keeper although one was wanted; "" if there is one, or none was."""
+    return _why_not
 
 
 def restarts() -> int:

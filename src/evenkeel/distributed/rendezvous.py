@@ -49,6 +49,9 @@ _REFUSED = "refused by rank "
 DIED = "died"
 """The key by which a keeper tells those of its generation that its rank has died."""
 
+UNKEPT = "unkept"
+"""The key that tells keepers not to wait for all ranks: one has no keeper, or ends for good."""
+
 PATIENCE = 1.0
 """Seconds in which a call must fill, or it is repeated. Doubled each time, so that a slow store only delays the job."""
 
@@ -68,14 +71,17 @@ def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | 
         EndedHere: it has not appeared.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts = rank == 0 and not _agent_hosts() and kept.STORE not in os.environ
+    here = rank == 0 and not _agent_hosts()  # in this process, or beside its keeper
+    hosts = here and kept.STORE not in os.environ
+    who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
+    # a node may not find itself by the name that the others use; and in a container without DNS torch, which looks up
+    # who is at the other end, takes ten seconds for localhost
+    name = "localhost" if hosts or (here and reach(host, port, 2.0, who)) else host
     if not hosts:
-        who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
         seconds = timeout.total_seconds() if patience is None else patience
-        if reason := reach(host, port, seconds, f"{who} waits for rank 0 at {where}"):
+        if reason := reach(name, port, seconds, f"{who} waits for rank 0 at {where}"):
             remedy = "start rank 0 on that host, and every rank with the same two values"
             raise EndedHere(f"{who}: no answer at {where} for {seconds:g} s ({reason}); {remedy}")
-    name = "localhost" if hosts else host  # this node may not find itself by the name that the others use
     store: Store = TCPStore(name, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
     return store
 

@@ -26,7 +26,7 @@ from ..config import number_in
 from .data_parallel import refuse_company
 from .devices import choose, explain_devices, refuse_missing
 from .exits import leave
-from .rendezvous import fresh_store, job_store
+from .rendezvous import UNKEPT, fresh_store, job_store
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class World:
         patience = min(timeout, IN_PLACE) if kept.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, patience)
         if not kept.is_kept():
-            store.set("unkept", "")  # keepers do not wait for this rank's
+            store.set(UNKEPT, "")
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         yield store
         dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, which wait for this rank

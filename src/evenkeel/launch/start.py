@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from typing import NoReturn
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..common import kept
 from ..common.arguments import some_options
 from ..common.errors import Refusal
 from ..config import Config
@@ -26,8 +26,6 @@ from ..training.oom import explaining
 from ..training.task import Task
 from . import launchers
 
-log = logging.getLogger(__name__)
-
 IMPORTED_LATE = "torch._dynamo"
 """What torch imports only when the first optimizer is made. It takes as long as all the rest."""
 
@@ -36,8 +34,8 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a training script's main function with the command line's arguments, and end the process.
 
     Exit codes: 0 finished, 75 stopped and can be continued, 2 refused, 1 failed; errors of a user's are one line.
-    ``python train.py -n 2 -g 4 -nr 0`` starts torchrun as launch/multi_node.py does. With ``--keeper on`` the main
-    function runs in a fork of this process, which starts it again when it is killed (resilience/keeper.py).
+    ``python train.py -n 2 -g 4 -nr 0`` starts torchrun as launch/multi_node.py does. As a rule the main function
+    runs in a fork of this process, which starts it again when it is killed (resilience/keeper.py).
 
     Example:
         >>> def main(arguments):
@@ -56,38 +54,39 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     def train() -> NoReturn:
         leave(exit_code(call))
 
-    if not _is_a_launcher() and (reason := _prepare(sys.argv[1:]) or unforkable()):
-        log.info("torchrun must restart this rank: %s", reason)
-    elif not _is_a_launcher():
-        before = _sources()
-        Keeper(train, lambda: _sources() != before).keep()
+    if task := _task_to_keep(sys.argv[1:]):
+        if reason := _prepare(task) or unforkable():
+            kept.do_without(reason)
+        else:
+            before = _sources()
+            Keeper(train, lambda: _sources() != before).keep()
     train()
 
 
-def _is_a_launcher() -> bool:
-    """Whether this process becomes torchrun; or refuses to, which `call` finds out again."""
+def _task_to_keep(arguments: list[str]) -> str:
+    """The task, if there is to be a keeper; "" without, and where this process becomes torchrun or refuses to run."""
     try:
-        return bool(launchers.topology_in(sys.argv[1:]))
-    except Refusal:
-        return True
+        typed, _ = some_options(arguments, ("--keeper",), ("--task",), ("--config",))
+        recorded = read_config(Path(typed.config)) if typed.config else {}
+        launches = launchers.topology_in(arguments)
+    except Refusal:  # the rank meets it again, and tells of it
+        return ""
+    wanted = (typed.keeper or recorded.get("keeper", Config.keeper)) == "on" and not launches
+    return str(typed.task or recorded.get("task", Config.task)) if wanted else ""
 
 
-def _prepare(arguments: list[str]) -> str:
+def _prepare(task: str) -> str:
     """Import what training needs, the task included. Returns why there should be no keeper, or ""."""
     # what they ask of the driver must leave a fork its GPU; and no processes of inductor's that wait for work
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TORCH_WARM_POOL", "0")
+    importlib.import_module(IMPORTED_LATE)
+    tyro.cli(Config, args=[])  # it is twice as fast the second time
+    script = vars(sys.modules["__main__"]).values()
     try:
-        typed, _ = some_options(arguments, ("--keeper",), ("--task",), ("--config",))
-        recorded = read_config(Path(typed.config)) if typed.config else {}
-        if (typed.keeper or recorded.get("keeper", Config.keeper)) == "off":
-            return "--keeper off"
-        importlib.import_module(IMPORTED_LATE)
-        tyro.cli(Config, args=[])  # it is twice as fast the second time
-        script = vars(sys.modules["__main__"]).values()
         if not any(isinstance(it, type) and issubclass(it, Task) and it is not Task for it in script):
-            load_task(str(typed.task or recorded.get("task", Config.task)))
-    except Refusal as refusal:  # the rank meets it again, and tells of it
+            load_task(task)
+    except Refusal as refusal:  # as above
         return str(refusal)
     return ""
 

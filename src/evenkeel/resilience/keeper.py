@@ -37,7 +37,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,14 +47,15 @@ from ..common import kept
 from ..common.errors import REFUSED
 from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
+from ..config import Config
 from ..distributed.exits import refuse
 from .peers import Peers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
 """Exit code of a fork that finds that it cannot use a GPU because of what its keeper has done."""
 
-UNASKED = 35.0
-"""Seconds that a trainer has to leave after REGROUP before it is killed, a little more than torchrun would give it."""
+UNASKED = 10.0
+"""Seconds beyond --grace that a trainer has to leave after REGROUP before it is killed."""
 
 COUNTS = "EVENKEEL_KEEPER_COUNTS"
 """The environment variable that takes a keeper's counts to the program that replaces it."""
@@ -99,7 +100,7 @@ class Keeper:
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
-        self._limit = 3
+        self._limit, self._grace = Config.keeper_restarts, Config.grace
         # how often it has forked again, how often in a row without progress, and the first step of the newest trainer
         # that came further than those before it
         self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
@@ -167,10 +168,10 @@ class Keeper:
         """Wait for the trainer's end; meanwhile pass on stop signals, and ask it to leave if another rank has died."""
         heeded = self._stops | {signal.SIGCHLD}
         while True:
-            found = signal.sigtimedwait(heeded, self._peers.interval)
-            if found and found.si_signo != signal.SIGCHLD:
+            number = _await_signal(heeded, self._peers.interval)
+            if number and number != signal.SIGCHLD:
                 self._stopped = True
-                os.kill(pid, found.si_signo)
+                os.kill(pid, number)
             ended, status = os.waitpid(pid, os.WNOHANG)
             self._hear()
             if ended:
@@ -179,7 +180,7 @@ class Keeper:
             if self._stopped:
                 continue
             if self._asked:
-                if time.monotonic() - self._asked > UNASKED:
+                if time.monotonic() - self._asked > self._grace + UNASKED:
                     os.kill(pid, signal.SIGKILL)
             elif self._peers.has_died():
                 self._asked = time.monotonic()
@@ -198,13 +199,15 @@ class Keeper:
                 self._peers.join(value)
             elif word == "limit":
                 self._limit = int(value)
+            elif word == "grace":
+                self._grace = float(value)
             elif word == "progress" and int(value) > self._reached:
                 # the same steps again would be none: without a checkpoint since, a run may die at one step for ever
                 self._reached, self._fruitless = int(value), 0
 
     def _stopped_within(self, seconds: float) -> bool:
         """Wait, and say whether somebody has asked the job to end."""
-        self._stopped |= signal.sigtimedwait(self._stops, seconds) is not None
+        self._stopped |= _await_signal(self._stops, seconds) is not None
         return self._stopped
 
     def _forks_again(self, code: int) -> bool:
@@ -259,6 +262,13 @@ class Keeper:
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):
             print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+
+
+def _await_signal(numbers: Collection[int], seconds: float) -> int | None:
+    """Wait for one of these signals, which are blocked. Returns its number."""
+    found = signal.sigtimedwait(numbers, seconds)
+    # suspended (Ctrl-Z) and continued after the time is up, CPython returns a structure that it has not filled in
+    return found.si_signo if found and found.si_signo in numbers else None
 
 
 def _name(number: int) -> str:

@@ -17,10 +17,13 @@ from torch.distributed.distributed_c10d import Store
 from ..common import kept
 from ..common.errors import EndedHere
 from ..common.processes import die_with_parent, name_process
-from ..distributed.rendezvous import DIED, generation_store, job_store
+from ..distributed.rendezvous import DIED, UNKEPT, generation_store, job_store
 
 PATIENCE = 10.0
 """Seconds for an answer of the store, which may be on a machine that is gone. Meanwhile a keeper does nothing else."""
+
+CONNECTED = 60.0
+"""Seconds for a connection: torch looks up the other end's name, which in a container without DNS takes over ten."""
 
 CONFIRMED = 5.0
 """Seconds in which the keeper of a dead rank says so. Without a word the agent decides, as without keepers; where there
@@ -29,8 +32,8 @@ is no agent, a second must do."""
 ALL_DONE = 300.0
 """Seconds for which a finished rank waits for the others, as long as torchrun's agents wait for each other."""
 
-NOT_ALL, DONE, GONE = "unkept", "done", "gone"
-"""Keys of a generation: a rank has no keeper, or ends for good; how many have finished; how many know that all have."""
+DONE, GONE = "done", "gone"
+"""Keys of a generation: how many ranks have finished, and how many keepers know that all have."""
 
 
 class Peers:
@@ -60,7 +63,8 @@ class Peers:
     def _connect(self) -> Store:
         """A connection whose answers come in time or not at all: some of torch's requests know no time-out."""
         before = _sockets()
-        store = job_store(self._rank, self._world_size, timedelta(seconds=PATIENCE))
+        store = job_store(self._rank, self._world_size, timedelta(seconds=CONNECTED))
+        store.set_timeout(timedelta(seconds=PATIENCE))
         for number in _sockets() - before:
             with socket.socket(fileno=os.dup(number)) as connection:
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -106,7 +110,7 @@ class Peers:
         """Tell the others that this rank ends for good without having finished: nobody needs to wait for it."""
         with contextlib.suppress(RuntimeError):
             if self._store:
-                self._store.set(NOT_ALL, "")
+                self._store.set(UNKEPT, "")
 
     def await_all(self, stopped: Callable[[float], bool]) -> bool:
         """After a finished run: wait for all ranks to finish; False if one has died instead, and needs the others.
@@ -117,13 +121,13 @@ class Peers:
         deadline = time.monotonic() + ALL_DONE
         try:
             store = self._store
-            if not store or store.check([NOT_ALL]):
+            if not store or store.check([UNKEPT]):
                 return True
             store.add(DONE, 1)
             while store.add(DONE, 0) < self._world_size and time.monotonic() < deadline:
                 if store.check([DIED]):
                     return False
-                if store.check([NOT_ALL]) or stopped(self.interval):
+                if store.check([UNKEPT]) or stopped(self.interval):
                     return True
             gone, deadline = store.add(GONE, 1), time.monotonic() + 1
             while kept.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
@@ -158,7 +162,7 @@ def hold_store(rank: int, world_size: int) -> None:
     name_process("store")
     die_with_parent(signal.SIGKILL)
     with contextlib.suppress(Exception):
-        store = job_store(rank, world_size, timedelta(seconds=PATIENCE))
+        store = job_store(rank, world_size, timedelta(seconds=CONNECTED))
         os.write(told, b"1")
         os.close(told)
         while store and os.getppid() == keeper:

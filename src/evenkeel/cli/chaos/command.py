@@ -47,7 +47,7 @@ class ChaosCommand:
     seed: int = option(0, *SEEDS)
     """Decides which faults come in which order, and at which intervals."""
     faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...")] = ""
-    """kill, term, stop (a rank), truncate (a checkpoint), agent, fill (the disk), node. Default: all but fill."""
+    """kill, keeper, term, stop (ranks), truncate (checkpoints), agent, fill (the disk), node. Default: all but fill."""
     then: Literal["finish", "stop"] = "finish"
     """After the last fault: let the job finish, or stop it by SIGTERM."""
     nodes: int = option(1, 1, 2**16)

@@ -120,6 +120,8 @@ def lines(experiment: Experiment) -> Iterator[tuple[str, str]]:
         yield "fault to step", f"median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s"
     if "goodput" in summary:
         yield "goodput", f"{summary['goodput']:.1%}"
+    if in_place := summary.get("restarts_in_place"):
+        yield "in place", f"{in_place} of {summary['restarts']} restarts"
     if "ledger" in summary:
         yield "seconds", ", ".join(f"{account} {spent:.1f}" for account, spent in summary["ledger"].items())
     if "weights_sha256" in summary:

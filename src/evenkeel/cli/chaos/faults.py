@@ -22,9 +22,9 @@ from .nodes import send
 
 T = TypeVar("T")
 
-SAFE = ("kill", "term", "stop", "truncate", "agent")  # they reach nothing but the job and its run directory
+SAFE = ("kill", "keeper", "term", "stop", "truncate", "agent")  # they reach nothing but the job and its run directory
 KINDS = (*SAFE, "fill", "node")
-SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "keeper": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 FILLED_SECONDS = 5.0  # how long a disk stays full
 DOWN_SECONDS = 20.0  # the longest time for which a node is gone; the others go on without it after about ten
@@ -70,8 +70,9 @@ def strike(fault: Fault, job: Job, run_dir: Path, announce: Callable[[str], obje
     """
     if fault.kind in SIGNALS:
         worker = _choose(job.workers(), fault, "no rank lives")
-        announce(f"rank {worker.rank} (pid {worker.pid})")
-        send(worker.pid, SIGNALS[fault.kind])
+        pid = worker.started if fault.kind == "keeper" else worker.pid
+        announce(f"rank {worker.rank} (pid {pid})")
+        send(pid, SIGNALS[fault.kind])
     elif fault.kind == "agent":
         agent = _choose(sorted({worker.agent for worker in job.workers()}), fault, "no agent has ranks")
         announce(f"torchrun (pid {agent})")

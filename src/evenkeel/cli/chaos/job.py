@@ -25,7 +25,8 @@ class Worker(NamedTuple):
     """A rank of the job."""
 
     rank: int
-    pid: int
+    pid: int  # of what trains
+    started: int  # pid of what torchrun started: its keeper, or without one the same
     agent: int  # pid of the torchrun that started it
 
 
@@ -63,7 +64,7 @@ class Job:
         return {node: code for node, process in self.running.items() if (code := process.poll()) is not None}
 
     def workers(self) -> list[Worker]:
-        """The ranks that live under a living torchrun, in order, by what trains: the fork of a keeper, if there is one.
+        """The ranks that live under a living torchrun, in order.
 
         Their children, such as data loaders, are none.
         """
@@ -72,7 +73,7 @@ class Job:
         agents = {pid: below[pid].parent for pid in ranks}
         trainers = {agents[pid]: pid for pid in ranks if process_name(pid) == "trainer"}
         started = [(pid, agent) for pid, agent in agents.items() if agent not in ranks]
-        return sorted(Worker(ranks[pid], trainers.get(pid, pid), agent) for pid, agent in started)
+        return sorted(Worker(ranks[pid], trainers.get(pid, pid), pid, agent) for pid, agent in started)
 
     def stop(self, *nodes: int) -> None:
         """End the command on some nodes by SIGTERM, and wait until all its ranks have saved and ended.
