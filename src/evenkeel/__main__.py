@@ -1,4 +1,4 @@
-"""Check machines, plan a job, watch and report its runs, predict, compare, and try what a job survives."""
+"""Check machines, plan a job, watch and report its runs, predict, sample, compare, and try what a job survives."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ COMMANDS = {
     "checkpoint": "cli.checkpoint.CheckpointCommand",
     "chaos": "cli.chaos.command.ChaosCommand",
     "doctor": "cli.doctor.command.DoctorCommand",
+    "data": "cli.data.DataCommand",
     "compare": "cli.compare.CompareCommand",
     "predict": "cli.predict.PredictCommand",
+    "sample": "cli.sample.SampleCommand",
     "status": "cli.status.StatusCommand",
     "follow": "cli.follow.FollowCommand",
     "report": "cli.report.command.ReportCommand",

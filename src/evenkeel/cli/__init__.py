@@ -2,8 +2,10 @@
 
     plan.py         plan: which rank would compute what, without running it
     checkpoint.py   checkpoint: list, inspect, verify and export the checkpoints of a run
+    data.py         data: index a folder of shards, or verify it
     compare.py      compare: the first step and the tensors in which two runs differ
     predict.py      predict: a run's model on a folder of images or a data set, to CSV or Parquet
+    sample.py       sample: a text, continued by a run's language model
     status.py       status: all runs below some folders, a line each
     follow.py       follow: one run as its own console shows it, until it ends
     profile.py      profile: the traces of a run's ranks as one, on one clock
@@ -20,7 +22,7 @@ is imported where it is needed, so that the help and most commands take a tenth 
 To add a command: write such a file, name it in `__main__.py`, give numbers bounds by `config.option`, and
 test it in `tests/cli`. To remove one: delete its file, its line in `__main__.py` and its tests; nothing else imports
 it, but `follow` and `report` use `status`. All but chaos and scaling only read (`checkpoint export`, `predict`,
-`report` and `profile` write the files that they are told to).
+`report` and `profile` write the files that they are told to, and `data index` an index).
 
 Not here: the log of a Slurm job, which `follow` shows (`launch/slurm/follow.py`); the launchers and submit.py
 (`launch/`); the options of train.py (`config.py`, `tasks/command_line.py`); the formats of what a run writes (`run/`).

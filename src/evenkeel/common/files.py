@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -79,6 +80,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__} and not an object")
     return value
+
+
+def sha256_of(path: Path, advance: Callable[[int], object] = lambda _: None) -> str:
+    """The SHA-256 of a file, in hexadecimal digits. ``advance`` gets the bytes of each block that is read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            advance(len(block))
+    return digest.hexdigest()
 
 
 def unused(path: Path) -> Path:

@@ -2,9 +2,11 @@
 
 - `plan`: an epoch cut into steps, a step into micro-batches, micro-batches dealt to ranks; integers only.
 - `shuffle`: the sample at a position of an epoch's order, computed without storing the order.
+- `blocks`: the same for samples that lie in files, read in long runs: blocks are permuted, then windows of blocks.
 - `sampler`: `ElasticSampler`, this rank's micro-batches from any step of any epoch, and `by_step`.
 - `randomness`: seeds as pure functions of (run seed, purpose, place), and seeding the generators.
 - `dataset`: in-memory and limited data sets, and fetching a whole micro-batch by one indexing.
+- `shards`: `Shards`, a folder of tar, JSON lines, Parquet or MDS files; `shard_index`, what is in them.
 - `loader`: a `DataLoader` whose samples have their own random numbers, in this process or in workers.
 - `batch`: batches of any structure: collated, moved to a device; why samples do not collate.
 - `data_digest`: a few samples of each set, compared among ranks and with earlier starts of the run.

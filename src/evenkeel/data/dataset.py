@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, Ten
 
 from ..common.errors import Refusal
 from ..common.naming import kind_of
+from .blocks import Blocks, blocks_of
 from .sampler import Indices
 from .shuffle import shuffled
 
@@ -65,6 +66,11 @@ class Limited(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[self.indices[index]]
+
+    def order_blocks(self) -> Blocks | None:
+        """The blocks of the base data set, as far as they are left."""
+        blocks = blocks_of(self.dataset)
+        return blocks and blocks.among(self.indices)
 
     def __getitems__(self, indices: Indices) -> Any:
         """Return what the base data set makes of a micro-batch, or a list of samples."""

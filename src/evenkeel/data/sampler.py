@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, DistributedSampler
 
+from .blocks import blocks_of
 from .plan import MicroBatch, Plan
 from .shuffle import shuffled
 
@@ -39,7 +40,7 @@ class ElasticSampler(DistributedSampler[Any]):
     on another number of ranks it goes on with exactly the samples that are left, without looking at the others.
 
     Args:
-        dataset: anything with a length N.
+        dataset: anything with a length N. If it has `order_blocks()`, the order is that of `Blocks`.
         global_batch: samples of one step over all ranks, G.
         micro_batch: the most samples in one batch of this loader.
         micro_batches: cut each step into this many of nearly equal size; 0: by size, the last one smaller.
@@ -74,6 +75,7 @@ class ElasticSampler(DistributedSampler[Any]):
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed)  # type: ignore[arg-type]
         self.plan = Plan(len(dataset), global_batch, micro_batch, epochs=1, number=micro_batches)
+        self.blocks = blocks_of(dataset) if shuffle else None
         self.first_step = 0
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
@@ -86,7 +88,9 @@ class ElasticSampler(DistributedSampler[Any]):
         while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):
             positions = [np.arange(each.start, each.start + each.size, dtype=np.uint64) for each in block]
             samples = np.concatenate(positions)
-            if self.shuffle:
+            if self.blocks:
+                samples = self.blocks.shuffled(samples, self.seed, self.epoch)
+            elif self.shuffle:
                 samples = shuffled(samples, self.plan.samples, self.seed, self.epoch)
             for each, end in zip(block, accumulate(each.size for each in block), strict=True):
                 yield Indices(samples[end - each.size : end], self.epoch, each)

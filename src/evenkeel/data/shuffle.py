@@ -22,7 +22,7 @@ from .randomness import derive
 Array = NDArray[np.uint64]
 
 
-def shuffled(positions: Array, samples: int, seed: int, epoch: int) -> Array:
+def shuffled(positions: Array, samples: int, seed: int, epoch: int, purpose: str = "order") -> Array:
     """Return the samples at some positions of an epoch's order.
 
     Args:
@@ -30,6 +30,7 @@ def shuffled(positions: Array, samples: int, seed: int, epoch: int) -> Array:
         samples: N, the size of the data set.
         seed: the run's.
         epoch: each has its own order.
+        purpose: what is ordered; each has its own order, too.
 
     Returns:
         Sample indices, shape [n], uint64. Over all N positions each comes exactly once.
@@ -37,7 +38,7 @@ def shuffled(positions: Array, samples: int, seed: int, epoch: int) -> Array:
     columns = isqrt(samples - 1) + 1
     rows = -(-samples // columns)
     rows += rows % 2  # if both sides were odd, every shift would be an even permutation: half of all orders
-    keys = [np.uint64(derive(seed, "order", epoch, i)) for i in range(_rounds(samples))]
+    keys = [np.uint64(derive(seed, purpose, epoch, i)) for i in range(_rounds(samples))]
     out = positions.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):

@@ -1,0 +1,80 @@
+"""`python -m evenkeel data`: index a folder of shards, and verify it against its index."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import track
+
+from ..common.files import sha256_of
+from ..data.shard_index import MANIFEST, read_index, table_is_whole, write_index
+
+Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="A folder of .tar, .jsonl, .parquet or .mds files.")]
+
+
+@dataclass(frozen=True)
+class IndexShards:
+    """Read all shards of a folder and write what `Shards` reads them by: shards.index.json and a table beside it."""
+
+    folder: Folder
+
+    def __call__(self) -> int:
+        """Write the index."""
+        index = write_index(self.folder, _tracked)
+        size = decimal(sum(shard.bytes for shard in index.shards))
+        print(
+            f"{self.folder / MANIFEST}: {index.samples:,} samples, {index.format}, shards: {len(index.shards)}, {size}"
+        )
+        return 0
+
+
+@dataclass(frozen=True)
+class VerifyShards:
+    """Read every shard of a folder and compare its sha256 with that of the index. Exit code 1: one differs."""
+
+    folder: Folder
+
+    def __call__(self) -> int:
+        """Print a line for each that differs, and how many do not."""
+        index = read_index(self.folder)
+        if not table_is_whole(self.folder, index):
+            print(f"{self.folder / index.table}: DAMAGED: it is not what its name says; index the folder again")
+            return 1
+        shards = index.shards
+        found = zip(
+            shards, _tracked((sha256_of(self.folder / shard.name) for shard in shards), len(shards)), strict=True
+        )
+        damaged = [shard.name for shard, digest in found if digest != shard.sha256]
+        for name in damaged:
+            print(f"{self.folder / name}: DAMAGED: its sha256 is not that of the index")
+        print(f"{len(shards) - len(damaged)} of {len(shards)} shards are as they were indexed")
+        return int(bool(damaged))
+
+
+@dataclass(frozen=True)
+class DataCommand:
+    """Index a folder of shards (tar, JSON lines, Parquet, MDS), or verify it.
+
+    Example: python -m evenkeel data index /data/shards
+    """
+
+    action: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[IndexShards, tyro.conf.subcommand("index")] | Annotated[VerifyShards, tyro.conf.subcommand("verify")]
+    ]
+
+    def __call__(self) -> int:
+        """Run the chosen action."""
+        return self.action()
+
+
+def _tracked(things: Iterable[Any], number: int) -> Iterable[Any]:
+    """The same things, with a bar on a terminal."""
+    console = Console(stderr=True)
+    return track(things, "reading", number, console=console, transient=True, disable=not sys.stderr.isatty())

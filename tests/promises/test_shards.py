@@ -1,0 +1,112 @@
+"""Shards: each sample exactly once an epoch through a kill and other numbers of ranks; the order cannot change."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from evenkeel.data.plan import Plan
+from evenkeel.data.shard_index import write_index
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, read, records, run_forked, start, torchrun, wait_until
+from tests.support.shards import tars
+from tests.support.small_runs import (
+    kill_workers_and_agent,
+    options,
+    saved_step,
+    the_line,
+    wait_for_step,
+)
+
+TASK = f"{ROOT / 'tests' / 'support' / 'shards_task.py'}:Sharded"
+LENGTHS = [23, 9, 17, 30, 5, 16]  # 100 samples in 6 shards, 28 blocks
+PLAN = Plan(samples=100, global_batch=12, micro_batch=3, epochs=3)  # 9 steps an epoch, the last of 4 samples
+
+
+def job(folder: Path, run_dir: Path, *more: object) -> list[str]:
+    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1, "--checkpoint-every", 2]
+    return options(TASK, run_dir, *shape, "--folder", folder, "--record", run_dir.parent / "record", *more)
+
+
+def trained_on(folder: Path, first: int, end: int, world_size: int) -> Counter[tuple[int, int]]:
+    """(epoch, sample) -> times read for the steps first .. end of an attempt."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for rank in range(world_size):
+        numbers = map(int, (folder / f"rank-{rank}").read_text().split())
+        for step in range(first, end):
+            for micro in PLAN.micro_batches(step, rank, world_size):
+                counts.update((PLAN.locate(step)[0], next(numbers)) for _ in range(micro.size))
+    return counts
+
+
+def by_node(world_size: int, first_step: int, end: int) -> Counter[int]:
+    """The control: whole shards are dealt to ranks, as WebDataset's `split_by_node` does, in one epoch.
+
+    Each rank gives its part of every step. After a stop it skips what its part of the steps before would have been.
+    """
+    counts: Counter[int] = Counter()
+    starts = [sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
+    for rank in range(world_size):
+        mine = [
+            n
+            for at, length in list(zip(starts, LENGTHS, strict=True))[rank::world_size]
+            for n in range(at, at + length)
+        ]
+        share = PLAN.global_batch // world_size
+        counts.update(mine[first_step * share : end * share])
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_killed_on_two_ranks_and_finished_on_others_each_sample_of_the_shards_comes_exactly_once(
+    tmp_path: Path, ranks: int
+) -> None:
+    folder, run_dir, record = tars(tmp_path / "shards", LENGTHS), tmp_path / "run", tmp_path / "record"
+    write_index(folder)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    record.symlink_to(tmp_path / "first")
+    killed_at = random.Random().randrange(3, 8)
+    process = start(torchrun(2, TRAIN, *job(folder, run_dir, "--pause", 0.1)))
+    wait_for_step(run_dir, killed_at, process)
+    wait_until(lambda: saved_step(run_dir) >= killed_at - 2, "the last checkpoint before it")
+    kill_workers_and_agent(process)
+
+    record.unlink()
+    record.symlink_to(tmp_path / "second")
+    command = torchrun(ranks, TRAIN) if ranks > 1 else [sys.executable, str(TRAIN)]
+    done = processes.finish(start([*command, *job(folder, run_dir)]))
+    assert done.returncode == 0, done.stderr
+
+    first, second = [line["step"] for line in records(run_dir, "start")]
+    assert (first, second > 0) == (0, True)
+    total = trained_on(tmp_path / "first", 0, second, 2) + trained_on(
+        tmp_path / "second", second, PLAN.total_steps, ranks
+    )
+    assert total == Counter({(epoch, number): 1 for epoch in range(3) for number in range(100)})
+    assert read(run_dir)["world_sizes"] == [2, ranks]
+
+    control = by_node(2, 0, second) + by_node(ranks, second, 100)
+    assert control != Counter(range(100)), "whole shards, dealt to ranks: some come twice or never"
+
+
+def test_the_control_is_right_on_as_many_ranks() -> None:
+    assert by_node(2, 0, 4) + by_node(2, 4, 100) == Counter(range(100))
+
+
+def test_a_run_keeps_its_order(tmp_path: Path) -> None:
+    """An index made anew with the shards in another order would repeat samples: refused by each start."""
+    folder, run_dir = write_index(tars(tmp_path / "shards", LENGTHS)) and tmp_path / "shards", tmp_path / "run"
+    (tmp_path / "record").mkdir()
+    run_forked(TRAIN, *job(folder, run_dir, "--max-steps", 2))
+    assert "blocks" in read(run_dir, "status.json")["order"]
+    (folder / "train-000.tar").rename(folder / "z.tar")
+    write_index(folder)
+    done = run_forked(TRAIN, *job(folder, run_dir, "--max-steps", 2), expect=2)
+    assert "the training data was read in 28 blocks" in the_line(done.stderr)
+    assert "and is read in 28 blocks" in the_line(done.stderr)
