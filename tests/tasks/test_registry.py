@@ -148,6 +148,7 @@ def test_a_file_that_does_not_import_says_where_it_broke(write: Write, text: str
     message = refusal("broken_job.py:Mine")
     assert message.startswith(f"does not import: {reason}")
     assert message.endswith(f" at {path}:{line}")
+    assert refusal("broken_job.py:Mine") == message, "asked again, as a rank does after its keeper"
 
 
 def test_a_module_that_does_not_import_says_where_it_broke(write: Write) -> None:

@@ -19,11 +19,11 @@ import tyro
 from ..common.errors import Ended, EndedByData, Refusal
 from ..common.files import write_atomically
 from ..config import Flag, MaybePath, option
-from ..run.checkpoint import Checkpoints, step_folders, step_of
-from ..run.records import read_config, recorded_options
+from ..run.checkpoint import chosen
+from ..run.records import recorded_options
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from ..config import Config
     from ..data.dataset import SizedDataset
@@ -66,11 +66,9 @@ class PredictCommand:
         from ..resilience.interruption import Interruption
         from ..run.eval_only import cut_as_recorded
         from ..run.run import prepare_process
-        from ..tasks.command_line import parse
+        from ..tasks.command_line import parse_as_recorded
 
-        # the weights come from a checkpoint, and what the run began from may be gone
-        known = {k: v for k, v in read_config(self.run / "config.toml").items() if not k.startswith("init_")}
-        config, task = parse(["--run-dir", str(self.run), *train_options], base=known)
+        config, task = parse_as_recorded(self.run, train_options)
         config = cut_as_recorded(replace(config, eval_only=True))
         Interruption(config.grace)
         with no_exit():
@@ -93,26 +91,7 @@ class PredictCommand:
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         if self.output.suffix == ".parquet" and not importlib.util.find_spec("pyarrow"):
             raise Refusal(f"--output {self.output}: needs pyarrow; pip install 'evenkeel[parquet]', or use .csv")
-        self._checkpoint()
-
-    def _checkpoint(self) -> Path:
-        """The folder to load: the run's, where the newest whole checkpoint is taken, or a step's."""
-        checkpoints = Checkpoints(self.run / "checkpoints", 1, None)
-        steps = {step_of(path): path for path in step_folders(checkpoints.folder)}
-        if not steps:
-            raise Refusal(f"{self.run}: no checkpoint there; name a run directory")
-        if self.checkpoint == "last":
-            return self.run
-        if self.checkpoint == "best":
-            newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
-            best = newest and replace(checkpoints, best=newest.best_by).best_path()
-            if not best:
-                raise Refusal("--checkpoint best: none of this run has the metric of its task's `best`; use last")
-            return best
-        if not self.checkpoint.isdecimal() or int(self.checkpoint) not in steps:
-            there = ", ".join(map(str, steps))
-            raise Refusal(f"--checkpoint {self.checkpoint}: is none of last, best and the steps there are: {there}")
-        return steps[int(self.checkpoint)]
+        chosen(self.run, self.checkpoint)
 
     def _set(self, task: Task, config: Config) -> SizedDataset:
         from ..training.task import evaluation_sets, training_set
@@ -128,6 +107,7 @@ class PredictCommand:
         from ..distributed.placement import place
         from ..run.build import build_model
         from ..run.eval_only import read_for_all
+        from ..run.weights import read_chosen
         from ..training.evaluation import Evaluation
         from ..training.prediction import predictions
 
@@ -136,7 +116,7 @@ class PredictCommand:
             for rank, names in enumerate(world.gather(getattr(dataset, "digest", ""))):
                 if names != getattr(dataset, "digest", ""):
                     raise Ended(f"--input {self.input}: other files on rank {rank} than on rank {world.rank}")
-            source = read_for_all(model, world, lambda: self._read(model))
+            source = read_for_all(model, world, lambda: read_chosen(model, self.run, self.checkpoint))
             place(model, config, world.devices)
             rows = predictions(Evaluation(task, model, dataset, config, world, self.set or "input"), self.top)
         if world.rank == 0:
@@ -144,14 +124,6 @@ class PredictCommand:
             told = rows.get("target") if self.set else None
             right = "" if told is None or "confidence" not in rows else f", {_share_right(rows):.4f} of them right"
             print(f"evenkeel: {len(dataset)} predictions of {source}{right} -> {self.output}", flush=True)
-
-    def _read(self, model: nn.Module) -> str:
-        from ..run.weights import read_weights
-
-        try:
-            return read_weights(model, self._checkpoint())[0]
-        except Refusal as refusal:
-            raise Refusal(str(refusal).replace("--init-from", f"--checkpoint {self.checkpoint}:", 1)) from None
 
     def _write(self, columns: dict[str, list[Any]]) -> None:
         content = io.BytesIO()

@@ -6,15 +6,17 @@
 - `datasets.py`, `decoding.py`, `downloads.py`, `augmentation.py`, `models.py`   its data, transforms and networks
 - `segment.py`       the task `segment`: two networks in one step, the pattern for several networks
 - `regress.py`       the task `regress`: a linear model on random data
+- `lm.py`            the task `lm`: a language model; `text.py` has its data, `transformer.py` its network
 - `digits.py`        the data that comes with Evenkeel, for `classify` and `segment`
 
 To add a task, write a subclass of `Task` (training/task.py) in any file: `--task FILE.py:CLASS`; docs/tasks.md says
 how. To give it a name of its own, add a module here and a line to `BUILT_IN` in registry.py.
 
 To delete one, delete its module, `tests/tasks/test_NAME.py` and `tests/processes/test_NAME.py`. With `classify` go its
-five modules and their tests; then set another default of --task in config.py. `digits.py` may go with the last task
-that uses it. Everything else stays, and --task says in a line what has been deleted. Nothing outside this folder
-imports a built-in task, but tests of other rooms use `classify` and `segment` as examples.
+five modules and their tests; then set another default of --task in config.py. With `lm` go its two, the text in assets/
+and cli/sample.py. `digits.py` may go with the last task that uses it. Everything else stays, and --task says in a line
+what has been deleted. Nothing outside this folder imports a built-in task, but tests of other rooms use `classify` and
+`segment` as examples.
 """
 
 from ..training.task import Classification, Task, constants, secret

@@ -100,6 +100,14 @@ def parse(
     return config, resolved
 
 
+def parse_as_recorded(run: Path, arguments: Sequence[str]) -> tuple[Config, Task]:
+    """As `parse`, with the options of a run where none are typed; for commands that load one of its checkpoints."""
+    recorded = read_config(run / "config.toml")
+    # the weights come from a checkpoint, and what the run began from may be gone
+    known = {name: value for name, value in recorded.items() if not name.startswith("init_")}
+    return parse(["--run-dir", str(run), *arguments], base=known)
+
+
 def _filled(config: Config, task_options: Any) -> Path:
     """The run directory with the values of options in place of their names in braces, as in runs/{task}-{lr}.
 

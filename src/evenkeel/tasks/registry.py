@@ -11,7 +11,7 @@ from typing import Any
 from ..common.errors import Refusal, place_of
 from ..training.task import Task
 
-BUILT_IN = {"classify": "Classify", "regress": "Regress", "segment": "Segment"}
+BUILT_IN = {"classify": "Classify", "regress": "Regress", "segment": "Segment", "lm": "Lm"}
 """Tasks by the names of their modules here, which may have been deleted; imported when they are asked for."""
 
 
@@ -66,7 +66,11 @@ def _import_file(name: str, path: Path) -> Any:
         return known
     sys.path.insert(0, str(path.resolve().parent))
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]  # or whoever asks again would get the half of it
+        raise
     return module
 
 

@@ -1,0 +1,56 @@
+"""`python -m evenkeel sample`: a run's language model continues a text. Only reads the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from ..common.errors import Refusal
+from ..config import FINITE, SEEDS, option
+from ..run.checkpoint import chosen
+
+
+@dataclass(frozen=True)
+class SampleCommand:
+    """Continue a text with the language model of a run.
+
+    Example: python -m evenkeel sample runs/lm "It is a truth"
+
+    The same options give the same text on the same machine. What follows after `--` are options of train.py that differ
+    from the run's.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """The run directory."""
+    text: tyro.conf.Positional[str] = ""
+    """The beginning of a document; nothing: the model begins one."""
+    tokens: int = option(200, 1, 10**6)
+    """The most tokens to add; a document may end before."""
+    temperature: float = option(0.8, 0, FINITE)
+    """Below 1: likelier tokens; 0: always the likeliest one."""
+    top_k: int = option(0, 0)
+    """Draw from the K likeliest tokens only (0: from all)."""
+    seed: int = option(0, *SEEDS)
+    """Of the draws."""
+    checkpoint: str = "last"
+    """last, best or a step, e.g. 460."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Load the model, and print the text with what it adds."""
+        chosen(self.run, self.checkpoint)  # refused before torch is imported
+        import torch
+
+        from ..run.build import build_model
+        from ..run.weights import read_chosen
+        from ..tasks.command_line import parse_as_recorded
+
+        config, task = parse_as_recorded(self.run, train_options)
+        if not (generate := getattr(task, "generate", None)):
+            raise Refusal(f"{self.run}: its task {config.task} generates no text; name a run of --task lm")
+        model = build_model(config, task)
+        read_chosen(model, self.run, self.checkpoint)
+        model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        print(self.text + generate(model, self.text, self.tokens, self.temperature, self.top_k, self.seed))
+        return 0

@@ -1,0 +1,67 @@
+"""The task `lm` and `evenkeel sample`, by real processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import TRAIN, contents_of, finish_all, fork_ranks, read, records, run, run_forked
+from tests.support.small_runs import options, the_line
+
+SHAPE = ["--seq-len", 64, "--width", 32, "--layers", 1, "--heads", 2, "--batch-size", 32, "--micro-batch", 8]
+STEPS = ["--max-steps", 250, "--lr", 0.01, "--clip-norm", 1, "--log-every", 50]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    run_dir = tmp_path_factory.mktemp("runs") / "lm"
+    finish_all(fork_ranks(2, TRAIN, *options("lm", run_dir, *SHAPE, *STEPS)))
+    before = contents_of(run_dir)
+    yield run_dir
+    assert contents_of(run_dir) == before, "sample and --eval-only only read the run"
+
+
+def sample(*arguments: object, expect: int = 0) -> str:
+    done = run([sys.executable, "-m", "evenkeel", "sample", *map(str, arguments)], expect=expect)
+    return done.stderr if expect else done.stdout
+
+
+def test_it_learns_and_counts_tokens(trained: Path) -> None:
+    metrics = read(trained)["metrics"]
+    print(f"{metrics['test/bits_per_byte']:.3f} bits per byte; untrained {math.log2(257):.3f}")
+    assert metrics["test/bits_per_byte"] < 4, "bytes without their neighbours have 4.4"
+    assert metrics["validation/perplexity"] == pytest.approx(math.exp(metrics["validation/loss"]))
+    assert records(trained, "train")[-1]["train/tokens_per_s"] > 0
+
+
+def test_the_perplexity_has_the_same_digits_on_1_2_and_3_ranks(trained: Path) -> None:
+    said = []
+    for ranks in (1, 2, 3):
+        done = finish_all(fork_ranks(ranks, TRAIN, *options("lm", trained, *SHAPE, *STEPS, "--eval-only")))
+        said.append(json.loads(done[0].stdout.splitlines()[-1])["evaluation"])
+    assert said[0] == said[1] == said[2]
+    assert said[0]["metrics"]["validation/perplexity"] == read(trained)["metrics"]["validation/perplexity"]
+
+
+def test_a_text_is_continued_by_the_seed(trained: Path) -> None:
+    text = sample(trained, "It is a truth", "--tokens", 40)
+    assert text.startswith("It is a truth")
+    assert len(text) > 30
+    assert sample(trained, "It is a truth", "--tokens", 40, "--checkpoint", "best", "--seed", 0) == text
+    assert sample(trained, "It is a truth", "--tokens", 40, "--seed", 1) != text
+
+
+def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
+    assert the_line(sample(trained, "--checkpoint", 7, expect=2)).startswith("--checkpoint 7: is none of last, best")
+    assert the_line(sample(trained, "--temperature", -1, expect=2)) == "--temperature -1.0: must be at least 0"
+    assert the_line(sample(tmp_path, "x", expect=2)) == f"{tmp_path}: no checkpoint there; name a run directory"
+    linear = tmp_path / "linear"
+    run_forked(TRAIN, *options("regress", linear, "--max-steps", 1))
+    assert the_line(sample(linear, "x", expect=2)).endswith(
+        "its task regress generates no text; name a run of --task lm"
+    )
