@@ -70,7 +70,7 @@ def test_plan_prints_the_shares_of_the_gpus(
 def by_hand(model: nn.Module, task: Classification, batch: Any, devices: int) -> Tensor:
     """What `Parallel` does, with copies of the module on the CPU instead of on GPUs."""
     parts = divide(batch, chunks(samples_in(batch), devices))
-    return torch.cat([Share(Loss(model, task.loss))(part) for part in parts]).sum() / samples_in(batch)
+    return torch.cat([Share(Loss(model, task.loss))(part)[0] for part in parts]).sum() / samples_in(batch)
 
 
 @pytest.mark.parametrize("samples", [30, 10, 5, 1])

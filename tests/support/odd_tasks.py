@@ -193,6 +193,28 @@ class DictLoss(Usual):
         return {"loss": super().loss(model, batch)}
 
 
+class VectorPart(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch), {"kl": batch[0]}
+
+
+class TakenPart(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch), {"lr": 1.0}
+
+
+class OtherParts(Usual):
+    """Its last micro-batch, of one sample, has a part more."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch), {"a": 1.0, **({"b": 1.0} if len(batch[0]) == 1 else {})}
+
+
+class PartsByRank(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch), {f"part_{os.environ.get('RANK', 0)}": 1.0}
+
+
 class LossWithoutGradient(Usual):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return super().loss(model, batch).detach()

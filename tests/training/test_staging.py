@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -366,6 +366,8 @@ def test_the_loss_of_all_ranks_is_asked_for_only_to_log_it(tmp_path: Path, rank_
     training, asked = Training(tmp_path / "run", rank_0), []
 
     class Model:
+        parts: ClassVar[dict[str, torch.Tensor]] = {}
+
         @property
         def loss(self) -> torch.Tensor:
             asked.append(training.state.step)

@@ -76,29 +76,30 @@ def _part(batch: Any, where: slice, samples: int) -> Any:
 
 
 class Share(nn.Module):
-    """What each GPU computes: the sum of the loss over its samples, of shape [1]."""
+    """What each GPU computes: the sums of the losses over its samples, each of shape [1, ...]."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self.loss = loss
 
-    def forward(self, batch: Any) -> Tensor:
-        """Return the mean loss times the number of samples."""
-        loss: Tensor = self.loss(batch)
-        return (loss * samples_in(batch)).reshape(1)
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        """Return the means, times the number of samples."""
+        found, samples = self.loss(batch), samples_in(batch)
+        return tuple(mean[None] * samples for mean in (found if isinstance(found, tuple) else (found,)))
 
 
 class Parallel(nn.DataParallel[Share]):
-    """Returns the mean loss of a batch, divided among several GPUs of this process; `loss` is on the first one."""
+    """Returns the mean losses of a batch, divided among several GPUs of this process; `loss` is on the first one."""
 
     def __init__(self, loss: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__(Share(loss), device_ids=[device.index for device in devices])
         self.devices = devices
 
-    def forward(self, batch: Any) -> Tensor:
-        """Return the mean loss of a batch on the CPU or the first GPU."""
-        total: Tensor = super().forward(batch)
-        return total.sum() / samples_in(batch)
+    def forward(self, batch: Any) -> Tensor | tuple[Tensor, ...]:
+        """Return what the loss does for a batch on the CPU or the first GPU."""
+        totals: tuple[Tensor, ...] = super().forward(batch)
+        means = tuple(total.sum(0) / samples_in(batch) for total in totals)
+        return means if len(means) > 1 else means[0]
 
     def scatter(self, inputs: Any, _kwargs: Any, _device_ids: Any) -> tuple[list[Any], list[Any]]:
         """Divide the batch, and seed each GPU."""

@@ -23,6 +23,7 @@ from ..common.naming import TEST, in_set
 from ..common.phases import START_UP, activity
 from ..config import Config, flag, saved_options
 from ..config import differences as differences_of_options
+from ..data.blocks import order_name
 from ..data.data_digest import OFTEN, ONCE, TRAINING, TWICE, difference, look
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
@@ -43,7 +44,16 @@ from .checkpoint import Checkpoints, Manifest
 from .compiled_code import CompiledCode
 from .fingerprint import Differences, describe, differences, differences_among_ranks, fingerprint
 from .records import read_facts, read_records, recorded_options
-from .run_directory import MAX_FRUITLESS, Identity, adopt, check, claim, launch_token, refuse_other_data
+from .run_directory import (
+    MAX_FRUITLESS,
+    Identity,
+    adopt,
+    check,
+    claim,
+    launch_token,
+    refuse_other_data,
+    refuse_other_order,
+)
 from .trackers import wandb_mode
 
 log = logging.getLogger(__name__)
@@ -87,7 +97,8 @@ class Attempt:
         self.path, self.config, self.plan, self.world = config.run_dir, config, plan, world
         self.options = saved_options(config, task.options())
         self.samples = {TRAINING: plan.samples} | {name: len(dataset) for name, dataset in sets.items()}
-        run = Identity(self.options, task.harmless, self.samples, task.earlier)
+        self.order = order_name(sets[TRAINING]) if TRAINING in sets else ""
+        run = Identity(self.options, task.harmless, self.samples, task.earlier, self.order)
         self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             check(self.path, run, config.fresh)
@@ -154,6 +165,8 @@ class Attempt:
         ready = self._written(lambda: self._open_here(status))
         mine = describe_device(self.world.device)
         log.info("this rank has %s", mine.line)
+        if reason := kept.why_not():
+            log.info("if it dies, torchrun must start it again: %s", reason)
         if note:
             log.warning("%s", note)
         everywhere = self.world.gather((mine, ready))
@@ -190,7 +203,7 @@ class Attempt:
         if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
-        directory.begin(self.options, tokens, samples=self.samples, digests=self.digests, **facts)
+        directory.begin(self.options, tokens, samples=self.samples, order=self.order, digests=self.digests, **facts)
         return directory.status
 
     def _open_here(self, status: dict[str, Any]) -> None:
@@ -243,14 +256,20 @@ class Attempt:
 
     def _refuse_other_data(self, before: dict[str, Any]) -> None:
         """Each node has looked at its own copy of the run so far, at its own command line and at its own data."""
-        everywhere = self.world.gather((self.samples, self.options, self.digests, self.config.other_data))
-        samples, options, _, _ = everywhere[0]
-        for rank, (there, typed, _, _) in enumerate(everywhere):
+        everywhere = self.world.gather((self.samples, self.options, self.digests, self.order, self.config.other_data))
+        samples, options, _, order, _ = everywhere[0]
+        for rank, (there, typed, _, theirs, _) in enumerate(everywhere):
             for name, first, here in differences_of_options(options, typed, self._harmless):
                 raise Refusal(
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type it, and the same on all nodes"
                 )
             refuse_other_data(self.path, before.get("samples", {}), there)
+            refuse_other_order(self.path, before, theirs)
+            if theirs != order:
+                raise Refusal(
+                    f"the training data is read in {order or 'the usual order'} on rank 0 and in "
+                    f"{theirs or 'the usual order'} on rank {rank}; give all nodes the same index"
+                )
             for part, number in there.items():
                 if number != samples[part]:
                     raise Refusal(
@@ -258,7 +277,7 @@ class Attempt:
                         "give all nodes the same data"
                     )
         known = before.get("digests", {})
-        if difference(known, [there for _, _, there, _ in everywhere]):
+        if difference(known, [there for _, _, there, *_ in everywhere]):
             # samples that are drawn anew at each read are sometimes the same twice
             self.digests, self._unsteady = self._look(OFTEN)
             self._other_data = difference(known, self.world.gather(self.digests))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from ..common.naming import TEST
@@ -17,6 +19,7 @@ from ..training.cut import refuse_single_samples
 from ..training.early_stopping import Stopping
 from ..training.freezing import freeze
 from ..training.precision import Scaler
+from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.state import State
 from ..training.task import Task
 from .weights import read_weights
@@ -53,4 +56,8 @@ def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.
     stopping = Stopping(plan.total_steps, every, task.best, config.patience, decides)
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
-    return State(model, optimizers, config.on_nonfinite == "skip", origin, scaler, config.ema, stopping, placed)
+    own = task.schedulers(optimizers, replace(config, max_steps=plan.total_steps))
+    made = checked_schedulers(own, optimizers, config, plan.total_steps, task.best, type(task).rates is not Task.rates)
+    schedulers = Schedulers(made, task.best, plan.total_steps, every) if made else None
+    skip = config.on_nonfinite == "skip"
+    return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers)

@@ -26,13 +26,14 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 from uuid import uuid4
 
 from ..common.deadlines import FOREVER
-from ..common.files import lock, sync_folder, write_json
+from ..common.errors import Refusal
+from ..common.files import lock, sha256_of, sync_folder, write_json
 from ..common.naming import TEST, full_name, named
 
 log = logging.getLogger(__name__)
@@ -255,6 +256,27 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def chosen(run: Path, name: str) -> Path:
+    """What `--checkpoint` of a command means: "last", the run itself, where the newest whole one is taken; "best"; or a
+    step's folder. Refused if there is no such one."""
+    checkpoints = Checkpoints(run / "checkpoints", 1, None)
+    steps = {step_of(path): path for path in step_folders(checkpoints.folder)}
+    if not steps:
+        raise Refusal(f"{run}: no checkpoint there; name a run directory")
+    if name == "last":
+        return run
+    if name == "best":
+        newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
+        best = newest and replace(checkpoints, best=newest.best_by).best_path()
+        if not best:
+            raise Refusal("--checkpoint best: none of this run has the metric of its task's `best`; use last")
+        return best
+    if not name.isdecimal() or int(name) not in steps:
+        there = ", ".join(map(str, steps))
+        raise Refusal(f"--checkpoint {name}: is none of last, best and the steps there are: {there}")
+    return steps[int(name)]
+
+
 def load(path: Path) -> dict[str, Any]:
     """Verify and unpack a checkpoint on the CPU: what `State.capture` gave."""
     verify(path)
@@ -297,17 +319,14 @@ def verify(path: Path, advance: Callable[[int], object] = lambda _: None) -> Man
     """
     manifest = read_manifest(path)
     for name, written in manifest.files.items():
-        file, digest = path / name, hashlib.sha256()
+        file = path / name
         try:
             if (size := file.stat().st_size) != written.bytes:
                 raise Damaged(f"{file}: has {size} bytes, should have {written.bytes} bytes")
-            with file.open("rb") as opened:
-                while block := opened.read(1 << 20):
-                    digest.update(block)
-                    advance(len(block))
+            found = sha256_of(file, advance)
         except OSError as error:
             raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
-        if (found := digest.hexdigest()) != written.sha256:
+        if found != written.sha256:
             raise Damaged(f"{file}: sha256 is {found}, the manifest says {written.sha256}")
     return manifest
 

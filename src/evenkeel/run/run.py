@@ -25,7 +25,7 @@ from ..common import display, kept
 from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory, keep_freed_memory
-from ..common.naming import VALIDATION, shown
+from ..common.naming import TRAIN, VALIDATION, in_set, shown
 from ..common.phases import CHECKPOINT, LONGEST, START_UP, activity
 from ..config import Config, devices_per_rank, profile_window, validate
 from ..data.data_digest import TRAINING
@@ -224,7 +224,7 @@ class Run:
             compute = [self.task.predict] if self.config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations.values()]
             if rehearsed is not None:
-                state.stopping.check(rehearsed)
+                state.check(rehearsed)
         if state.owes_evaluation or (self.attempt.unevaluated and state.due_for_evaluation):
             self._evaluate_and_save()
         steps = self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
@@ -300,7 +300,6 @@ class Run:
         if state.scaler:  # of the next step, and how many the run has left out for it
             more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
             self._tell_overflows(state.step, int(more["overflows"]))
-        lr = float(state.optimizers[0].param_groups[0]["lr"])
         if self.tracker.per_sample is None:
             # another loss, or networks that take turns, cost something else
             self.tracker.per_sample = (
@@ -308,7 +307,8 @@ class Run:
                 if self._models == 1
                 else {}
             )
-        self.tracker.train(state.step, loss.item(), norm.item(), lr, more)
+        parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
+        self.tracker.train(state.step, loss.item(), norm.item(), float(state.lr), more, parts)
         self._logged = state.step
         self._tell_hints()
 
@@ -599,6 +599,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
 def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
     """This process's devices, arithmetic and threads; raises as :func:`prepare`."""
     kept.tell("limit", str(config.keeper_restarts))
+    kept.tell("grace", str(config.grace))
     display.start()
     keep_freed_memory()
     fix_arithmetic(config.exact, config.precision == "tf32")

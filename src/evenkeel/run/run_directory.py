@@ -52,9 +52,9 @@ MAX_FRUITLESS = 3
 
 
 def launch_token() -> str:
-    """An id of the torchrun agent that started this process; empty without torchrun, where there are no restarts.
+    """An id of what restarts this process: torchrun's agent, or else a keeper; empty if there is neither.
 
-    Host, pid and start time of the parent; or EVENKEEL_LAUNCH, by which a scheduler says that a job is the same again.
+    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler says that a job is the same again.
     """
     if known_as := os.environ.get("EVENKEEL_LAUNCH"):
         return known_as
@@ -171,6 +171,8 @@ class Identity:
     """How many there are, of the training data and of each set of the evaluation."""
     earlier: Mapping[str, Any] = field(default_factory=dict)
     """What options of the task were in runs that are older than the option (`Task.earlier`)."""
+    order: str | None = None
+    """Of the training data, as `blocks.order_name` tells it; None: not known here."""
 
 
 def check(path: Path, run: Identity, fresh: bool) -> None:
@@ -239,6 +241,18 @@ def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str
                 "so that some would come twice; bring back the data of the run, name another folder, or start over "
                 "with --fresh"
             )
+
+
+def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None:
+    """Refuse to read the samples in another order than the run has had. A status that is older than the fact has ""."""
+    before = known.get("order", "") if known.get("samples") else order
+    if before != order:
+        usual = "the usual order"
+        raise Refusal(
+            f"--run-dir {path}: the training data was read in {before or usual} and is read in {order or usual} now, "
+            "so that some samples would come twice; bring back the index and the options of the data set, name "
+            "another folder, or start over with --fresh"
+        )
 
 
 def _write_config(path: Path, options: dict[str, Any]) -> None:
@@ -320,4 +334,7 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
             f"--run-dir {path}: holds another run: {shown}; continue it with the old values, name another folder, "
             "or start over with --fresh"
         )
-    refuse_other_data(path, read_facts(path / "status.json")[0].get("samples", {}), run.samples)
+    status, _ = read_facts(path / "status.json")
+    refuse_other_data(path, status.get("samples", {}), run.samples)
+    if run.order is not None:
+        refuse_other_order(path, status, run.order)

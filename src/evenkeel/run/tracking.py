@@ -93,21 +93,33 @@ class Tracker:
         if self._display:
             self._display.begin(self.plan)
 
-    def train(self, step: int, loss: float, norm: float, lr: float, more: dict[str, float] | None = None) -> None:
-        """Report a step: its loss, the gradient's norm, the speed since the last report, and what else there is."""
+    def train(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        lr: float,
+        more: dict[str, float] | None = None,
+        parts: dict[str, float] | None = None,
+    ) -> None:
+        """Report a step: its loss, the gradient's norm, the speed since the last report, and what else there is.
+
+        ``parts`` of the loss, by their full names, are shown as well.
+        """
         now, spent, (then, step_then, waited) = time.perf_counter(), activity.spent(), self._mark
         self._mark = (now, step, spent.get("data", 0.0))
         seconds, seen = max(now - then, 1e-9), self.plan.samples_seen
         speed = (seen(step) - seen(step_then)) / seconds
         left = timedelta(seconds=round((self.plan.total_steps - step) * seconds / max(1, step - step_then)))
-        facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)} | (more or {})
+        facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)}
+        facts |= (more or {}) | (parts or {})
         facts["data_wait"] = round(min(1.0, (self._mark[2] - waited) / seconds), 4)
         facts |= {name: round(factor * speed, 4) for name, factor in (self.per_sample or {}).items()}
         values = {"epoch": round(step / self.plan.steps_per_epoch, 4)} | named(TRAIN, facts)
         self.event("train", step, **values)
         self._each(lambda place: place.log(step, values))
 
-        self._losses = {f"{TRAIN}/loss": loss}
+        self._losses = {f"{TRAIN}/loss": loss, **(parts or {})}
         present = {"kind": "train", "time": time.time(), "spent": spent}
         productive = goodput(ledger([*self._ends, present]))
         if self._display:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..common.errors import Refusal
 from ..common.naming import listed
 from ..training.ema import averaged
-from .checkpoint import STATE, Damaged, dump, is_step_folder, load, step_folders
+from .checkpoint import STATE, Damaged, chosen, dump, is_step_folder, load, step_folders
 
 WRAPPERS = ("module", "_orig_mod")
 
@@ -40,6 +40,14 @@ CONVERT = (
 """Runs the code in a file, and keeps its tensors and the dictionaries they are in."""
 
 CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu').state_dict(), sys.argv[2])"
+
+
+def read_chosen(model: nn.Module, run: Path, checkpoint: str) -> str:
+    """Load what `--checkpoint` of a command means (`checkpoint.chosen`); return where it is. Refuses by that name."""
+    try:
+        return read_weights(model, chosen(run, checkpoint))[0]
+    except Refusal as refusal:
+        raise Refusal(str(refusal).replace("--init-from", f"--checkpoint {checkpoint}:", 1)) from None
 
 
 def read_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[str, str]:

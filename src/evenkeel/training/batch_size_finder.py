@@ -122,7 +122,8 @@ class Probe:
         for number in range(2):
             seed_computation(derive(self.config.seed, "micro-batch", 0, 0), self.world.devices)
             placed = batch if self.config.strategy == "dp" else to_device(batch, self.world.device)
-            module(placed).backward()
+            found = module(placed)
+            (found[0] if isinstance(found, tuple) else found).backward()
             if number == 0:
                 for optimizer in self.state.optimizers:
                     optimizer.step()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -20,11 +20,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..common.errors import Ended, EndedHere, Refusal
-from ..common.naming import kind_of, listed
+from ..common.naming import TRAIN, kind_of, listed
 from .compilation import SHAPES
 
 TOO_FEW = "Expected more than 1 value per channel when training"
 """What BatchNorm says of one sample."""
+
+TAKEN = {"loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "scale", "overflows"}
+"""Names that a line of metrics of training has."""
 
 
 def check_model(model: Any, learns: bool = True) -> None:
@@ -94,10 +97,48 @@ def left_out(model: nn.Module, optimizers: list[Optimizer]) -> str:
     )
 
 
+def checked_losses(returned: Any, trains: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+    """What `loss()` returned: the loss, and its parts as scalars without a gradient.
+
+    With ``trains=False`` the loss is a metric, which is checked as one.
+    """
+    both = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+    loss, given = returned if both else (returned, {})
+    loss, parts = checked_loss(loss) if trains else loss, {}
+    for full, value in _by_name(given, "loss() returned", "scalars").items():
+        name = full.removeprefix(f"{TRAIN}/")
+        if name in TAKEN or name in parts or not name:
+            raise EndedHere(f"loss() returned a part named {full!r}, which the metrics of training have: rename it")
+        number = value if isinstance(value, Tensor) else torch.empty(0)
+        if isinstance(value, Real):  # filled in on the loss's device: a copy would make the host wait
+            number = torch.full((), float(value), device=getattr(loss, "device", None))
+        if number.numel() != 1 or number.is_complex():
+            raise EndedHere(
+                f"loss() returned {_shape_of(value)} as its part '{name}': it must be one real number, the mean over "
+                "the batch's samples"
+            )
+        parts[name] = number.detach().reshape(())
+    return loss, parts
+
+
+def takes_step(loss: Callable[..., Any]) -> bool:
+    """Whether a loss function is given the number of the step."""
+    return "step" in inspect.signature(loss).parameters
+
+
+def same_parts(known: Sequence[str], others: Sequence[str], kind: type[Ended] = EndedHere) -> None:
+    """Check that the parts of two batches' losses have the same names, in the same order."""
+    if tuple(known) != tuple(others):
+        raise kind(
+            f"loss() returned the parts ({', '.join(known)}) for one batch and ({', '.join(others)}) for another: it "
+            "must return the same, in the same order"
+        )
+
+
 def checked_loss(loss: Any) -> Tensor:
     """What `loss()` returned, if it is a real scalar with a gradient."""
     if not isinstance(loss, Tensor):
-        hint = "; add up its values" if isinstance(loss, (Mapping, Sequence)) else ""
+        hint = "; add up its values, or return (loss, {name: part})" if isinstance(loss, (Mapping, Sequence)) else ""
         raise EndedHere(f"loss() returned {kind_of(loss)}: it must return one scalar tensor{hint}")
     if loss.numel() != 1:
         raise EndedHere(
@@ -135,6 +176,11 @@ def explain(error: BaseException, model: nn.Module) -> None:
         raise EndedHere(
             f"--compile: a network has been compiled for {SHAPES} shapes, and this is another one; uncompiled it would "
             "have other last bits. Pad batches to a few shapes, or leave --compile out"
+        ) from error
+    if "does not currently support double backward" in str(error):
+        raise EndedHere(
+            "--compile: the loss takes the gradient of a gradient (create_graph=True), which compiled networks do not "
+            "have; leave --compile out"
         ) from error
     if "Expected to have finished reduction in the prior iteration" in str(error):
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -34,12 +34,14 @@ from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, Arrivals
 from .arrivals import DATA as LOADING
-from .checks import checked_loss, explain, missing_gradients
+from .checks import checked_losses, explain, missing_gradients, same_parts, takes_step
 from .oom import note_batch
 from .precision import Precision, autocast
 from .state import State
+from .task import Losses
 
-LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
+LossFunction: TypeAlias = Callable[..., Losses]
+"""(model, batch) -> the batch's mean loss, perhaps with its parts; a parameter `step` is given too, if there is one."""
 
 # newer releases of torch warn about the old name
 _BUFFER_OPTION = next(
@@ -54,31 +56,56 @@ class Loss(nn.Module):
 
     Args:
         model: what the loss function gets.
-        loss: (model, batch) -> the batch's mean loss.
+        loss: (model, batch) -> the batch's mean loss. One with a parameter `step` gets the step's number as well.
         precision: of forward.
         network: the part of the model that learns from this loss; default: all of it.
+        unused: whether some parameters get no gradient in some steps.
     """
 
     def __init__(
-        self, model: nn.Module, loss: LossFunction, precision: Precision = "fp32", network: nn.Module | None = None
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        precision: Precision = "fp32",
+        network: nn.Module | None = None,
+        unused: bool = False,
     ) -> None:
         super().__init__()
         self.model = network or model
         self._whole = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
         self._loss, self._precision = loss, precision
+        self._told = takes_step(loss)
+        self.step = 0
+        """The number of the step, from 0."""
+        self.parts: list[tuple[str, ...]] = []
+        """Names of the parts that the loss function returns beside the loss, once it has been called. A list, which
+        replicas of DataParallel share."""
         # not asked for in `forward`, because a replica of DataParallel has no parameters to ask
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
+        self._idle: nn.Parameter | None = None
+        """What an idle rank uses: a zero for a parameter that no rank has used would be a gradient, and momentum would
+        move it. DDP tells ranks what the others have used."""
+        if unused:
+            zeros = (p.new_zeros(()) for p in self.model.parameters() if p.requires_grad)
+            self._idle = nn.Parameter(next(zeros, torch.zeros(())))
 
-    def forward(self, batch: Any) -> Tensor:
-        """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter."""
+    def forward(self, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter, or if some may be
+        unused for none. With its parts, of shape [parts] and without a gradient, if it has any."""
         if batch is None:
+            if self._idle is not None:
+                return self._idle * 0
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
         model = self._whole[0] if self._whole else self.model
         # autocast is here, so that every replica has it
         with autocast(self._precision, self._device_type):
-            loss = checked_loss(self._loss(model, batch))
-        return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+            loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._told else {})))
+        if not self.parts:
+            self.parts.append(tuple(parts))
+        same_parts(self.parts[0], tuple(parts))
+        loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+        return (loss, torch.stack([part.to(loss) for part in parts.values()])) if parts else loss
 
 
 class DistributedLoss:
@@ -133,7 +160,8 @@ class DistributedLoss:
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
         self.reduction = Tree(self._network, world, unused) if reduce == "tree" else Ring(world)
-        module = parallel(Loss(state.model, loss, precision, network), strategy, world.device)
+        self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp")
+        module = parallel(self._loss, strategy, world.device)
         self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)
         self._arrivals = arrivals or Arrivals()
@@ -150,6 +178,8 @@ class DistributedLoss:
         self._weight = 0.0
         self._last = False
         self._part = torch.zeros(())  # the micro-batch's, of the step's mean loss
+        self._named: Tensor | None = None  # the loss's parts of the micro-batch
+        self._names: tuple[str, ...] | None = None  # of them, the same on all ranks; None: not known yet
         self._parts = Fold[Tensor](_add_to_right)
         self._waits: Callable[[], Tensor] | None = None
         self._total: Tensor | None = None
@@ -161,6 +191,7 @@ class DistributedLoss:
         rank holds the gradient of the global batch in ``.grad``.
         """
         self.state.clear_gradients()
+        self._loss.step = step.number
         self._parts, self._waits, self._total = Fold(_add_to_right), None, None
         runs = self.plan.runs(step.number, self.world.world_size)
         self._arrivals.begin(step.micro_batches)
@@ -188,6 +219,12 @@ class DistributedLoss:
             self.reduction.end()
             if not (self._unused or self._has_all()):
                 raise missing_gradients(self._network)
+            if self._names is None:  # once; a rank without a micro-batch knows none
+                told = [names[0] for names in self.world.gather(self._loss.parts) if names]
+                for names in told:
+                    same_parts(told[0], names, Ended)
+                self._names = told[0] if told else None
+                self._loss.parts[:] = told[:1]
         except Exception as error:
             self._explain(error)
             raise
@@ -215,10 +252,12 @@ class DistributedLoss:
     def __call__(self, batch: Any) -> Tensor:
         """The mean loss of a micro-batch, a scalar."""
         try:
-            loss: Tensor = self.module(batch)
+            found = self.module(batch)
         except Exception as error:
             self._explain(error)
             raise
+        loss: Tensor
+        loss, self._named = found if isinstance(found, tuple) else (found, None)
         return loss
 
     def backward(self, loss: Tensor) -> None:
@@ -252,21 +291,29 @@ class DistributedLoss:
         exchange. Not read here: that would make the host wait."""
         return self._sums()[0]
 
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The parts of the loss by name, as :attr:`loss`."""
+        sums = self._sums()
+        return dict(zip(self._names or (), sums[1:], strict=False))
+
     def _buffers(self) -> list[Tensor]:
         """New values of the model's buffers, flat, for each of its groups: moved by the mean change over all
         micro-batches of all ranks. Without buffers nothing is exchanged."""
         buffers = self.state.buffers
-        return buffers.moved_by(self._sums()[1 : 1 + buffers.numel]) if buffers.numel else []
+        return buffers.moved_by(self._sums()[-buffers.numel :]) if buffers.numel else []
 
     def _collect(self) -> Tensor:
-        """Pack weighted loss and changes of the buffers into one flat float64 tensor, and rewind the buffers."""
-        parts = [self._part.double().reshape(1), *self.state.buffers.take_changes(self._weight)]
+        """Pack weighted losses and changes of the buffers into one flat float64 tensor, and rewind the buffers."""
+        named = [] if self._named is None else [(self._named * self._weight).double()]
+        parts = [self._part.double().reshape(1), *named, *self.state.buffers.take_changes(self._weight)]
         return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
 
     def _exchange(self) -> Callable[[], Tensor]:
         """Begin to add up over all ranks what :meth:`_collect` gave."""
         if self._waits is None:
-            self._waits = self.reduction.sum_small(self._parts, 1 + self.state.buffers.numel)
+            numel = 1 + len(self._names or ()) + self.state.buffers.numel
+            self._waits = self.reduction.sum_small(self._parts, numel)
         return self._waits
 
     def _sums(self) -> Tensor:

@@ -20,6 +20,7 @@ from ..data.batch import to_device
 from ..data.randomness import generators_kept
 from ..distributed.data_parallel import replicas
 from ..distributed.world import World
+from .checks import checked_losses, takes_step
 from .task import Task
 
 PEAKS: dict[str, dict[str, float]] = {
@@ -56,8 +57,10 @@ def per_sample(
         if tokens := task.tokens(batch):
             found["tokens_per_s"] = tokens / samples
         gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-        # no copy of a model with --sync-batchnorm: this rank alone would exchange statistics
-        if (top := peak(gpu, config.precision)) and not config.sync_batchnorm:
+        # no copy of a model with --sync-batchnorm: this rank alone would exchange statistics; and with a loss that is
+        # given the step, another step may cost something else
+        countable = not config.sync_batchnorm and not takes_step(task.loss)
+        if (top := peak(gpu, config.precision)) and countable:
             devices = world.world_size * max(len(world.devices), len(replicas(config.strategy, world.device)))
             found["mfu"] = flops(task, model, batch) / samples / (top * devices)
     except Exception as error:  # of a model that cannot be copied, or whose loss looks at values
@@ -85,5 +88,6 @@ def flops(task: Task, model: nn.Module, batch: Any) -> int:
     twin = copy.deepcopy(model, tensors)  # takes these for the copies of its own
     eager: Any = torch.compiler.set_stance("force_eager")  # or --compile would compile for the device meta
     with eager, generators_kept(), FlopCounterMode(display=False) as counter:
-        task.loss(twin, to_device(batch, meta)).backward()  # type: ignore[no-untyped-call]
+        loss, _ = checked_losses(task.loss(twin, to_device(batch, meta)))
+        loss.backward()  # type: ignore[no-untyped-call]
     return int(counter.get_total_flops())

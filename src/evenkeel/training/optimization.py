@@ -1,4 +1,5 @@
-"""Optimizers, and the learning rate: a pure function of the step, so it has no state to save."""
+"""Optimizers, and the learning rate: a pure function of the step, so it has no state to save. Those of a task with
+schedulers of its own are in `schedulers`."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ class Rates:
         if not self._warned:
             log.warning(
                 "something other than rates() sets a learning rate, a scheduler perhaps: it has no effect, because "
-                "rates() sets all of them in each step; override rates() in the task instead"
+                "rates() sets all of them in each step; return it from schedulers() in the task, or override rates()"
             )
         self._warned = True
 

@@ -1,9 +1,9 @@
 """The committed state: all that a run is between two optimizer steps.
 
-Model, optimizers and one integer, the step; where the options ask for them, float16's loss scale, the average of the
-weights and the memory of early stopping. Everything else (sample order, random numbers, learning rate) is
-a pure function of the options and the step. There is no world size and no rank in it, so a state written by
-eight ranks is the state of a run on one.
+Model, optimizers and one integer, the step; where the options or the task ask for them, float16's loss scale, the
+average of the weights, the memory of early stopping and the task's schedulers. Everything else (sample order, random
+numbers, the learning rate of a task without schedulers) is a pure function of the options and the step. There is no
+world size and no rank in it, so a state written by eight ranks is the state of a run on one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .ema import Average
 from .nonfinite import NonFinite, Verdict, decides_on_device, step_unless
 from .optimization import Rates, load_optimizer
 from .precision import Scaler
+from .schedulers import Schedulers, load_schedulers
 from .seqlock import Seqlock, Torn
 from .staging import Staging, map_tensors
 
@@ -45,6 +46,7 @@ class State:
         ema: the decay of an average of the weights; 0: there is none.
         stopping: says when the run is over; None: never.
         placed: how the model is spread over several devices, in a line, if it is.
+        schedulers: the task's, which set the learning rates instead of :meth:`set_rates`.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class State:
         ema: float = 0.0,
         stopping: Stopping | None = None,
         placed: str = "",
+        schedulers: Schedulers | None = None,
     ) -> None:
         self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
-        self.scaler, self.stopping = scaler, stopping or Stopping()
+        self.scaler, self.stopping, self.schedulers = scaler, stopping or Stopping(), schedulers
         self.step = 0
         """Optimizer steps done."""
         self.skipped = 0
@@ -78,6 +81,10 @@ class State:
         self._seqlock = Seqlock(*self._devices)
         self._verdict = Verdict(self._devices[0])
         self._rates: Rates | None = None
+        self.lr: Any = 0.0
+        """The first optimizer's learning rate in the last step."""
+        if schedulers:
+            schedulers.taken = schedulers.taken.to(self._devices[0])
 
     def clear_gradients(self) -> None:
         """Forget the last step's gradients, also of parameters that no optimizer has: they would count in the norm."""
@@ -85,11 +92,13 @@ class State:
             parameter.grad = None
 
     def set_rates(self, factors: float | Sequence[float]) -> None:
-        """Set the learning rates of the next step.
+        """Set the learning rates of the next step, unless the task has schedulers, which have done so.
 
         Args:
             factors: on each optimizer's peak rates: one for all, or one for each.
         """
+        if self.schedulers:
+            return
         if self._rates is None:
             self._rates = Rates(self.optimizers, begun=self.step > 0)
         self._rates.set(factors)
@@ -129,6 +138,9 @@ class State:
         activity.enter(CHECKPOINT)  # which may be copying the state just now
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
             activity.enter(COMMIT)
+            if self.optimizers:
+                lr = self.optimizers[0].param_groups[0]["lr"]
+                self.lr = lr.clone() if isinstance(lr, Tensor) else lr
             for optimizer in self.optimizers:
                 step_unless(known, optimizer)
             self.buffers.commit(buffers, on)
@@ -136,6 +148,8 @@ class State:
                 self.average.update(self.step + 1, bad)
             if self.scaler and overflow is not None:
                 self.scaler.update(overflow, ~bad)
+            if self.schedulers:
+                self.schedulers.commit(bad)
             self.step += 1
         self._verdict.ask(broken)
         if self._verdict.known:
@@ -149,7 +163,7 @@ class State:
     @property
     def owes_evaluation(self) -> bool:
         """Whether a run that comes back at this step must evaluate before it goes on."""
-        return self.stopping.owed(self.step)
+        return self.stopping.owed(self.step) or bool(self.schedulers and self.schedulers.owes(self.step))
 
     @property
     def due_for_evaluation(self) -> bool:
@@ -162,7 +176,16 @@ class State:
     def note(self, metrics: dict[str, float]) -> dict[str, float]:
         """Remember an evaluation of the present state; hands it on."""
         self.stopping.note(self.step, metrics)
+        if self.schedulers:
+            with self._seqlock.hold(FOREVER):
+                self.schedulers.note(self.step, metrics)
         return metrics
+
+    def check(self, metrics: dict[str, float]) -> None:
+        """Warn, or end the run, if an evaluation lacks the metric that decides."""
+        self.stopping.check(metrics)
+        if self.schedulers:
+            self.schedulers.check(metrics)
 
     def settle(self) -> None:
         """Wait until it is known whether the last step was finite.
@@ -170,7 +193,11 @@ class State:
         Raises:
             NonFinite: it was not.
         """
-        if not self._verdict.take():
+        broken = self._verdict.take()
+        if self.schedulers and self.schedulers.pending:
+            with self._seqlock.hold(FOREVER):
+                self.schedulers.settle()
+        if not broken:
             return
         if not self.skip_nonfinite:
             self.step = self._seqlock.asked = self.step - 1
@@ -201,6 +228,8 @@ class State:
         """
         with ExitStack() as stack:
             stack.enter_context(self._seqlock.hold(until, final))
+            if self.schedulers and self.schedulers.broken:
+                raise Torn("a scheduler has failed in the midst of its step")
             asked, live = self._seqlock.asked, self._live()
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             held = stack.pop_all()
@@ -241,6 +270,8 @@ class State:
             parts["ema"] = self.average.state_dict()
         if self.stopping.patience:
             parts["stopping"] = self.stopping.state_dict()
+        if self.schedulers:
+            parts["schedulers"] = self.schedulers.state_dict()
         return parts
 
     def tensors(self) -> dict[str, Tensor]:
@@ -263,6 +294,7 @@ class State:
             self.model.load_state_dict(captured["model"])
             for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
                 load_optimizer(optimizer, saved, self.model)
+            load_schedulers(self.schedulers, captured.get("schedulers"))
             self.buffers.accept()
             if self.average:
                 self.average.load_state_dict(captured["ema"], captured["model"])

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,8 +19,12 @@ from ..config import Config
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset, limited, split
 from ..data.randomness import derive, seed_task
-from .checks import one_number
+from .checks import checked_losses, one_number
 from .optimization import build_optimizer, rate
+from .schedulers import Scheduler
+
+Losses: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Tensor | float]]
+"""What a task's loss returns: the loss, or the loss and its parts by name."""
 
 
 class Task(ABC):
@@ -78,8 +82,10 @@ class Task(ABC):
         `nn.ModuleDict` of them."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean loss over a batch, a scalar with a gradient. Several losses: their sum."""
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        """Mean loss over a batch, a scalar with a gradient. Several losses: their sum. With parts of it to be logged,
+        or what else is a mean over samples: (loss, {"kl": ...}). One with a parameter `step=0` is given the step's
+        number."""
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Values for each sample, each tensor of shape [samples, ...], or a scalar, their mean; default: the loss.
@@ -87,7 +93,8 @@ class Task(ABC):
         `summarize` gets their means over all samples. Runs without gradients, with the model in evaluation mode; also
         once on test data before the first step.
         """
-        return {"loss": self.loss(model, batch)}
+        loss, parts = checked_losses(self.loss(model, batch), trains=False)
+        return {"loss": loss, **parts}
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
         """The numbers to report, from the means over all test samples (float64)."""
@@ -122,6 +129,15 @@ class Task(ABC):
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
         """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
         return [build_optimizer(model.parameters(), config)]
+
+    def schedulers(self, optimizers: list[Optimizer], config: Config) -> Sequence[Scheduler]:
+        """torch's own schedulers of these optimizers, instead of `rates`; default: none. `config.max_steps` is the
+        number of the run's steps.
+
+        Each is stepped after each optimizer step, or as (scheduler, "evaluation") after each evaluation, as
+        ReduceLROnPlateau always is, with the metric of `best`. Their state is saved with the step.
+        """
+        return []
 
     def rates(self, config: Config, step: int, total_steps: int) -> float | Sequence[float]:
         """The factor on the peak learning rates at a step, or a list with one for each optimizer."""

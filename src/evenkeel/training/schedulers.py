@@ -1,0 +1,261 @@
+"""torch's learning rate schedulers, as a part of the committed state.
+
+Whether a step counts is decided on the device, and the host learns of it while the next step is computed
+(`State.commit`). So the device counts the steps that were taken, and the host those that its schedulers know of. A copy
+of the state holds both numbers, and who loads it steps the schedulers as often as they differ: by one at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR, ReduceLROnPlateau
+
+from ..common.errors import Ended, Refusal
+from ..common.naming import kind_of, listed
+from ..config import Config
+from .nonfinite import Verdict
+
+Scheduler: TypeAlias = LRScheduler | tuple[LRScheduler, Literal["step", "evaluation"]]
+"""What a task returns: a scheduler, and after what it is stepped."""
+
+CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
+"""What a scheduler holds that is no state: the task makes it again."""
+
+
+class Made(NamedTuple):
+    """One of a task's schedulers."""
+
+    name: str
+    """For messages: "schedulers()[0], a OneCycleLR"."""
+    scheduler: Any
+    """An LRScheduler; their `step` differ in what they take."""
+    by_evaluation: bool
+    """Stepped after each evaluation, instead of each optimizer step."""
+
+
+class Schedulers:
+    """Steps a task's schedulers, and keeps their state.
+
+    Args:
+        made: as :func:`checked_schedulers` returns them.
+        best: the metric that decides, with "max" or "min", for those that take one.
+        last_step: of the run; the rates of schedulers depend on it.
+        every: steps between two evaluations.
+    """
+
+    def __init__(self, made: Sequence[Made], best: tuple[str, str] | None, last_step: int, every: int) -> None:
+        self.made, self.best, self.every = made, best, every
+        self.taken = torch.zeros((), dtype=torch.int64)
+        """Steps that were not left out, as the device counts them; `State` moves it there."""
+        self.known = 0
+        """Those of them that the schedulers know of."""
+        self.evaluated = 0
+        """The step of the last evaluation that they know of."""
+        self._evaluates = any(each.by_evaluation for each in made)
+        # what the rates depend on besides the schedulers' state; another one would be another run
+        self._fixed = {
+            "kinds": [type(each.scheduler).__name__ for each in made],
+            "last_step": 0 if all(each.by_evaluation for each in made) else last_step,
+            "every": every if self._evaluates else 0,
+        }
+        self._left_out: Verdict | None = None
+        self._clean()
+
+    def commit(self, bad: Tensor) -> None:
+        """Count a step, unless it is left out: a boolean scalar on the device of :attr:`taken`."""
+        self.taken += ~bad
+        self._left_out = self._left_out or Verdict(self.taken.device)
+        self._left_out.ask(bad)
+        self.pending = True
+
+    broken = False
+    """Whether one has failed in the midst of its step, so that their state is that of half a step."""
+    pending = False
+    """Whether there is a step of which the schedulers do not know yet."""
+
+    def settle(self) -> None:
+        """Step the schedulers if the last step was taken. The host waits for the device."""
+        assert self._left_out
+        self.pending = False
+        if not self._left_out.take():
+            self._step()
+
+    def _step(self) -> None:
+        self.known += 1
+        for each in self.made:
+            if not each.by_evaluation:
+                self._take(each)
+
+    def owes(self, step: int) -> bool:
+        """Whether they must hear of an evaluation after this step, and have not."""
+        return self._evaluates and 0 < step != self.evaluated and step % self.every == 0
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take in an evaluation. One after the last step, between two regular ones, does not count."""
+        if not self.owes(step):
+            return
+        self.check(metrics)
+        self.evaluated = step
+        for each in self.made:
+            if each.by_evaluation:
+                plateau = isinstance(each.scheduler, ReduceLROnPlateau)
+                self._take(each, *([metrics[self.best[0]]] if plateau and self.best else []))
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """End the run if an evaluation lacks the metric that a scheduler takes."""
+        name = self.best[0] if self.best else ""
+        for each in self.made:
+            if isinstance(each.scheduler, ReduceLROnPlateau) and name not in metrics:
+                raise Ended(
+                    f"{each.name}, takes the metric {name!r}, and the evaluation has only "
+                    f"{', '.join(metrics) or 'none at all'}; set the task's `best`"
+                )
+
+    def _take(self, each: Made, *metric: float) -> None:
+        try:
+            each.scheduler.step(*metric)
+            plain(each.scheduler.state_dict(), each.name)  # or the run could not be saved any more
+        except Exception as error:
+            self.broken = True
+            raise Ended(f"{each.name}, cannot take its step: {type(error).__name__}: {error}") from error
+        self._clean()
+
+    def _clean(self) -> None:
+        """Make NumPy's numbers plain ones, which a checkpoint can hold: a LambdaLR multiplies by what it is given."""
+        for each in self.made:
+            for group in each.scheduler.optimizer.param_groups:
+                group |= {name: plain(group[name], each.name) for name in ("lr", "momentum", "betas") if name in group}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, and one tensor."""
+        states = [plain(each.scheduler.state_dict(), each.name) for each in self.made]
+        return {
+            "taken": self.taken, "known": self.known, "evaluated": self.evaluated, "states": states, **self._fixed
+        }  # fmt: skip
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, after the optimizers.
+
+        Raises:
+            Ended: it is of other schedulers, or the run has another length or evaluates at other steps.
+        """
+        told = {"kinds": "schedulers", "last_step": "length (--epochs, --max-steps)", "every": "--eval-every"}
+        for fact, now in self._fixed.items():
+            if (then := saved[fact]) != now:
+                raise Ended(
+                    f"the run's {told[fact]} was {_said(then)} and is {_said(now)} now: the schedulers would set other "
+                    "learning rates; continue with what it was, or start over with --fresh"
+                )
+        for each, state in zip(self.made, saved["states"], strict=True):
+            each.scheduler.load_state_dict(plain(state, each.name))  # a copy, for some of torch's change it
+            _count_milestones(each.scheduler)
+        self.taken.fill_(int(saved["taken"]))
+        self.known, self.evaluated = saved["known"], saved["evaluated"]
+        while self.known < int(saved["taken"]):
+            self._step()
+
+
+def load_schedulers(schedulers: Schedulers | None, saved: Mapping[str, Any] | None) -> None:
+    """Load their part of a checkpoint; raises Ended if only one of the two has any."""
+    if (schedulers is None) != (saved is None):
+        has, lacks = ("checkpoint", "task") if saved else ("task", "checkpoint")
+        raise Ended(
+            f"the {has} has schedulers and the {lacks} has none: learning rates would go on from nowhere; bring back "
+            "the task's schedulers() as it was, or start over with --fresh"
+        )
+    if schedulers and saved:
+        schedulers.load_state_dict(saved)
+
+
+def checked_schedulers(
+    returned: Any,
+    optimizers: Sequence[Optimizer],
+    config: Config,
+    last_step: int,
+    best: tuple[str, str] | None,
+    own_rates: bool,
+) -> list[Made]:
+    """What a task's `schedulers()` returned, as a list.
+
+    Args:
+        returned: a scheduler, or a list of them and of pairs (scheduler, "step" or "evaluation").
+        optimizers: of the task.
+        config: the options.
+        last_step: of the run.
+        best: the metric that decides, with "max" or "min".
+        own_rates: the task defines `rates()` too.
+
+    Raises:
+        Refusal: they cannot be stepped, or not be saved, or something else sets the learning rates too.
+    """
+    listing = returned if isinstance(returned, (list, tuple)) else [returned]
+    made = []
+    for number, item in enumerate(listing):
+        scheduler, when = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+        name = f"schedulers()[{number}], {kind_of(scheduler)}"
+        plateau, mode = isinstance(scheduler, ReduceLROnPlateau), getattr(scheduler, "mode", "")
+        if not isinstance(scheduler, LRScheduler):
+            raise Refusal(f"{name}: it must be a torch.optim.lr_scheduler.LRScheduler")
+        if when not in (None, "step", "evaluation") or (plateau and when == "step"):
+            can = '"evaluation"' if plateau else '"step" (the default) or "evaluation"'
+            raise Refusal(f"{name}, is to be stepped by {when!r}: it can be {can}")
+        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+            raise Refusal(f"{name}, has an optimizer of its own: make it from the `optimizers` that the method gets")
+        if plateau and (best is None or mode != best[1]):
+            why = f"the task's `best` is {best!r}" if best is None else f"`best` is {best[0]!r}, whose {best[1]} counts"
+            raise Refusal(f"{name}, has mode={mode!r}, and {why}: make them the same, for it is given that metric")
+        if isinstance(scheduler, OneCycleLR) and when != "evaluation" and scheduler.total_steps < last_step:
+            raise Refusal(
+                f"{name}, has total_steps={scheduler.total_steps}, and the run has {last_step} steps: give it "
+                "config.max_steps, which is that number in schedulers()"
+            )
+        plain(scheduler.state_dict(), name)
+        made.append(Made(name, scheduler, plateau or when == "evaluation"))
+    if made and own_rates:
+        raise Refusal("the task has both rates() and schedulers(), and each would set the learning rates: keep one")
+    if made and (config.warmup_steps or config.schedule not in ("cosine", "constant")):
+        typed = f"--warmup-steps {config.warmup_steps}" if config.warmup_steps else f"--schedule {config.schedule}"
+        raise Refusal(f"{typed}: the task's schedulers() set the learning rates; leave it out")
+    return made
+
+
+def plain(value: Any, name: str, where: str = "") -> Any:
+    """A copy of a scheduler's state without its functions, in types that load with ``weights_only=True``.
+
+    Raises:
+        Refusal: ``where`` it holds something else, and so could not be saved. ``name`` says whose it is.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, dict):
+        kept = {key: each for key, each in value.items() if not isinstance(each, CODE)}
+        return {plain(key, name, where): plain(each, name, str(key)) for key, each in kept.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(each, name, where) for each in value)
+    raise Refusal(
+        f"{name}, keeps {kind_of(value)} as {where!r}, which cannot be loaded from a checkpoint: keep numbers, texts, "
+        "tensors, lists and dicts, or leave it out of its state_dict()"
+    )
+
+
+def _count_milestones(scheduler: Any) -> None:
+    """Make the milestones a Counter again, which is saved as a plain dict."""
+    if isinstance(scheduler, MultiStepLR):
+        scheduler.milestones = Counter(scheduler.milestones)
+    for part in getattr(scheduler, "_schedulers", ()):
+        _count_milestones(part)
+
+
+def _said(fact: Any) -> str:
+    return listed(fact) if isinstance(fact, list) else str(fact)

@@ -1,0 +1,112 @@
+"""torch's schedulers are part of the committed state: a plain loop's rates, through kills and on other ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from evenkeel.run.checkpoint import load
+from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, run_forked, wait_until
+from tests.support.scheduled_task import STEPS, bare_rates
+from tests.support.small_runs import SUPPORT, options, saved_step, the_line, told_step
+
+
+def job(run_dir: Path, kind: str, *more: object, task: str = "Scheduled") -> list[str]:
+    """27 steps, with an evaluation after every third."""
+    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1, "--eval-every", 3]
+    shape += ["--kind", kind, "--lr", 0.002, "--reduce", "tree", "--checkpoint-every", 2]
+    return options(f"{SUPPORT / 'scheduled_task.py'}:{task}", run_dir, *shape, *more)
+
+
+def rates(run_dir: Path) -> dict[int, float]:
+    return {record["step"]: record["train/lr"] for record in records(run_dir, "train")}
+
+
+def kill(ranks: int, run_dir: Path, slow: Path, *words: str, victims: int = 1) -> None:
+    """kill -9 of some ranks, a few steps after the start."""
+    before = told_step(run_dir)
+    target = before + random.randrange(2, 6)
+    slow.touch()
+    processes = fork_ranks(ranks, TRAIN, *words)
+    wait_until(lambda: told_step(run_dir) >= target, f"step {target}")
+    for process in processes[-victims:]:
+        os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        finish(process)
+    slow.unlink()
+
+
+@pytest.mark.parametrize(
+    "kind", ["onecycle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plateau", "sequential"))]
+)
+def test_killed_and_finished_on_other_numbers_of_ranks_rates_and_bits_are_those_of_an_undisturbed_run(
+    tmp_path: Path, kind: str
+) -> None:
+    slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
+    words = job(run_dir, kind, "--slow", slow)
+    kill(2, run_dir, slow, *words)
+    kill(2, run_dir, slow, *words, victims=2)
+    kill(3, run_dir, slow, *words)
+    finish_all(fork_ranks(0, TRAIN, *words))
+    finish_all(fork_ranks(1, TRAIN, *job(plain, kind)))
+
+    assert read(run_dir)["world_sizes"] == [2, 2, 3, 1]
+    expected = dict(enumerate(bare_rates(kind), start=1))
+    assert rates(plain) == expected, "those of a plain loop"
+    assert rates(run_dir).items() <= expected.items(), "also of steps that were done twice"
+    assert len(rates(run_dir)) > STEPS - 5, "a step may be saved before it is told"
+    assert len(set(expected.values())) > 3
+    assert read(run_dir)["weights_sha256"] == read(plain)["weights_sha256"]
+    last = [load(folder / "checkpoints" / f"step-{STEPS:08d}")["schedulers"] for folder in (plain, run_dir)]
+    assert last[0] == last[1]
+
+
+def test_the_control_a_scheduler_outside_of_the_state_gives_other_rates(tmp_path: Path) -> None:
+    slow, run_dir = tmp_path / "slow", tmp_path / "run"
+    words = job(run_dir, "onecycle", "--slow", slow, task="Outside")
+    kill(2, run_dir, slow, *words)
+    began = saved_step(run_dir)
+    finish_all(fork_ranks(0, TRAIN, *words))
+    expected = bare_rates("onecycle")
+    told = rates(run_dir)
+    assert told[1] == pytest.approx(expected[0])
+    assert told[began + 1] == pytest.approx(expected[0]), "it has begun again"
+    assert told[STEPS] != pytest.approx(expected[-1])
+
+
+def test_a_run_killed_between_a_step_and_its_evaluation_steps_the_scheduler_once(tmp_path: Path) -> None:
+    hold, run_dir = tmp_path / "hold", tmp_path / "run"
+    words = job(run_dir, "plateau", "--hold", hold)
+    hold.touch()
+    started = fork_ranks(2, TRAIN, *words)
+    waiting = Path(f"{hold}.waiting")
+    wait_until(waiting.exists, "the evaluation after step 3")
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+    for process in started:
+        finish(process)
+    assert load(run_dir / "checkpoints" / "step-00000003")["schedulers"]["evaluated"] == 0
+    hold.unlink()
+    finish_all(fork_ranks(0, TRAIN, *words))
+    assert rates(run_dir).items() <= dict(enumerate(bare_rates("plateau"), start=1)).items()
+    assert rates(run_dir)[STEPS] == bare_rates("plateau")[-1]
+
+
+def test_what_would_set_other_rates_is_refused(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    for typed in (["--warmup-steps", 3], ["--schedule", "poly"]):
+        done = run_forked(TRAIN, *job(run_dir, "onecycle", *typed), expect=2)
+        assert the_line(done.stderr) == (
+            f"{' '.join(map(str, typed))}: the task's schedulers() set the learning rates; leave it out"
+        )
+    assert not run_dir.exists()
+    finish_all(fork_ranks(0, TRAIN, *job(run_dir, "plateau", "--max-steps", 6, "--schedule", "constant")))
+    longer = [*job(run_dir, "plateau", "--max-steps", 9, "--schedule", "constant")]
+    done = run_forked(TRAIN, *longer, "--eval-every", "2", expect=1)
+    assert "the run's --eval-every was 3 and is 2 now: the schedulers would set other learning rates" in done.stderr
+    finish_all(fork_ranks(0, TRAIN, *longer))
+    assert rates(run_dir)[9] == bare_rates("plateau")[8], "one that is stepped by evaluations may be made longer"

@@ -1,0 +1,46 @@
+"""An optimizer that steps in every third step, and a gradient penalty, through a kill and on other ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, run_forked, wait_until
+from tests.support.small_runs import SUPPORT, options, told_step
+from tests.training.test_compilation import code  # noqa: F401  (a fixture)
+
+
+def job(run_dir: Path, *more: object) -> list[str]:
+    shape = ["--epochs", 2, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1, *more]
+    return options(f"{SUPPORT / 'turns_task.py'}:Turns", run_dir, *shape)
+
+
+@pytest.mark.parametrize("reduce", ["tree", pytest.param("ring", marks=pytest.mark.slow)])
+def test_turns_go_through_a_kill_and_other_numbers_of_ranks(tmp_path: Path, reduce: str) -> None:
+    slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
+    words = job(run_dir, "--reduce", reduce, "--slow", slow)
+    slow.touch()
+    started = fork_ranks(2, TRAIN, *words)
+    wait_until(lambda: told_step(run_dir) >= 4, "step 4")
+    os.killpg(started[1].pid, signal.SIGKILL)
+    for process in started:
+        finish(process)
+    slow.unlink()
+    finish_all(fork_ranks(3, TRAIN, *words))
+    finish_all(fork_ranks(0, TRAIN, *job(plain, "--reduce", reduce)))
+    losses = [{it["step"]: it["train/d_loss"] for it in records(folder, "train")} for folder in (run_dir, plain)]
+    if reduce == "tree":
+        assert read(run_dir)["weights_sha256"] == read(plain)["weights_sha256"]
+        assert losses[0].items() <= losses[1].items()
+    # the short last step of an epoch leaves a rank of three idle
+    assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("code")
+def test_a_gradient_penalty_does_not_go_with_compile_and_a_line_says_so(tmp_path: Path) -> None:
+    done = run_forked(TRAIN, *job(tmp_path / "run", "--compile"), expect=1)
+    assert "evenkeel: --compile: the loss takes the gradient of a gradient" in done.stderr  # torch warns, too
