@@ -1,4 +1,4 @@
-"""Plant twenty small faults, one at a time, and see whether the tests find them.
+"""Plant 22 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -49,6 +49,13 @@ FAULTS = [
         "derive(self.seed, self.purpose, epoch, index)",
         "derive(self.seed, self.purpose, 0, index)",
         "tests/data | tests/promises/test_augmentation.py",
+    ),
+    Fault(
+        "a block gives a sample of the next one",
+        ENGINE + "data/*.py",
+        'np.searchsorted(ends, places, side="right")',
+        'np.searchsorted(ends, places, side="left")',
+        "tests/data/test_blocks.py | tests/promises/test_shards.py",
     ),
     Fault(
         "loader processes go on with the epoch after the next",
@@ -161,6 +168,13 @@ FAULTS = [
         "task.rates(config, step",
         "task.rates(config, max(0, step - 1)",
         "tests/training | tests/promises/test_two_networks.py tests/processes/test_old_runs.py",
+    ),
+    Fault(
+        "a step that was left out counts for the schedulers of who loads the state",
+        ENGINE + "training/*.py",
+        "self.taken += ~bad",
+        "self.taken += 1",
+        "tests/training/test_schedulers.py",
     ),
     Fault(
         "gradients of parameters that no optimizer has are not cleared",

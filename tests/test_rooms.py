@@ -14,16 +14,16 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 """From the bottom to the top; a room imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1090,
+    "common": 1110,
     "config": 410,
-    "data": 1010,
-    "distributed": 1810,
-    "resilience": 1170,
-    "training": 3110,
-    "run": 3850,
-    "tasks": 1630,
+    "data": 1690,
+    "distributed": 1820,
+    "resilience": 1180,
+    "training": 3520,
+    "run": 3930,
+    "tasks": 2100,
     "launch": 2120,
-    "cli": 4960,
+    "cli": 5080,
 }
 """Lines of a room. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

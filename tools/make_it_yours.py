@@ -28,6 +28,7 @@ ROOMS = {
     "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
     "status": "src/evenkeel/cli/status.py src/evenkeel/cli/follow.py tests/cli/test_status.py "
     "tests/processes/test_follow.py",
+    "data": "src/evenkeel/cli/data.py tests/cli/test_data.py",
     "predict": "src/evenkeel/cli/predict.py tests/cli/test_predict.py tests/processes/test_predict.py",
     "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
     "scaling": "src/evenkeel/cli/scaling tests/cli/test_scaling.py tests/processes/test_scaling.py docs/scaling.*",
@@ -39,7 +40,9 @@ ROOMS = {
     "docker": "src/evenkeel/launch/docker docker .dockerignore tests/launch/docker tests/docker docs/docker.md",
     "segment": "src/evenkeel/tasks/segment.py tests/tasks/test_segment.py tests/promises/test_two_networks.py",
     "regress": "src/evenkeel/tasks/regress.py",
-    "examples": "examples tests/processes/test_examples.py docs/nanogpt.md",
+    "lm": "src/evenkeel/tasks/lm.py src/evenkeel/tasks/text.py src/evenkeel/tasks/transformer.py "
+    "src/evenkeel/cli/sample.py src/evenkeel/assets/persuasion.* tests/*/test_lm.py docs/text.md",
+    "examples": "examples tests/processes/test_examples.py tests/processes/test_adapters.py docs/nanogpt.md",
     "benchmarks": "benchmarks tests/processes/test_benchmarks.py",
 }
 """What can be taken out: these files and folders are deleted, and so are all tests that import any of them."""

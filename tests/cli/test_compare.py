@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from evenkeel.cli.compare import compare_digests, last_digests
@@ -61,6 +62,7 @@ def test_the_first_difference_is_named_with_the_step_before() -> None:
     assert compare_digests(*many)[1].splitlines()[-1] == "  and 8 more"
 
 
+@pytest.mark.slow
 @another_machine
 def test_the_kernels_of_another_machine_make_other_bits_of_the_same_job(tmp_path: Path) -> None:
     digits = ["--epochs", 1, "--max-steps", 2, "--wandb", "disabled", "--digest-every", 1]

@@ -36,6 +36,9 @@ from tests.support.small_runs import ODD_TASKS, odd_job, the_line
         ("NoTestLength", 2, "test_dataset() returned a SimpleNamespace, which has no __len__ and no __getitem__"),
         ("VectorLoss", 1, "loss() returned a tensor of shape [2]: it must return a scalar, the mean"),
         ("DictLoss", 1, "loss() returned a dict: it must return one scalar tensor; add up its values"),
+        ("VectorPart", 1, "loss() returned a tensor of shape [2, 3] as its part 'kl': it must be one real number"),
+        ("TakenPart", 1, "loss() returned a part named 'lr', which the metrics of training have: rename it"),
+        ("OtherParts", 1, "loss() returned the parts (a) for one batch and (a, b) for another"),
         ("LossWithoutGradient", 1, "loss() returned a tensor without a gradient: it does not depend on"),
         ("FloatMetric", 1, "metrics() returned a float as 'accuracy' for a batch of 2 samples"),
         ("TwoOfThree", 1, "metrics() returned 'loss' with 3 numbers, [3], for each sample: return one for each"),
@@ -127,6 +130,12 @@ def test_sys_exit_in_a_task_is_a_failure(tmp_path: Path, task: str, workers: int
     )
     if task != "ExitsInModel":
         assert read(tmp_path / "run", "status.json")["state"] == "failed"
+
+
+def test_ranks_whose_losses_have_other_parts_are_told_before_the_first_step_counts(tmp_path: Path) -> None:
+    done = run(torchrun(2, TRAIN, *odd_job("PartsByRank", tmp_path / "run")), expect=1)
+    assert "evenkeel: loss() returned the parts (part_0) for one batch and (part_1) for another" in done.stderr
+    assert read(tmp_path / "run", "status.json")["step"] == 0
 
 
 def test_sys_exit_in_a_task_does_not_pass_for_the_end_of_a_job(tmp_path: Path) -> None:

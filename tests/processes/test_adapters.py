@@ -1,0 +1,74 @@
+"""Networks of timm and of transformers, by the tasks in examples/: random weights, no network to download from."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.processes.test_examples import kill
+from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, read, records
+from tests.support.small_runs import options, weights_of
+
+TIMM = f"{ROOT / 'examples' / 'vit_of_timm.py'}:Timm"
+BERT = f"{ROOT / 'examples' / 'bert_of_transformers.py'}:Bert"
+LORA = ["--lora", 4]
+
+
+def job(task: str, run_dir: Path, steps: int, *more: object) -> list[object]:
+    shape = ["--batch-size", 12, "--micro-batch", 4, "--max-steps", steps, "--eval-every", 100, "--log-every", 1]
+    return [TRAIN, *options(task, run_dir, *shape, "--reduce", "tree", "--lr", 2e-3, *more)]
+
+
+@pytest.mark.parametrize(("task", "more"), [(TIMM, []), (BERT, []), (BERT, LORA)], ids=["timm", "bert", "lora"])
+def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(
+    task: str, more: list[object], tmp_path: Path
+) -> None:
+    """With stochastic depth, dropout, layer decay and frozen weights among them."""
+    undisturbed = fork_ranks(0, *job(task, tmp_path / "one", 9, *more))
+    run_dir = tmp_path / "run"
+    without = ["--keeper", "off", "--checkpoint-every", 0]
+    come = kill(fork_ranks(2, *job(task, run_dir, 9, *more, *without)), run_dir, random.randint(1, 5), signal.SIGKILL)
+    finish_all(fork_ranks(0, *job(task, run_dir, 9, *more)))
+    finish_all(undisturbed)
+    assert records(run_dir, "start")[1]["step"] == come > 0
+    assert read(run_dir)["world_sizes"] == [2, 1]
+    assert weights_of(run_dir) == weights_of(tmp_path / "one")
+
+
+def weights(run_dir: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(run_dir / "model.pt", weights_only=True)
+    return found
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_lora_learns_its_adapters_and_the_last_layer_and_the_file_is_pefts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for steps in (1, 3):
+        finish_all(fork_ranks(2, *job(BERT, tmp_path / f"lora-{steps}", steps, *LORA)))
+        finish_all(fork_ranks(0, *job(BERT, tmp_path / f"all-{steps}", steps)))
+    learned = changed(weights(tmp_path / "lora-1"), weights(tmp_path / "lora-3"))
+    assert learned
+    assert all("lora_" in name or "classifier.modules_to_save" in name for name in learned), learned
+    everything = changed(weights(tmp_path / "all-1"), weights(tmp_path / "all-3"))
+    assert any("embeddings" in name for name in everything), "the control: without LoRA all weights learn"
+
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from bert_of_transformers import Bert, words
+
+    network: nn.Module = Bert(lora=4).model().eval()
+    network.load_state_dict(weights(tmp_path / "lora-3"))
+    images, _ = words(train=False).tensors
+    with torch.no_grad():
+        adapted = network(input_ids=images[:8]).logits
+        merged = network.merge_and_unload()(input_ids=images[:8]).logits  # type: ignore[operator]
+    torch.testing.assert_close(merged, adapted)
+    network.save_pretrained  # noqa: B018  (peft's own way out is there as well)
