@@ -34,7 +34,6 @@ from evenkeel.training.arrivals import Arrivals
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State
-from tests.support.steps import passes
 
 BLOCK = 10
 """Steps that a side takes before it is the other's turn."""
@@ -65,15 +64,16 @@ def steps(guarded: bool, arrivals: Arrivals | None, task: Classify, world: World
     full_steps = len(train_set) // batch_size
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        for step, mine, their_batches in itertools.islice(by_step(batches, sampler), full_steps):
+        for step in itertools.islice(by_step(batches, sampler), full_steps):
             state.clear_gradients()
-            passes(gradients, step, mine, their_batches)
+            for batch in gradients.micro_batches(step):
+                gradients.backward(gradients(batch))
             if guarded:
                 gradients.step(clip_grad_norm(model.parameters(), 0.0))
             else:
                 state.optimizers[0].step()
-            if arrivals and (step + 1) % BLOCK == 0:
-                arrivals.exchange(step)
+            if arrivals and (step.number + 1) % BLOCK == 0:
+                arrivals.exchange(step.number)
             yield
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenkeel.data.plan import Plan
+from evenkeel.data.sampler import Step
 from evenkeel.distributed.reduction import Tree
 from evenkeel.distributed.world import World
 from evenkeel.tasks.models import SmallCNN
@@ -29,7 +30,6 @@ from evenkeel.training.determinism import fix_arithmetic
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.state import State
 from evenkeel.training.task import Classification
-from tests.support.steps import passes
 
 Side = Literal["ring", "ring again", "tree", "alone"]
 SIDES: tuple[Side, ...] = ("ring", "ring again", "tree", "alone")
@@ -87,7 +87,8 @@ def steps(side: Side, name: str, plan: Plan, world: World) -> Iterator[int]:
     batches = [(torch.randn(m.size, *shape), torch.randint(10, (m.size,))) for m in mine]
     while True:
         state.clear_gradients()
-        passes(gradients, 0, mine, batches)
+        for batch in gradients.micro_batches(Step(0, mine, iter(batches))):
+            gradients.backward(gradients(batch))
         _ = gradients.loss
         yield kept(gradients.reduction) if isinstance(gradients.reduction, Tree) else 0
 

@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.processes import environment, run, torchrun
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -78,3 +80,10 @@ def test_the_picture_of_kills_is_xml_and_has_both_lines(smoke: Any) -> None:
     said = " ".join(picture.itertext())
     assert "Evenkeel: 8 s, 0 steps done again" in said
     assert "Stock loop, saves each epoch: 9 s, 11 steps done again" in said
+
+
+@pytest.mark.parametrize(("benchmark", "rounds"), [("guards", "--blocks"), ("reduce", "--steps")])
+def test_a_benchmark_runs_where_only_its_own_folder_is_on_the_path(benchmark: str, rounds: str) -> None:
+    """As under torchrun: an import from the tests failed."""
+    done = run(torchrun(2, f"benchmarks/{benchmark}.py", rounds, 2), env=environment({"PYTHONPATH": ""}))
+    assert "itself" in done.stdout or "again" in done.stdout

@@ -17,6 +17,7 @@ from .job import Job
 from .progress import Done, Progress
 
 TICK = 0.1  # seconds between two looks at the job
+LATE = 10.0  # seconds for the other nodes to end when node 0 has finished the run
 MAX_FRUITLESS = 3  # ends of the command in a row without a step between them: then it is not started again
 
 
@@ -32,6 +33,7 @@ class Experiment:
         self.missed = 0
         self._last = Done(Fault("start"), time.time(), 0)
         self._fruitless, self._progress_at_end = 0, (0, 0)
+        self._over = 0.0
 
     def do_faults(self, faults: Iterable[Fault], seconds: float) -> None:
         """Do one fault after another, each at its time, but only after a step since the one before.
@@ -62,6 +64,10 @@ class Experiment:
             if not self.progress.finished:
                 say(f"the command on node {node} ended with {code}; starting it again")
                 self.job.start(node)
+        if self.progress.finished and 0 not in self.job.running:
+            self._over = self._over or time.monotonic()
+            if time.monotonic() > self._over + LATE:  # a node that came back too late would wait for node 0 for ever
+                self.job.stop(*self.job.running)
         return bool(self.job.running)
 
     def _until_recovered(self, earliest: float, deadline: float) -> bool:
