@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
 from tests.support.chaos import chaos, faults_in, reported, still_running
-from tests.support.processes import ROOT, checked, finish, read, records, start, wait_until
+from tests.support.processes import ROOT, TRAIN, checked, finish, read, records, run, start, torchrun, wait_until
 from tests.support.small_runs import PLAN, SAMPLES, job
 
 
@@ -45,3 +46,13 @@ def test_nodes_and_ranks_are_lost_and_no_sample_with_them(tmp_path: Path) -> Non
     assert reported(done.stdout, "in place").startswith("1 of "), "after the kill, and not after the loss of a node"
     assert still_running(run_dir) == []
     assert namespaces(process.pid) == []
+
+
+def test_a_node_that_is_back_after_the_end_is_not_waited_for(tmp_path: Path) -> None:
+    """Chaos took four faults of six seconds and waited for node 1, which waited for node 0, for ever."""
+    run_dir = tmp_path / "run"
+    alone = shlex.join([*torchrun(1, TRAIN), *job(run_dir)])
+    command = ["bash", "-c", f"(({{node}} == 0)) || exec sleep 1000; exec {alone}"]
+    done = run(chaos(f"--nodes 2 --faults kill --minutes 0.01 --run-dir {run_dir}", *command), limit=120)
+    assert reported(done.stdout, "run") == "finished"
+    assert reported(done.stdout, "starts") == "2 of the command, 1 of its ranks"
