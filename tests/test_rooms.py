@@ -21,7 +21,7 @@ BUDGET = {
     "resilience": 1180,
     "training": 3520,
     "run": 3930,
-    "tasks": 2100,
+    "tasks": 2140,
     "launch": 2120,
     "cli": 5080,
 }

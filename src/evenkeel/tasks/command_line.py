@@ -225,52 +225,89 @@ LAUNCHED = "an option of the launchers: launch/single_node.py -g N, launch/multi
 TOLD = "nothing to type: torchrun tells each process"
 
 SYNONYMS = {
-    "--learning-rate --base-lr --lrate": "--lr",
+    "--learning-rate --base-lr --lrate --optimizer.lr": "--lr",
     "--wd --l2": "--weight-decay",
-    "--grad-clip --clip-grad --max-grad-norm --gradient-clip-val": "--clip-norm",
+    "--norm-weight-decay": "--decay-norms; without it norms and biases are not decayed",
+    "--grad-clip --clip-grad --max-grad-norm --gradient-clip-val --clip-grad-norm --training.max-norm": "--clip-norm",
+    "--clip-mode --clip-value --gradient-clip-algorithm": "not here: --clip-norm clips by the gradient's 2-norm",
     "--momentum": "no option: --optimizer sgd has Nesterov momentum 0.9; a task may bring its own optimizers",
-    "--model-ema --ema-decay --model-ema-decay": "--ema",
-    "-b --bs --batch --global-batch-size --per-device-train-batch-size": "--batch-size, of all processes together",
-    "--gradient-accumulation-steps --accumulate-grad-batches --grad-accum --accum-iter": "--micro-batches",
-    "--micro-batch-size --microbatch-size": "--micro-batch",
+    "--sched --lr-scheduler-type --lr-scheduler.decay-type": "--schedule",
+    "--warmup-epochs --warmup-ratio --lr-warmup-epochs --lr-scheduler.warmup-steps": "--warmup-steps, in steps",
+    "--lr-step-size --lr-gamma --min-lr --decay-epochs": "no option: a task may bring its own schedulers",
+    "--layer-decay --opt-betas --opt-eps": "no option: a task may bring its own optimizers",
+    "--model-ema --ema-decay --model-ema-decay --model-ema-steps": "--ema",
+    "-b --bs --batch --global-batch-size --per-device-train-batch-size "
+    "--training.global-batch-size": "--batch-size, of all processes together",
+    "--gradient-accumulation-steps --accumulate-grad-batches --grad-accum --accum-iter "
+    "--grad-accum-steps": "--micro-batches, of all processes together; or --micro-batch, of one at a time",
+    "--micro-batch-size --microbatch-size --training.local-batch-size": "--micro-batch",
+    "--per-device-eval-batch-size --val-batch-size --validation-batch-size": "no option: that of --micro-batch",
     "--num-train-epochs": "--epochs",
-    "--iterations --max-iter --total-steps": "--max-steps",
+    "--iterations --max-iter --total-steps --training.steps": "--max-steps",
+    "--do-train --do-eval --validation.enable": "nothing to type: it trains and evaluates (--eval-only does not train)",
+    "--training.seq-len": "an option of --task lm, by its bare name",
     "--start-epoch --resume --resume-from --resume-from-checkpoint --auto-resume --continue": CONTINUES,
-    "--ckpt --checkpoint --ckpt-path --checkpoint-path --load --weights --pretrained-weights --finetune": "--init-from "
-    "for weights to start from; a run of your own continues by the same command",
+    "--ckpt --checkpoint --ckpt-path --checkpoint-path --load --weights --pretrained-weights --finetune "
+    "--initial-checkpoint --checkpoint.initial-load-path": "--init-from for weights to start from; a run of your own "
+    "continues by the same command",
     "--restart --overwrite --overwrite-output-dir --no-resume": "--fresh",
     "--output-dir --out-dir --output --logdir --log-dir --save-dir --work-dir --exp-dir --checkpoint-dir": "--run-dir",
-    "--save-every --save-steps --save-freq --save-interval --checkpoint-interval --ckpt-every": "--checkpoint-every",
-    "--save-total-limit --keep-last --max-checkpoints": "--keep",
-    "--log-interval --logging-steps --print-freq -p --log-freq --log-steps --print-every": "--log-every",
-    "--eval-interval --eval-steps --eval-freq --val-interval --val-freq --val-check-interval": "--eval-every",
+    "--save-every --save-steps --save-freq --save-interval --checkpoint-interval --ckpt-every --recovery-interval "
+    "--checkpoint.interval": "--checkpoint-every",
+    "--checkpoint.enable --checkpoint.async-mode": "nothing to type: they are always on, in the background",
+    "--save-total-limit --keep-last --max-checkpoints --checkpoint-hist --checkpoint.keep-latest-k": "--keep",
+    "--load-best-model-at-end --metric-for-best-model --greater-is-better --eval-metric": "no option: the best "
+    "checkpoint is kept; the task's `best` names the metric",
+    "--log-interval --logging-steps --print-freq -p --log-freq --log-steps --print-every "
+    "--metrics.log-freq": "--log-every",
+    "--eval-interval --eval-steps --eval-freq --val-interval --val-freq --val-check-interval "
+    "--validation.freq": "--eval-every",
     "-e --evaluate --eval --test-only --validate --test": "--eval-only",
     "--early-stopping --early-stopping-patience": "--patience",
-    "--amp --mixed-precision --autocast --use-amp": "--precision bf16 or --precision fp16",
+    "--amp --mixed-precision --autocast --use-amp --amp-dtype "
+    "--training.mixed-precision-param": "--precision bf16 or --precision fp16",
     "--fp16 --half --float16 --opt-level --apex": "--precision fp16",
     "--bf16 --bfloat16": "--precision bf16",
-    "--allow-tf32": "--precision tf32",
-    "--torch-compile --jit": "--compile",
+    "--allow-tf32 --tf32": "--precision tf32",
+    "--torch-compile --jit --torchcompile --compile.enable": "--compile",
+    "--fsdp --deepspeed --zero-stage --parallelism.data-parallel-shard-degree --parallelism.tensor-parallel-degree "
+    "--parallelism.pipeline-parallel-degree --parallelism.context-parallel-degree": "not here: a process has the whole "
+    "network (--model-parallel: on several GPUs, which take turns)",
+    "--gradient-checkpointing --grad-checkpointing --activation-checkpoint.mode": "a part of the network, "
+    "which calls torch.utils.checkpoint; --task lm has an option for it",
     "--sync-bn --syncbn": "--sync-batchnorm",
     "-j --dataloader-num-workers": "--num-workers",
     "--random-seed --manual-seed": "--seed",
     "--use-deterministic-algorithms": "--deterministic",
     "--fast-dev-run --overfit-batches --debug": "--limit-batches",
-    "--use-wandb --report-to --logger": "--wandb",
+    "--use-wandb --report-to --logger --log-wandb --metrics.enable-wandb": "--wandb",
     "--no-wandb": "--wandb disabled",
+    "--profiler --profiling.enable-profiling": "--profile FIRST:LAST",
+    "--push-to-hub": "not here: model.pt in the run's folder is a bare state dict",
+    "--metrics.enable-tensorboard": "--tensorboard",
     "--data-parallel --dp": "--strategy dp",
     "--ddp --distributed --multiprocessing-distributed": f"{TOLD}; --strategy ddp is the default",
     "--local-rank --rank --world-size --use-env --dist-url --dist-backend --init-method --backend --master-addr "
     "--master-port": TOLD,
-    "--gpu --gpu-ids --gpu-id --num-gpus --devices --nproc --nproc-per-node --nnodes --num-nodes": LAUNCHED,
+    "--gpu --gpu-ids --gpu-id --num-gpus --devices --nproc --nproc-per-node --nnodes --num-nodes --num-processes "
+    "--num-machines --parallelism.data-parallel-replicate-degree": LAUNCHED,
     "--device --cuda --no-cuda --accelerator": "no option: GPUs where there are any (CUDA_VISIBLE_DEVICES chooses)",
     "--config-file --cfg": "--config",
-    "-a --arch --network --backbone --net --model-name": "--model (--task classify); your own: --task FILE.py:CLASS",
+    "-a --arch --network --backbone --net --model-name "
+    "--model-name-or-path": "--model (--task classify); your own: --task FILE.py:CLASS",
     "--model": "a part of the task: its class makes the network; --model is an option of --task classify",
     "--data --data-path --data-root --dataset-path --root --train-dir": "--data-dir, with --dataset (--task classify)",
+    "--training.dataset --training.dataset-path": "text files on a disk, which --task lm takes",
     "--data-dir --dataset": "a part of the task: its class opens the data; they are options of --task classify",
-    "--imgsz --input-size --crop-size": "--image-size (--task classify)",
+    "--imgsz --input-size --crop-size --img-size --train-crop-size --val-crop-size "
+    "--val-resize-size": "--image-size (--task classify)",
     "--aa --auto-augment --augmentation": "--augment (--task classify)",
+    "--mixup-alpha": "--mixup (--task classify)",
+    "--cutmix-alpha": "--cutmix (--task classify)",
+    "--smoothing": "--label-smoothing (--task classify)",
+    "--drop-path --drop-path-rate --drop": "a part of the network, which the task makes",
+    "--ra-sampler --aug-repeats": "not here: each sample comes exactly once an epoch",
+    "--random-erase --reprob --color-jitter --hflip --vflip": "what --augment lacks is up to a data set of yours",
     "--fake-data --synthetic --dummy": "--dataset fake (--task classify)",
 }
 """Names of options in other tools -> what to type here, or why nothing, where tyro finds no similar name, or a wrong
