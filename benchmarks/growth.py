@@ -25,7 +25,6 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -36,7 +35,6 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # rank 0 has the store, and the ran
 
 import tyro
 from torch.distributed import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
 
@@ -141,12 +139,11 @@ def _be_a_rank(rank: int, folder: Path, begun: float, stop_at: int) -> None:
     steps = [stop_at - 3]
     counting: list[CountingStore] = []
 
-    def counted(*arguments: Any, **options: Any) -> Iterator[Any]:
-        store, *others = next(rendezvous(*arguments, **options))
-        counting.append(CountingStore(store))
-        yield counting[0], *others
+    def counted(*arguments: Any) -> Store:
+        counting.append(CountingStore(connect(*arguments)))
+        return counting[0]
 
-    agree, broadcast = world.fresh_store, world.World.broadcast_tensors
+    connect, agree, broadcast = world.job_store, world.fresh_store, world.World.broadcast_tensors
 
     def timed_agreement(*arguments: Any) -> Store:
         start = time.perf_counter()
@@ -169,14 +166,14 @@ def _be_a_rank(rank: int, folder: Path, begun: float, stop_at: int) -> None:
         if steps[0] == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    world.rendezvous, world.fresh_store = counted, timed_agreement  # type: ignore[assignment]
+    world.job_store, world.fresh_store = counted, timed_agreement
     world.World.broadcast_tensors = timed_broadcast  # type: ignore[method-assign, assignment]
     # the watch's beats, some three operations a second, go around the count: a counted store cannot be cloned
     hang.PrefixStore = lambda name, _: PrefixStore(name, counting[0].store)  # type: ignore[assignment, misc]
     register_optimizer_step_post_hook(after_a_step)
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
-    sys.argv = [str(TRAIN), *TINY, "--run-dir", str(folder / "run"), "--checkpoint-every", "2"]
+    sys.argv = [str(TRAIN), *TINY, "--run-dir", str(folder / "run"), "--checkpoint-every", "2", "--keeper", "off"]
     runpy.run_path(str(TRAIN), run_name="__main__")
 
 

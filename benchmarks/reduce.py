@@ -81,8 +81,8 @@ def steps(side: Side, name: str, plan: Plan, world: World) -> Iterator[int]:
     state = State(make().to(world.device), [])
     reduce: Literal["ring", "tree"] = "tree" if side == "tree" else "ring"
     gradients = DistributedLoss(Plain().loss, state, world, plan, reduce=reduce)
-    if side == "alone" and isinstance(gradients.wrapped, DistributedDataParallel):
-        gradients.wrapped = gradients.wrapped.module
+    if side == "alone" and isinstance(gradients.module, DistributedDataParallel):
+        gradients.module = gradients.module.module
     mine = plan.micro_batches(0, world.rank, world.world_size)
     batches = [(torch.randn(m.size, *shape), torch.randint(10, (m.size,))) for m in mine]
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -82,8 +83,19 @@ def test_the_picture_of_kills_is_xml_and_has_both_lines(smoke: Any) -> None:
     assert "Stock loop, saves each epoch: 9 s, 11 steps done again" in said
 
 
-@pytest.mark.parametrize(("benchmark", "rounds"), [("guards", "--blocks"), ("reduce", "--steps")])
-def test_a_benchmark_runs_where_only_its_own_folder_is_on_the_path(benchmark: str, rounds: str) -> None:
-    """As under torchrun: an import from the tests failed."""
-    done = run(torchrun(2, f"benchmarks/{benchmark}.py", rounds, 2), env=environment({"PYTHONPATH": ""}))
-    assert "itself" in done.stdout or "again" in done.stdout
+@pytest.mark.parametrize(
+    ("ranks", "command", "last"),
+    [
+        (2, "guards.py --blocks 2", "with, and measured / with"),
+        (2, "reduce.py --models cnn --per-rank 1 --steps 2", "tree / ring"),
+        (0, "growth.py world --ranks 1", "| 1 |"),
+        (0, "growth.py steps --steps 2000 --parts 2", "| 2,000 |"),
+        (0, "recovery.py --jobs 1", "--keeper off / cold start"),
+    ],
+)
+def test_a_benchmark_runs_where_only_its_own_folder_is_on_the_path(ranks: int, command: str, last: str) -> None:
+    """As a user runs it: one had an import from the tests, and two used names that were gone."""
+    script, *options = command.split()
+    arguments = [f"benchmarks/{script}", *options]
+    whole = torchrun(ranks, *arguments) if ranks else [sys.executable, *arguments]
+    assert last in run(whole, env=environment({"PYTHONPATH": ""})).stdout.splitlines()[-1]
