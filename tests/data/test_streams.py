@@ -245,6 +245,29 @@ def test_the_control_such_a_stream_loses_samples_in_loader_processes() -> None:
     assert [sample for batch in batches for sample in batch] == turn_of(3, 0)[:2]
 
 
+def hugging_faces(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        yield from ({"shard": shard, "n": n} for n in range(399))
+
+
+@pytest.mark.parametrize("buffer", [0, 50])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_hugging_faces_own(tmp_path: Path, caplog: pytest.LogCaptureFixture, buffer: int, workers: int) -> None:
+    """With a buffer that shuffles its state is not exact, which must be found out."""
+    kind = pytest.importorskip("datasets").IterableDataset
+    whole = kind.from_generator(hugging_faces, gen_kwargs={"shards": [*range(4)]})
+    whole = whole.shuffle(seed=1, buffer_size=buffer) if buffer else whole
+    made = replace(Streams.of(whole), state_every=0)
+    data = Numbered(made, 12, 0, tmp_path)
+    numbers = [range(n, n + 3) for n in range(0, 2400, 3)]
+    batches = DataLoader(data, batch_sampler=numbers, collate_fn=list, num_workers=workers)
+    samples = [(it["shard"], it["n"]) for batch in batches for it in batch]
+    assert len({*samples[:1596]}) == 1596, "each once"
+    again = Numbered(made, 12, 0, tmp_path)
+    assert [(it["shard"], it["n"]) for it in again.__getitems__(range(1200, 1300))] == samples[1200:1300]
+    assert ("does not go on from its state" in caplog.text) == bool(buffer)
+
+
 class Whole(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(5))

@@ -153,7 +153,7 @@ def stateful(rank: int, world_size: int, _: int, state: Any) -> Any:
 def test_the_control_a_stream_dealt_to_loader_processes_loses_samples() -> None:
     whole = Counter(range(240))
     assert dealt(2, 2, plain(0)) == whole, "without loader processes and on as many ranks it is right"
-    assert dealt(2, 2, plain(2)) != whole, "samples given are no place of a loader process"
+    assert dealt(2, 2, plain(4)) != whole, "samples given are no place of a loader process"
 
 
 def test_the_control_a_stateful_data_loader_loses_samples_on_other_ranks() -> None:
