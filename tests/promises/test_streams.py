@@ -65,7 +65,7 @@ def disturbed(tmp_path: Path, seed: int, kills: int) -> None:
 
     for number in range(kills):
         command = torchrun(dice.randint(1, 3), TRAIN, *job(run_dir, *shape(), "--pause", 0.1), restarts=3)
-        at = 2 + number * STEPS // (kills + 1) + dice.randrange(6)
+        at = 4 + number * STEPS // (kills + 1) + dice.randrange(6)
         killed(start(command), run_dir, at, one_first=dice.random() < 0.5)
     command = [sys.executable, str(TRAIN)] if dice.random() < 0.3 else torchrun(dice.randint(1, 3), TRAIN)
     done = processes.finish(start([*command, *job(run_dir, *shape())]))

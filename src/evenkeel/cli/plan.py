@@ -40,14 +40,15 @@ class PlanCommand:
         plan = Plan.of(config, len(train_set))
         most = plan.max_world_size
         ranks = f"up to {most} ranks have work" if most > 1 else "one rank has work"
-        size, epoch = _count(plan.samples, "sample"), f"{_count(plan.steps_per_epoch, 'step')} an epoch, "
+        size = _count(plan.samples, "sample")
+        length = f"{_count(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all"
         steps = {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
         if isinstance(train_set, Numbered):
-            size, epoch, steps = f"a stream ({train_set.name})", "steps: ", {"every step": 0}
+            size, length = f"a stream ({train_set.name})", _count(plan.total_steps, "step")
+            steps = {"every step": 0}
         print(
             f"{size}, global batch {plan.global_batch}, "
-            f"micro-batch {plan.micro_batch}{f' ({why})' * bool(why)}: "
-            f"{epoch}{plan.total_steps} in all; "
+            f"micro-batch {plan.micro_batch}{f' ({why})' * bool(why)}: {length}; "
             f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
         )
         for name, step in steps.items():

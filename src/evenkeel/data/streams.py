@@ -47,6 +47,8 @@ TOLD = 10.0
 """Seconds between two lines about reading forward."""
 STEPS = 256
 """Steps that are looked at for substreams with several readers, at most."""
+FEW = 64
+"""Stretches that may be read forward without a line about it."""
 CHECKED = 16
 """Samples by which a source's state is checked when it is loaded."""
 END = object()
@@ -251,10 +253,11 @@ class _Reader:
             while self.at < place:
                 self._seek(place)
             return
-        if anew and self.at < place and not (self._is_stateful() and self._restore(place)):
+        restored = anew and self._is_stateful() and self._restore(place)
+        if anew and not restored and place > FEW * self.of.stretch:
             self.of.tell_once(
                 "forward",
-                f"substream {self.k} is read forward over {place - self.at:,} samples to where the run goes on, and so "
+                f"substream {self.k} is read forward over {place:,} samples to where the run goes on, and so "
                 "are others; a source that has seek(n), or state_dict() and load_state_dict(), need not",
             )
         self._read_forward(place)
