@@ -1,4 +1,4 @@
-"""Plant 22 small faults, one at a time, and see whether the tests find them.
+"""Plant 23 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -56,6 +56,13 @@ FAULTS = [
         'np.searchsorted(ends, places, side="right")',
         'np.searchsorted(ends, places, side="left")',
         "tests/data/test_blocks.py | tests/promises/test_shards.py",
+    ),
+    Fault(
+        "a stream goes on one sample after the place of its source's state",
+        ENGINE + "data/*.py",
+        'self.at, self.begin = entry["place"], entry["begin"]',
+        'self.at, self.begin = entry["place"] + 1, entry["begin"]',
+        "tests/data/test_streams.py | tests/promises/test_streams.py",
     ),
     Fault(
         "loader processes go on with the epoch after the next",

@@ -29,23 +29,29 @@ class PlanCommand:
 
     def __call__(self, train_options: list[str]) -> int:
         """Print the plan."""
+        from ..data.streams import Numbered
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
         from ..training.task import training_set
 
         config, task = parse(train_options)
-        dp, samples = config.strategy == "dp", len(training_set(task, config))
+        dp, train_set = config.strategy == "dp", training_set(task, config)
         config, why = self._settle(config, task)
-        plan = Plan.of(config, samples)
+        plan = Plan.of(config, len(train_set))
         most = plan.max_world_size
         ranks = f"up to {most} ranks have work" if most > 1 else "one rank has work"
+        size = _count(plan.samples, "sample")
+        length = f"{_count(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all"
+        steps = {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
+        if isinstance(train_set, Numbered):
+            size, length = f"a stream ({train_set.name})", _count(plan.total_steps, "step")
+            steps = {"every step": 0}
         print(
-            f"{_count(samples, 'sample')}, global batch {plan.global_batch}, "
-            f"micro-batch {plan.micro_batch}{f' ({why})' * bool(why)}: "
-            f"{_count(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all; "
+            f"{size}, global batch {plan.global_batch}, "
+            f"micro-batch {plan.micro_batch}{f' ({why})' * bool(why)}: {length}; "
             f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
         )
-        for name, step in {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}.items():
+        for name, step in steps.items():
             print(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker in range(self.world_size):
                 if dp:  # nn.DataParallel gives each GPU a share of every micro-batch

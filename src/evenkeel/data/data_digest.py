@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..common.errors import Refusal
 from ..common.naming import TRAIN
 from ..config import Config
-from .batch import with_parts
+from .batch import collate, with_parts
 from .dataset import SizedDataset
 from .loader import Seeded, in_order
 from .plan import MicroBatch
@@ -50,6 +51,9 @@ def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[
 
     These have no digest, nor have sets that cannot be read: the training will say why. Reads in a loader process if
     there will be any, because a file opened at the first read must not be shared with them.
+
+    Raises:
+        Refusal: a stream gives other samples at each read, so that it cannot be read on from a place.
     """
     seeded = [Seeded(it, config.seed, TRAIN if name == TRAINING else name) for name, it in sets.items()]
     with generators_kept():
@@ -60,6 +64,13 @@ def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[
     seen = {name: found[number :: len(sets)] for number, name in enumerate(sets)}
     whole = {name: digests for name, digests in seen.items() if None not in digests}
     unsteady = [name for name, digests in whole.items() if not all(alike(digests[0], other) for other in digests)]
+    for name, it in sets.items():
+        if hasattr(it, "first_samples") and (name in unsteady or (name not in whole and any(seen[name]))):
+            raise Refusal(
+                f"the {name} data is a stream that is another each time that it is opened, so a run cannot go on with "
+                "it; begin anew in each iter(), draw from torch's, NumPy's or Python's global generator, which are "
+                "seeded for each sample, and do not go by ranks and processes"
+            )
     return {name: digests[0] for name, digests in whole.items() if name not in unsteady}, unsteady
 
 
@@ -106,6 +117,8 @@ class _Digests(Dataset[Any]):
         last = len(self.sets[number]) - 1
         chosen = sorted({0, last // 3, 2 * last // 3, last})
         try:
+            if first := getattr(self.sets[number].dataset, "first_samples", None):  # a stream must not be read through
+                return digest(collate(first()))
             return digest(self.sets[number].__getitems__(Indices(chosen, 0, MicroBatch(0, 0, 0, len(chosen)))))
         except Exception:
             return None

@@ -137,6 +137,7 @@ def length(dataset: Any, method: str) -> int:
         why = f"has no {' and no '.join(lacks)}" if lacks else "is an IterableDataset"
         raise Refusal(
             f"{method}() returned {kind_of(dataset)}, which {why}: Evenkeel fetches samples by number, so that a run "
-            "can go on at any step; return a map-style data set, with __len__ and __getitem__(number)"
+            "can go on at any step; return a map-style data set, with __len__ and __getitem__(number), or of a stream "
+            "a list, such as list(itertools.islice(stream, 1000))"
         )
     return len(dataset)

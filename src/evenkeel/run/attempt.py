@@ -27,6 +27,7 @@ from ..data.blocks import order_name
 from ..data.data_digest import OFTEN, ONCE, TRAINING, TWICE, difference, look
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
+from ..data.streams import Numbered
 from ..distributed.data_parallel import replicas
 from ..distributed.devices import describe as describe_device
 from ..distributed.devices import explain_uneven
@@ -348,7 +349,7 @@ class Attempt:
         if damage := self.directory.trouble:
             log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
         note = substitute(config.precision, world.device)
-        for line in filter(None, (note, uneven, self._about_data())):
+        for line in filter(None, (note, uneven, self._about_data(), self._about_readers())):
             log.warning("%s", line)
         if said:
             self.tracker.say(said)
@@ -364,6 +365,10 @@ class Attempt:
             "of its own, so a run cannot be repeated, nor its data be compared with that of other ranks and starts; "
             "draw from torch's, NumPy's or Python's global generator, which are seeded for each sample"
         )
+
+    def _about_readers(self) -> str:
+        stream, workers = self.sets.get(TRAINING), self.config.num_workers
+        return stream.shared(self.plan, self.world.world_size, workers) if isinstance(stream, Numbered) else ""
 
     def resume(self, state: State) -> None:
         """Load the newest whole state of any node, if there is one. Its holder reads, the others receive.

@@ -19,6 +19,7 @@ from ..config import Config
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset, limited, split
 from ..data.randomness import derive, seed_task
+from ..data.streams import numbered
 from .checks import checked_losses, one_number
 from .optimization import build_optimizer, rate
 from .schedulers import Scheduler
@@ -62,7 +63,8 @@ class Task(ABC):
 
     @abstractmethod
     def train_dataset(self) -> SizedDataset:
-        """Any map-style data set; random augmentation may use torch's, NumPy's or Python's generator."""
+        """Any map-style data set, or a stream (docs/streams.md); random augmentation may use torch's, NumPy's or
+        Python's generator."""
 
     def validation_dataset(self) -> SizedDataset | None:
         """The data by which `best` and --patience decide; the test data then waits for the end. None: there is none."""
@@ -228,10 +230,10 @@ def option_name(field: str) -> str:
 def training_set(task: Task, config: Config, unchanged: bool = False) -> SizedDataset:
     """A task's training data, the same on every rank and at every start, cut down by --limit-batches.
 
-    ``unchanged``: without augmentation.
+    ``unchanged``: without augmentation. A stream becomes numbered samples (`streams`).
     """
     seed_task(config.seed, "data")
-    dataset = task.unchanged_train_dataset() if unchanged else task.train_dataset()
+    dataset = numbered(task.unchanged_train_dataset() if unchanged else task.train_dataset(), config, unchanged)
     dataset = split(dataset, config.validation, _split_seed(config))[0] if config.validation else dataset
     return limited(dataset, config.limit_batches * config.batch_size)
 

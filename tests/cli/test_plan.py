@@ -1,0 +1,21 @@
+"""`evenkeel plan` of data that has no number of samples; of other data `tests/processes/test_cut.py` starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evenkeel.cli.plan import PlanCommand
+from tests.support.processes import ROOT
+
+
+def test_the_plan_of_a_stream_has_no_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = f"{ROOT / 'tests' / 'support' / 'streams_task.py'}:Streamed"
+    options = ["--max-steps", "5", "--batch-size", "12", "--micro-batch", "4", "--run-dir", str(tmp_path / "run")]
+    assert PlanCommand(world_size=2)(["--task", task, *options]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        "a stream (6 substreams, 2 samples at a time), global batch 12, micro-batch 4: 5 steps; up to 3"
+    )
+    assert others == ["every step, 12 samples:", "  rank 0: 8 samples as 4 + 4", "  rank 1: 4 samples"]

@@ -1,0 +1,377 @@
+"""Streams: a sample's number says which it is, whoever reads it in any way; what cannot be promised is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from evenkeel.common.errors import EndedByData, Refusal
+from evenkeel.config import Config
+from evenkeel.data.blocks import order_name
+from evenkeel.data.data_digest import ONCE, TWICE, difference, look
+from evenkeel.data.loader import loader
+from evenkeel.data.plan import Plan
+from evenkeel.data.sampler import ElasticSampler
+from evenkeel.data.streams import Numbered, Streams, numbered
+from tests.support.streams_task import SOURCES, Number, Plain, Stateful, read_in_order, turn_of
+
+CONFIG = Config(max_steps=10, batch_size=12)
+
+
+def streams(source: str = "plain", substreams: int = 6) -> Streams:
+    return Streams(SOURCES[source], substreams, state_every=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    source=st.sampled_from([*SOURCES]),
+    substreams=st.integers(1, 8),
+    batch=st.integers(1, 16),
+    wanted=st.lists(st.integers(0, 300), min_size=1, max_size=8),
+    anew=st.booleans(),
+)
+def test_a_number_is_a_sample_however_it_is_read(
+    source: str, substreams: int, batch: int, wanted: list[int], anew: bool
+) -> None:
+    """In any order, by a process that has read others or none, with states that others have left."""
+    expected = read_in_order(substreams, batch, 310)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Numbered(streams(source, substreams), batch, 0, Path(folder) / "streams")
+        for first in wanted:
+            if anew:
+                data = Numbered(streams(source, substreams), batch, 0, Path(folder) / "streams")
+            assert data.__getitems__(range(first, first + 10)) == expected[first : first + 10]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_loader_processes_read_what_one_process_reads(world_size: int, workers: int) -> None:
+    found: dict[int, list[Any]] = {}
+    for rank in range(world_size):
+        data = numbered(streams(), CONFIG)
+        data[40]  # opened here before loader processes are forked
+        sampler = ElasticSampler(data, 12, 3, num_replicas=world_size, rank=rank)
+        sampler.set_epoch(0, first_step=2)
+        batches = loader(data, sampler, "train", workers, torch.device("cpu"))
+        mine = (micro.start for step in sampler.steps() for micro in sampler.micro_batches(step))
+        for start, batch in islice(zip(mine, batches, strict=False), 8):
+            found[start] = [tuple(map(int, number)) for number in zip(*batch, strict=True)]
+    expected = read_in_order(6, 12, 200)
+    assert len(found) == 8 * world_size
+    assert all(samples == expected[start : start + 3] for start, samples in found.items())
+
+
+def test_an_open_file_is_not_shared_with_loader_processes(tmp_path: Path) -> None:
+    (file := tmp_path / "lines").write_bytes(b"".join(b"%06d\n" % n for n in range(5000)))
+
+    class Lines:
+        def __init__(self, k: int, turn: int) -> None:
+            self.file = file.open("rb", buffering=0)
+
+        def __iter__(self) -> Iterator[int]:
+            while line := self.file.read(7):
+                yield int(line)
+
+    data = Numbered(Streams(Lines, 1), 4)
+    assert data.__getitems__(range(8)) == [*range(8)]
+    options: dict[str, Any] = {"collate_fn": list, "num_workers": 2}
+    batches = DataLoader(data, batch_sampler=[range(n, n + 4) for n in range(8, 400, 4)], **options)
+    assert [n for batch in batches for n in batch] == [*range(8, 400)]
+
+    opened = iter(Lines(0, 0))  # the control: torch's own way, with the file opened before
+
+    class Shared(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return islice(opened, 200)
+
+    both = sorted(n for batch in DataLoader(Shared(), batch_size=4, **options) for n in batch)
+    assert both != sorted([*range(200)] * 2), "each reads on where the other has come"
+
+
+def test_sources_that_seek_or_have_a_state_are_not_read_forward(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cost(source: str, at: int) -> int:
+        before = Plain.read
+        data = Numbered(streams(source), 12, 0, tmp_path / source)
+        assert data.__getitems__(range(at, at + 12)) == read_in_order(6, 12, at + 12)[at:]
+        return Plain.read - before
+
+    for source in SOURCES:
+        data = Numbered(streams(source), 12, 0, tmp_path / source)
+        for n in range(0, 6000, 12):
+            data.__getitems__(range(n, n + 12))
+    assert cost("seek", 4800) == 12
+    assert not caplog.records
+    assert cost("state", 4800) <= 12 + 6 * 400, "one is within twice the distance to the newest"
+    assert cost("state", 5988) <= 12 + 6 * 60, "the last or the one before it, and the samples that are compared"
+    assert not caplog.records
+    assert cost("plain", 4800) == 4812
+    assert "is read forward over 800 samples" in caplog.messages[0]
+    assert len(caplog.records) == 1, "once, not for each substream"
+    kept = json.loads((tmp_path / "state" / "0.json").read_text())["kept"]
+    assert len(kept) < 25, "of 60"
+    assert not (tmp_path / "seek").exists()
+
+
+def spoil(path: Path) -> None:
+    path.write_text('{"of": ')
+
+
+def replace_by_another_stream(path: Path) -> None:
+    path.write_text(path.read_text().replace("seed 0", "seed 1"))
+
+
+def make_negative(path: Path) -> None:
+    path.write_text(path.read_text().replace('"turn": ', '"turn": "x", "old": '))
+
+
+@pytest.mark.parametrize("harm", [spoil, replace_by_another_stream, make_negative])
+def test_a_spoilt_or_foreign_state_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
+) -> None:
+    data = Numbered(streams("state", 1), 4, 0, tmp_path)
+    data.__getitems__(range(400))
+    harm(tmp_path / "0.json")
+    data = Numbered(streams("state", 1), 4, 0, tmp_path)
+    assert data.__getitems__(range(300, 310)) == read_in_order(1, 4, 310)[300:]
+    assert "not used" in caplog.messages[0]
+    assert "is read forward over 300 samples" in caplog.messages[1]
+
+
+class Buffered(Stateful):
+    """Shuffles in a buffer that its state does not have, as Hugging Face's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = []
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) == 3:
+                yield buffer.pop(random.randrange(3))
+        yield from buffer
+
+
+class NoJson(Stateful):
+    def state_dict(self) -> dict[Any, Any]:
+        return {0: self.at}
+
+
+@pytest.mark.parametrize(
+    ("source", "line"), [(Buffered, "does not go on from its state"), (NoJson, "is not kept: it does not come back")]
+)
+def test_a_state_that_does_not_bring_back_the_samples_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: type[Stateful], line: str
+) -> None:
+    once = Numbered(Streams(source, 3, state_every=0), 6, 0, tmp_path).__getitems__(range(300))
+    assert Numbered(Streams(source, 3), 6, 0, tmp_path).__getitems__(range(200, 300)) == once[200:]
+    assert line in " ".join(caplog.messages)
+
+    trusting = Buffered(0, 0)  # the control: what such a state brings back
+    usual = [sample for sample, _ in zip(trusting, range(3), strict=False)]
+    again = Buffered(0, 0)
+    again.load_state_dict(trusting.state_dict())
+    assert sorted([*usual, *again]) != turn_of(0, 0)
+
+
+def test_an_empty_turn_ends_the_run_and_so_does_a_seek_that_lies() -> None:
+    with pytest.raises(EndedByData, match=r"substream 0 of the training data has no samples in its turn 2"):
+        Numbered(Streams(lambda k, turn: [k] * (turn < 2), 2), 2).__getitems__(range(20))
+
+    class Lying(Plain):
+        def seek(self, samples: int) -> int:
+            return samples + 1
+
+    with pytest.raises(EndedByData, match=r"seek\(5\) returned 6; return how many samples it has skipped"):
+        Numbered(Streams(Lying, 1), 2)[5]
+
+    def failing(k: int, turn: int) -> Iterator[int]:
+        yield 1
+        raise OSError("no route to host")
+
+    with pytest.raises(EndedByData, match=r"its sample 1 cannot be read: OSError: no route to host at .*test_streams"):
+        Numbered(Streams(failing, 1), 2)[1]
+
+
+class Sharded(IterableDataset[Number]):
+    """As Hugging Face's: has shards, and deals those that it has to the loader processes that there are."""
+
+    def __init__(self, shards: list[int]) -> None:
+        self.shards, self.num_shards, self.epoch = shards, len(shards), 0
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return Sharded(self.shards[index::num_shards])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Number]:
+        info = get_worker_info()
+        for shard in self.shards[info.id :: info.num_workers] if info else self.shards:
+            yield from turn_of(shard, self.epoch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterable_dataset_is_as_many_substreams_as_it_has_shards(workers: int) -> None:
+    data = numbered(Sharded([*range(6)]), CONFIG)
+    assert order_name(data) == "6 substreams, 2 samples at a time"
+    numbers = [range(n, n + 6) for n in range(0, 120, 6)]
+    batches = DataLoader(data, batch_sampler=numbers, collate_fn=list, num_workers=workers)
+    assert [sample for batch in batches for sample in batch] == read_in_order(6, 12, 120)
+
+    one = numbered(Whole(), CONFIG)
+    assert order_name(one) == "1 substreams, 12 samples at a time"
+    assert one.__getitems__(range(12)) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_the_control_such_a_stream_loses_samples_in_loader_processes() -> None:
+    one = DataLoader(Sharded([3]), batch_size=None, num_workers=2, collate_fn=tuple)
+    assert [*one] == turn_of(3, 0), "one shard, dealt to two: the second process has none"
+    dealt = numbered(Sharded([3]), CONFIG)
+    dealt.streams.source(0, 0)
+    batches = DataLoader(dealt, batch_sampler=[[0], [1]], collate_fn=list, num_workers=2)
+    assert [sample for batch in batches for sample in batch] == turn_of(3, 0)[:2]
+
+
+def hugging_faces(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        yield from ({"shard": shard, "n": n} for n in range(399))
+
+
+@pytest.mark.parametrize("buffer", [0, 50])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_hugging_faces_own(tmp_path: Path, caplog: pytest.LogCaptureFixture, buffer: int, workers: int) -> None:
+    """With a buffer that shuffles its state is not exact, which must be found out."""
+    kind = pytest.importorskip("datasets").IterableDataset
+    whole = kind.from_generator(hugging_faces, gen_kwargs={"shards": [*range(4)]})
+    whole = whole.shuffle(seed=1, buffer_size=buffer) if buffer else whole
+    made = replace(Streams.of(whole), state_every=0)
+    data = Numbered(made, 12, 0, tmp_path)
+    numbers = [range(n, n + 3) for n in range(0, 2400, 3)]
+    batches = DataLoader(data, batch_sampler=numbers, collate_fn=list, num_workers=workers)
+    samples = [(it["shard"], it["n"]) for batch in batches for it in batch]
+    assert len({*samples[:1596]}) == 1596, "each once"
+    again = Numbered(made, 12, 0, tmp_path)
+    assert [(it["shard"], it["n"]) for it in again.__getitems__(range(1200, 1300))] == samples[1200:1300]
+    assert ("does not go on from its state" in caplog.text) == bool(buffer)
+
+
+class Whole(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class Drawn(IterableDataset[Any]):
+    """Draws from the generators that are seeded, between samples as well."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            skipped = random.randrange(3)
+            yield torch.rand(3), skipped
+
+
+class OfItsOwn(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        dice = random.Random()
+        return iter([dice.random() * 1000 for _ in range(9)])
+
+
+class Once(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.left = iter(range(3))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.left
+
+
+class ByRank(IterableDataset[int]):
+    rank = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 100, 2))
+
+
+def test_random_numbers_of_a_source_do_not_depend_on_who_reads_it() -> None:
+    together = numbered(Drawn(), CONFIG).__getitems__(range(30))
+    torch.manual_seed(1)
+    alone = [numbered(Drawn(), CONFIG)[n] for n in range(20, 30)]
+    for (first, once), (second, again) in zip(together[20:], alone, strict=True):
+        assert torch.equal(first, second)
+        assert once == again
+
+
+def test_a_stream_that_cannot_be_repeated_is_refused() -> None:
+    for steady in (Drawn(), Sharded([0, 1, 2]), streams("state")):
+        digests, unsteady = look(CONFIG, {"training": numbered(steady, CONFIG)}, TWICE)
+        assert "training" in digests
+        assert not unsteady
+    for another in (OfItsOwn(), Once()):
+        with pytest.raises(Refusal, match=r"is another each time that it is opened.*begin anew in each iter"):
+            look(CONFIG, {"training": numbered(another, CONFIG)}, TWICE)
+
+
+def test_a_stream_that_goes_by_ranks_or_has_changed_is_found_out() -> None:
+    first, second = ByRank(), ByRank()
+    second.rank = 1
+    of_ranks = [look(CONFIG, {"training": numbered(it, CONFIG)}, ONCE)[0] for it in (first, second)]
+    assert "training data of rank 1 differs" in difference({}, of_ranks)
+    assert "has changed" in difference(of_ranks[0], of_ranks[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"max_steps": 0},
+            "--max-steps is missing: train_dataset() returned a Whole, a stream without an end; say",
+        ),
+        ({"validation": 0.1}, "--validation 0.1: train_dataset() returned a Whole, a stream without an end; leave it"),
+        ({"limit_batches": 2}, "--limit-batches 2: train_dataset() returned a Whole, a stream without an end; give"),
+    ],
+)
+def test_options_that_need_a_number_of_samples_are_refused(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        numbered(Whole(), replace(CONFIG, **options))
+    assert str(refused.value).startswith(line)
+
+
+def test_what_else_is_refused_and_what_is_not() -> None:
+    with pytest.raises(Refusal, match="--set train: "):
+        numbered(Whole(), CONFIG, unchanged=True)
+    with pytest.raises(Refusal, match="substreams must be at least 1, and is 0"):
+        streams(substreams=0)
+    assert len(numbered(Whole(), replace(CONFIG, max_steps=0, eval_only=True))) % 12 == 0
+    assert numbered(usual := [1, 2, 3], CONFIG) is usual
+
+
+def shared(substreams: int, micro_batch: int, world_size: int, workers: int) -> str:
+    data = Numbered(streams(substreams=substreams), 24)
+    return data.shared(Plan(len(data), 24, micro_batch, 1, 1000), world_size, workers)
+
+
+def test_substreams_that_several_processes_read_are_told_with_what_to_do() -> None:
+    assert shared(6, 12, 2, 0) == shared(4, 6, 2, 2) == shared(6, 4, 3, 2) == shared(48, 12, 2, 2) == ""
+    assert shared(6, 12, 2, 2).startswith("up to 2 processes read the same")
+    assert "with --num-workers 1 one does" in shared(6, 12, 2, 2)
+    assert "with --num-workers 2 one does" in shared(4, 6, 2, 3)
+    assert "up to 4 processes" in shared(6, 12, 2, 4)
+    assert "make --batch-size and the number of substreams multiples" in shared(5, 12, 2, 0)
+
+
+def test_reading_forward_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("evenkeel.data.streams.TOLD", 0.0)
+    caplog.set_level(logging.WARNING)
+    Numbered(streams(), 12)[1200]
+    assert "substream 0: at 1 of 200 samples" in caplog.messages

@@ -1,0 +1,181 @@
+"""Streams through kills: each sample in its own step, on any number of ranks and loader processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, read, records, run_forked, start, torchrun, wait_until
+from tests.support.shards import tars
+from tests.support.small_runs import (
+    kill_workers_and_agent,
+    options,
+    saved_step,
+    the_line,
+    wait_for_step,
+    weights_of,
+    workers_of,
+)
+from tests.support.streams_task import SOURCES, read_in_order, trained_on
+
+TASK = f"{ROOT / 'tests' / 'support' / 'streams_task.py'}:Streamed"
+STEPS, BATCH = 40, 12
+
+
+def job(run_dir: Path, *more: object) -> list[str]:
+    shape = ["--max-steps", STEPS, "--batch-size", BATCH, "--micro-batch", 3, "--reduce", "tree"]
+    return options(TASK, run_dir, *shape, "--log-every", 1, "--checkpoint-every", 2, *more)
+
+
+def every_sample_in_its_step() -> set[tuple[int, ...]]:
+    samples = read_in_order(6, BATCH, STEPS * BATCH)
+    return {(number // BATCH, *sample) for number, sample in enumerate(samples)}
+
+
+def killed(process: subprocess.Popen[str], run_dir: Path, at: int, one_first: bool) -> None:
+    """SIGKILL a whole job at a step; before that, perhaps, one of its ranks, which starts again in place."""
+    if one_first:
+        wait_for_step(run_dir, at, process)
+        os.kill(random.choice([*workers_of(process).values()]), signal.SIGKILL)
+        at += 2
+    wait_for_step(run_dir, at, process)
+    wait_until(lambda: saved_step(run_dir) >= at - 2, "the last checkpoint before it")
+    kill_workers_and_agent(process)
+
+
+def disturbed(tmp_path: Path, seed: int, kills: int) -> None:
+    """A run with random kills, numbers of ranks and of loader processes, and sources."""
+    dice, run_dir = random.Random(seed), tmp_path / "run"
+    print(f"seed {seed}")
+    (record := tmp_path / "record").mkdir()
+
+    def shape() -> list[object]:
+        return ["--num-workers", dice.choice([0, 2]), "--source", dice.choice([*SOURCES]), "--record", record]
+
+    for number in range(kills):
+        command = torchrun(dice.randint(1, 3), TRAIN, *job(run_dir, *shape(), "--pause", 0.1), restarts=3)
+        at = 4 + number * STEPS // (kills + 1) + dice.randrange(6)
+        killed(start(command), run_dir, at, one_first=dice.random() < 0.5)
+    command = [sys.executable, str(TRAIN)] if dice.random() < 0.3 else torchrun(dice.randint(1, 3), TRAIN)
+    done = processes.finish(start([*command, *job(run_dir, *shape())]))
+    assert done.returncode == 0, done.stderr
+    starts = [line["step"] for line in records(run_dir, "start")]
+    assert len(starts) > kills
+    assert starts[-1] > 0, "it was continued"
+    assert trained_on(record) == every_sample_in_its_step()
+
+    run_forked(TRAIN, *job(tmp_path / "undisturbed"))
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed"), "the random numbers of the sources as well"
+
+
+def test_killed_and_finished_on_other_ranks_each_sample_comes_in_its_step(tmp_path: Path) -> None:
+    disturbed(tmp_path, seed=random.randrange(10**6), kills=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_the_same_with_more_kills(tmp_path: Path, number: int) -> None:
+    disturbed(tmp_path, seed=random.randrange(10**6) * 4 + number, kills=3)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_cut_and_its_stream(tmp_path: Path) -> None:
+    run_forked(TRAIN, *job(tmp_path / "run", "--schedule", "constant", "--max-steps", 2))
+    assert read(tmp_path / "run", "status.json")["order"] == "6 substreams, 2 samples at a time"
+    longer = ["--schedule", "constant", "--max-steps", 4]
+    assert "--substreams" in run_forked(TRAIN, *job(tmp_path / "run", *longer, "--substreams", 4), expect=2).stderr
+    run_forked(TRAIN, *job(tmp_path / "run", *longer))
+    assert read(tmp_path / "run")["step"] == 4, "the number of samples is not part of what is compared"
+    done = run_forked(TRAIN, *options(TASK, tmp_path / "other", "--batch-size", 12), expect=2)
+    assert the_line(done.stderr).startswith("--max-steps is missing: train_dataset() returned a Streams")
+    assert not (tmp_path / "other").exists()
+
+
+class Dealt(IterableDataset[int]):
+    """The control: a stream that deals itself to ranks and loader processes, as torch's documents say."""
+
+    def __init__(self, rank: int, world_size: int, skipped: int = 0) -> None:
+        self.rank, self.world_size, self.skipped = rank, world_size, skipped
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        number, count = (info.id, info.num_workers) if info else (0, 1)
+        mine = range(240)[self.rank :: self.world_size][self.skipped :]
+        yield from mine[number::count]
+
+
+def dealt(before: int, after: int, make: Any) -> Counter[int]:
+    """Samples of a job that stops after 60 on so many ranks and goes on, with what these have saved, on others.
+
+    `make` is (rank, world_size, samples given by each rank, what a rank has saved or None) -> a loader with batches.
+    """
+    counts, saved = Counter[int](), list[Any]()
+    for rank in range(before):
+        batches = make(rank, before, 0, None)
+        reading = iter(batches)
+        for _ in range(60 // before // 5):
+            counts.update(map(int, next(reading)))
+        saved.append(getattr(batches, "state_dict", lambda: None)())
+        del reading
+    for rank in range(after):
+        for batch in make(rank, after, 60 // after, saved[rank] if rank < before else None):
+            counts.update(map(int, batch))
+    return counts
+
+
+def plain(workers: int) -> Any:
+    def make(rank: int, world_size: int, given: int, _: Any) -> Any:
+        return DataLoader(Dealt(rank, world_size, given), batch_size=5, num_workers=workers, collate_fn=list)
+
+    return make
+
+
+def stateful(rank: int, world_size: int, _: int, state: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    found = StatefulDataLoader(Dealt(rank, world_size), batch_size=5, num_workers=2, collate_fn=list)
+    if state is not None:
+        found.load_state_dict(state)
+    return found
+
+
+def test_the_control_a_stream_dealt_to_loader_processes_loses_samples() -> None:
+    whole = Counter(range(240))
+    assert dealt(2, 2, plain(0)) == whole, "without loader processes and on as many ranks it is right"
+    assert dealt(2, 2, plain(4)) != whole, "samples given are no place of a loader process"
+
+
+def test_the_control_a_stateful_data_loader_loses_samples_on_other_ranks() -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    whole = Counter(range(240))
+    assert dealt(2, 2, stateful) == whole, "it is right on as many ranks"
+    assert dealt(2, 3, stateful) != whole
+    assert dealt(2, 1, stateful) != whole
+
+
+def test_the_control_webdataset_loses_samples_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wds = pytest.importorskip("webdataset")
+    urls = [str(path) for path in sorted(tars(tmp_path, [40] * 6).iterdir())]
+
+    def make(rank: int, world_size: int, given: int, _: Any) -> Any:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        read = wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=False)
+        numbers = [int(sample["cls"]) for sample in read][given:]
+        return [numbers[n : n + 5] for n in range(0, len(numbers), 5)]
+
+    whole = Counter(range(240))
+    assert dealt(2, 2, make) == whole, "it is right on as many ranks"
+    assert dealt(2, 3, make) != whole
+    assert dealt(2, 1, make) != whole
