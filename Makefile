@@ -8,9 +8,10 @@ INSTALLED := .venv/.installed
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # folders all of whose tests are slow: where none of them is run, none need be collected
 SLOW := cluster docker nodes processes gpu
+GATE := cluster docker nodes promises processes/test_readme.py
 ARGS ?=
 
-.PHONY: help setup train test test-fast test-rest test-all test-docker bench-smoke lint format lock
+.PHONY: help setup train test test-fast test-rest test-gate test-all test-docker bench-smoke lint format lock
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -33,6 +34,10 @@ test-fast: $(INSTALLED)  ## the unit tests alone, two minutes
 
 test-rest: $(INSTALLED)  ## all that `make test` leaves out; what needs root or a GPU is skipped without
 	$(PYTEST) -n 4 -m slow $(wildcard $(SLOW:%=tests/%)) tests/promises $(ARGS)
+
+# of the tests of commands only those of the README: they are the ones that people type
+test-gate: $(INSTALLED)  ## of that, what CI runs after `make test`: the promises on a cluster, nodes and containers
+	$(PYTEST) -n 4 -m 'slow and not long' $(wildcard $(GATE:%=tests/%)) $(ARGS)
 
 test-all: $(INSTALLED)  ## all tests
 	$(PYTEST) $(ARGS)

@@ -23,7 +23,7 @@ BUDGET = {
     "run": 3940,
     "tasks": 2140,
     "launch": 2120,
-    "cli": 5080,
+    "cli": 5090,
 }
 """Lines of a room. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

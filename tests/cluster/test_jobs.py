@@ -27,6 +27,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return weights
 
 
+@pytest.mark.long
 def test_the_digits_reach_their_accuracy(cluster: Cluster, tmp_path: Path) -> None:
     """2 x 2 ranks by submit.py and 4 x 1 by sbatch."""
     options = ["--epochs", "12", "--wandb", "disabled", "--run-dir"]
@@ -129,6 +130,7 @@ def test_preempted_without_grace_it_comes_back_from_its_last_checkpoint(
     assert read(run_dir)["weights_sha256"] == alone(4)
 
 
+@pytest.mark.long
 def test_what_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
     """A cancelled job is saved; one with a bug says where; one that gets nowhere gives up. None is requeued again."""
     cancelled, bug, stuck = (tmp_path / name for name in ("cancelled", "bug", "stuck"))

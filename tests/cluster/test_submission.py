@@ -232,6 +232,7 @@ def copy_of_the_checkout(copy: Path) -> Path:
     return copy
 
 
+@pytest.mark.long
 def test_a_failure_of_the_doctor_on_one_node_ends_the_job_and_follow_shows_it(cluster: Cluster, tmp_path: Path) -> None:
     """The fault: 64 MB of shared memory on the first node, where --setup is run. Then the same job without it."""
     for size, code in (("64m", 1), ("2g", 0)):

@@ -7,10 +7,13 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.nodes import Lab
 from tests.support.processes import LIMIT, ROOT, environment
 
 
+@pytest.mark.long
 def test_one_node_and_two(tmp_path: Path) -> None:
     """The table is on node 0, although torchrun would give rank 0 to the other, whose address sorts first."""
     scaling = ["-m", "evenkeel", "scaling", "-n", "1,2", "-g", "1", "--steps", "24", "--rounds", "1", "--json"]

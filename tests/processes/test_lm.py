@@ -14,7 +14,7 @@ from tests.support.processes import TRAIN, contents_of, finish_all, fork_ranks, 
 from tests.support.small_runs import options, the_line
 
 SHAPE = ["--seq-len", 64, "--width", 32, "--layers", 1, "--heads", 2, "--batch-size", 32, "--micro-batch", 8]
-STEPS = ["--max-steps", 250, "--lr", 0.01, "--clip-norm", 1, "--log-every", 50]
+STEPS = ["--max-steps", 400, "--lr", 0.01, "--clip-norm", 1, "--log-every", 50]
 
 
 @pytest.fixture(scope="module")

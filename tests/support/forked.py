@@ -83,6 +83,8 @@ def _parent() -> socket.socket:
     """The process that forks, for all tests of this one; it ends with this one."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # threads are not forked
+    # here rank 0 holds the store, as nowhere else: c10d warns where it ends before another rank that asks the store
+    one["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     with its:
         command = [sys.executable, __file__, str(its.fileno())]
         subprocess.Popen(command, env=os.environ | one, pass_fds=[its.fileno()], start_new_session=True)
