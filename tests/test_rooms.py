@@ -19,7 +19,7 @@ BUDGET = {
     "data": 1690,
     "distributed": 1820,
     "resilience": 1180,
-    "training": 3520,
+    "training": 3605,
     "run": 3930,
     "tasks": 2140,
     "launch": 2120,
