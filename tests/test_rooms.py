@@ -19,7 +19,7 @@ BUDGET = {
     "data": 2110,
     "distributed": 1820,
     "resilience": 1180,
-    "training": 3530,
+    "training": 3610,
     "run": 3940,
     "tasks": 2140,
     "launch": 2120,

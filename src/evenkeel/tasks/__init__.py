@@ -19,6 +19,7 @@ what has been deleted. Nothing outside this folder imports a built-in task, but 
 `segment` as examples.
 """
 
+from ..training.sum_metrics import SumMetrics
 from ..training.task import Classification, Task, constants, secret
 
-__all__ = ["Classification", "Task", "constants", "secret"]
+__all__ = ["Classification", "SumMetrics", "Task", "constants", "secret"]

@@ -16,6 +16,7 @@ changes the state, so between two of them another thread may copy it at any time
 - nonfinite: steps that are skipped on the device
 - ema, early_stopping, freezing: --ema, --patience, --freeze
 - evaluation: the metrics over every test sample once
+- sum_metrics: torchmetrics' objects in it
 - prediction: a task's predictions for them, in their order
 - checks: what people's tasks get wrong, in one line each
 - cut: into how many micro-batches a step is cut, and which cuts BatchNorm cannot bear

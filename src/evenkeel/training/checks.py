@@ -121,9 +121,9 @@ def checked_losses(returned: Any, trains: bool = True) -> tuple[Tensor, dict[str
     return loss, parts
 
 
-def takes_step(loss: Callable[..., Any]) -> bool:
-    """Whether a loss function is given the number of the step."""
-    return "step" in inspect.signature(loss).parameters
+def takes(method: Callable[..., Any], name: str) -> bool:
+    """Whether a task's method has a parameter that not every task needs: `step` of a loss, `samples` of a summary."""
+    return name in inspect.signature(method).parameters
 
 
 def same_parts(known: Sequence[str], others: Sequence[str], kind: type[Ended] = EndedHere) -> None:

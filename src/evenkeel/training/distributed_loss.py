@@ -34,7 +34,7 @@ from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, Arrivals
 from .arrivals import DATA as LOADING
-from .checks import checked_losses, explain, missing_gradients, same_parts, takes_step
+from .checks import checked_losses, explain, missing_gradients, same_parts, takes
 from .oom import note_batch
 from .precision import Precision, autocast
 from .state import State
@@ -74,7 +74,7 @@ class Loss(nn.Module):
         self.model = network or model
         self._whole = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
         self._loss, self._precision = loss, precision
-        self._told = takes_step(loss)
+        self._told = takes(loss, "step")
         self.step = 0
         """The number of the step, from 0."""
         self.parts: list[tuple[str, ...]] = []

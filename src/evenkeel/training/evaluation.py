@@ -28,7 +28,7 @@ from ..data.sampler import ElasticSampler
 from ..distributed.data_parallel import chunks, replicas
 from ..distributed.transfer import Transfer
 from ..distributed.world import World
-from .checks import check_alike, check_metrics, checked_summary
+from .checks import check_alike, check_metrics, checked_summary, takes
 from .compilation import uncompiled
 from .oom import note_batch
 from .precision import autocast
@@ -133,7 +133,9 @@ class Evaluation:
 
     def _summary(self, sums: dict[str, Tensor], samples: int) -> dict[str, float]:
         seed_task(self.sampler.seed, "summarize")
-        return checked_summary(self.task.summarize({name: values / samples for name, values in sums.items()}))
+        means = {name: values / samples for name, values in sums.items()}
+        told = {"samples": samples} if takes(self.task.summarize, "samples") else {}
+        return checked_summary(self.task.summarize(means, **told))
 
     def _sums(self) -> dict[str, list[Tensor]]:
         """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""

@@ -20,7 +20,7 @@ from ..data.batch import to_device
 from ..data.randomness import generators_kept
 from ..distributed.data_parallel import replicas
 from ..distributed.world import World
-from .checks import checked_losses, takes_step
+from .checks import checked_losses, takes
 from .task import Task
 
 PEAKS: dict[str, dict[str, float]] = {
@@ -59,7 +59,7 @@ def per_sample(
         gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
         # no copy of a model with --sync-batchnorm: this rank alone would exchange statistics; and with a loss that is
         # given the step, another step may cost something else
-        countable = not config.sync_batchnorm and not takes_step(task.loss)
+        countable = not config.sync_batchnorm and not takes(task.loss, "step")
         if (top := peak(gpu, config.precision)) and countable:
             devices = world.world_size * max(len(world.devices), len(replicas(config.strategy, world.device)))
             found["mfu"] = flops(task, model, batch) / samples / (top * devices)

@@ -99,7 +99,8 @@ class Task(ABC):
         return {"loss": loss, **parts}
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """The numbers to report, from the means over all test samples (float64)."""
+        """The numbers to report, from the means over all test samples (float64). One with a parameter `samples=0` is
+        given their number."""
         return {name: one_number(name, mean) for name, mean in means.items()}
 
     def tokens(self, batch: Any) -> int:
