@@ -25,8 +25,9 @@ JOBS: dict[str, list[object]] = {
 
 
 def job(name: str, run_dir: Path) -> list[object]:
-    shape = ["--batch-size", 8, "--micro-batch", 4, "--epochs", 100, "--max-steps", STEPS, "--eval-every", 100, "--log-every", 1]
-    return [*JOBS[name], "--run-dir", run_dir, "--wandb", "disabled", "--reduce", "tree", "--compile", *shape]
+    shape = ["--batch-size", 8, "--micro-batch", 4, "--epochs", 100, "--max-steps", STEPS]
+    told = ["--wandb", "disabled", "--eval-every", 100, "--log-every", 1]
+    return [*JOBS[name], "--run-dir", run_dir, "--reduce", "tree", "--compile", *shape, *told]
 
 
 @pytest.mark.long
