@@ -164,13 +164,37 @@ class Buffered(Stateful):
         yield from buffer
 
 
+class Documents(Buffered):
+    """Texts that are alike behind their last slash."""
+
+    def made(self, number: Number) -> Any:
+        return f"<doc>{number}</doc>"
+
+
 class NoJson(Stateful):
     def state_dict(self) -> dict[Any, Any]:
         return {0: self.at}
 
 
+class Large(Stateful):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "buffer": "x" * 2**20}
+
+
+class Counting(Stateful):
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # type: ignore[override]
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
-    ("source", "line"), [(Buffered, "does not go on from its state"), (NoJson, "is not kept: it does not come back")]
+    ("source", "line"),
+    [
+        (Buffered, "does not go on from its state"),
+        (Documents, "does not go on from its state"),
+        (NoJson, "its state is not kept, a resume reads forward: ValueError: it does not come back"),
+        (Large, "its state is not kept, a resume reads forward: ValueError: it has 1,048,"),
+        (Counting, "its state is not kept, a resume reads forward: TypeError"),
+    ],
 )
 def test_a_state_that_does_not_bring_back_the_samples_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, source: type[Stateful], line: str
@@ -186,15 +210,52 @@ def test_a_state_that_does_not_bring_back_the_samples_is_not_used(
     assert sorted([*usual, *again]) != turn_of(0, 0)
 
 
+class Reused(Stateful):
+    """Returns the same dictionary each time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self.state = getattr(self, "state", {})
+        self.state["at"] = self.at
+        return self.state
+
+
+def test_states_are_kept_of_a_stream_that_several_processes_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each takes every second micro-batch, shorter than what a state is checked by."""
+    sides = [Numbered(Streams(Reused, 1, state_every=0), 8, 0, tmp_path) for _ in range(2)]
+    for n in range(0, 800, 4):
+        sides[n // 4 % 2].__getitems__(range(n, n + 4))
+    before = Plain.read
+    assert Numbered(Streams(Reused, 1), 8, 0, tmp_path)[790] == read_in_order(1, 8, 791)[790]
+    assert Plain.read - before < 200
+    assert not caplog.records
+
+
+def test_a_file_object_is_a_source_although_it_has_a_seek(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("".join(f"line {n}\n" for n in range(50)))
+    data = Numbered(Streams(lambda k, turn: (tmp_path / "lines").open(), 1), 4)
+    assert data.__getitems__([40, 41, 7]) == ["line 40\n", "line 41\n", "line 7\n"]
+
+
+@pytest.mark.parametrize(
+    ("source", "substreams", "line"),
+    [(Plain, 2.5, "must be a whole number from 1 on, and is 2.5"), ([1], 2, "function")],
+)
+def test_streams_of_nonsense_are_refused(source: Any, substreams: Any, line: str) -> None:
+    with pytest.raises(Refusal, match=line):
+        Streams(source, substreams)
+
+
 def test_an_empty_turn_ends_the_run_and_so_does_a_seek_that_lies() -> None:
     with pytest.raises(EndedByData, match=r"substream 0 of the training data has no samples in its turn 2"):
         Numbered(Streams(lambda k, turn: [k] * (turn < 2), 2), 2).__getitems__(range(20))
 
     class Lying(Plain):
-        def seek(self, samples: int) -> int:
+        def seek_sample(self, samples: int) -> int:
             return samples + 1
 
-    with pytest.raises(EndedByData, match=r"seek\(5\) returned 6; return how many samples it has skipped"):
+    with pytest.raises(EndedByData, match=r"seek_sample\(5\) returned 6; return how many samples it has skipped"):
         Numbered(Streams(Lying, 1), 2)[5]
 
     def failing(k: int, turn: int) -> Iterator[int]:
@@ -303,6 +364,34 @@ class ByRank(IterableDataset[int]):
         return iter(range(self.rank, 100, 2))
 
 
+class Permuted(Plain):
+    """Draws its order where it has been sought already."""
+
+    def seek_sample(self, samples: int) -> int:
+        self.at = min(samples, len(self.samples))
+        return self.at
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.samples)).tolist()
+        for n in order[self.at :]:
+            yield self.samples[n]
+
+
+class PermutedAtOnce(Permuted):
+    def __init__(self, k: int, turn: int) -> None:
+        super().__init__(k, turn)
+        self.order = torch.randperm(len(self.samples)).tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        for n in self.order[self.at :]:
+            yield self.samples[n]
+
+
+class UnseededTexts(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        return iter([f"<doc>{random.Random().random()}</doc>"] * 9)
+
+
 def test_random_numbers_of_a_source_do_not_depend_on_who_reads_it() -> None:
     together = numbered(Drawn(), CONFIG).__getitems__(range(30))
     torch.manual_seed(1)
@@ -313,11 +402,11 @@ def test_random_numbers_of_a_source_do_not_depend_on_who_reads_it() -> None:
 
 
 def test_a_stream_that_cannot_be_repeated_is_refused() -> None:
-    for steady in (Drawn(), Sharded([0, 1, 2]), streams("state")):
+    for steady in (Drawn(), Sharded([0, 1, 2]), streams("state"), streams("seek"), Streams(PermutedAtOnce, 2)):
         digests, unsteady = look(CONFIG, {"training": numbered(steady, CONFIG)}, TWICE)
         assert "training" in digests
         assert not unsteady
-    for another in (OfItsOwn(), Once()):
+    for another in (OfItsOwn(), Once(), UnseededTexts(), Streams(Permuted, 2)):
         with pytest.raises(Refusal, match=r"is another each time that it is opened.*begin anew in each iter"):
             look(CONFIG, {"training": numbered(another, CONFIG)}, TWICE)
 
@@ -350,7 +439,7 @@ def test_options_that_need_a_number_of_samples_are_refused(options: dict[str, An
 def test_what_else_is_refused_and_what_is_not() -> None:
     with pytest.raises(Refusal, match="--set train: "):
         numbered(Whole(), CONFIG, unchanged=True)
-    with pytest.raises(Refusal, match="substreams must be at least 1, and is 0"):
+    with pytest.raises(Refusal, match="substreams must be a whole number from 1 on, and is 0"):
         streams(substreams=0)
     assert len(numbered(Whole(), replace(CONFIG, max_steps=0, eval_only=True))) % 12 == 0
     assert numbered(usual := [1, 2, 3], CONFIG) is usual

@@ -48,7 +48,7 @@ class Plain:
 
 
 class Seeking(Plain):
-    def seek(self, samples: int) -> int:
+    def seek_sample(self, samples: int) -> int:
         self.at = min(samples, len(self.samples))
         return self.at
 

@@ -2,7 +2,8 @@
 
 A random split drawn on import differs between processes, and a folder on one node may hold other files. Nothing fails,
 but some samples come twice and others never. Types, shapes, integers and the last part of texts (paths differ among
-nodes) must be equal; floats and pixels nearly so, because decoders and vector units differ a little.
+nodes; of a stream all of a text but a path) must be equal; floats and pixels nearly so, because decoders and vector
+units differ a little.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[
     for name, it in sets.items():
         if hasattr(it, "first_samples") and (name in unsteady or (name not in whole and any(seen[name]))):
             raise Refusal(
-                f"the {name} data is a stream that is another each time that it is opened, so a run cannot go on with "
-                "it; begin anew in each iter(), draw from torch's, NumPy's or Python's global generator, which are "
-                "seeded for each sample, and do not go by ranks and processes"
+                f"the {name} data is a stream that is another each time that it is opened, or after seek_sample(), so "
+                "a run cannot go on with it; begin anew in each iter(), draw from torch's, NumPy's or Python's global "
+                "generator, which are seeded for each sample, draw an order when the source is opened, and do not go "
+                "by ranks and processes"
             )
     return {name: digests[0] for name, digests in whole.items() if name not in unsteady}, unsteady
 
@@ -93,11 +95,11 @@ def difference(known: Digests, of_ranks: Sequence[Digests]) -> str:
     return ""
 
 
-def digest(batch: Any) -> Digest:
-    """Return the digest of a batch."""
+def digest(batch: Any, whole: bool = False) -> Digest:
+    """Return the digest of a batch. ``whole``: all of a text counts, unless it is a path."""
     equal: list[str] = []
     near: list[float] = []
-    _add(batch, equal, near)
+    _add(batch, equal, near, whole)
     return {"equal": hashlib.sha256("\0".join(equal).encode()).hexdigest()[:16], "near": near}
 
 
@@ -118,13 +120,13 @@ class _Digests(Dataset[Any]):
         chosen = sorted({0, last // 3, 2 * last // 3, last})
         try:
             if first := getattr(self.sets[number].dataset, "first_samples", None):  # a stream must not be read through
-                return digest(collate(first()))
+                return digest(collate(first()), whole=True)
             return digest(self.sets[number].__getitems__(Indices(chosen, 0, MicroBatch(0, 0, 0, len(chosen)))))
         except Exception:
             return None
 
 
-def _add(part: Any, equal: list[str], near: list[float]) -> Any:
+def _add(part: Any, equal: list[str], near: list[float], whole: bool) -> Any:
     if isinstance(part, float | np.ndarray | np.generic) and np.asarray(part).dtype.kind in "biufc":
         part = torch.as_tensor(part)
     equal.append(type(part).__name__)
@@ -137,12 +139,14 @@ def _add(part: Any, equal: list[str], near: list[float]) -> Any:
         else:
             equal.append(hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest())
     elif isinstance(part, str | bytes | int | None):
-        equal.append(str(part).rpartition("/")[2])
+        text = str(part)
+        is_path = text.startswith("/") and not any(map(str.isspace, text))
+        equal.append(text if whole and not is_path else text.rpartition("/")[2])
     else:
         if isinstance(part, Mapping):  # sorted, because keys may come from a set
             part = dict(sorted(part.items(), key=lambda item: str(item[0])))
             equal.extend(map(str, part))
-        with_parts(part, lambda inner: _add(inner, equal, near))
+        with_parts(part, lambda inner: _add(inner, equal, near, whole))
     return part
 
 

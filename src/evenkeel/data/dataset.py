@@ -135,9 +135,12 @@ def length(dataset: Any, method: str) -> int:
     lacks = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if isinstance(dataset, IterableDataset) or lacks:
         why = f"has no {' and no '.join(lacks)}" if lacks else "is an IterableDataset"
+        stream = "a list, such as list(itertools.islice(stream, 1000))"
+        if method == "train_dataset":
+            stream = "`Streams` (docs/streams.md)"
         raise Refusal(
             f"{method}() returned {kind_of(dataset)}, which {why}: Evenkeel fetches samples by number, so that a run "
-            "can go on at any step; return a map-style data set, with __len__ and __getitem__(number), or of a stream "
-            "a list, such as list(itertools.islice(stream, 1000))"
+            f"can go on at any step; return a map-style data set, with __len__ and __getitem__(number), or of a stream "
+            f"{stream}"
         )
     return len(dataset)

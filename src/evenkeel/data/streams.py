@@ -13,6 +13,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections import defaultdict
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import gcd
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ LENGTH = 2**60
 """About as many samples has a stream by its `len`: more than any run reads."""
 TOLD = 10.0
 """Seconds between two lines about reading forward."""
-STEPS = 256
+STEPS = 32
 """Steps that are looked at for substreams with several readers, at most."""
 FEW = 64
 """Stretches that may be read forward without a line about it."""
 CHECKED = 16
 """Samples by which a source's state is checked when it is loaded."""
+LARGEST = 2**20
+"""Characters of a state that is kept, at most: its file is written anew each time."""
 END = object()
 
 
@@ -61,8 +64,8 @@ class Streams:
     Args:
         source: (k, turn) -> an iterable of the samples of substream k, the same ones each time. When it is at its end,
             it is opened again with turn + 1; turns begin at 0. Must not ask for ranks and loader processes. It is
-            quick to resume if it has `seek(n)`, which is called before `iter`, skips n samples or as many as there are,
-            and returns how many; or `state_dict()` and `load_state_dict(state)`.
+            quick to resume if it has `seek_sample(n)`, which is called before `iter`, skips n samples or as many as
+            there are, and returns how many; or `state_dict()` and `load_state_dict(state)`.
         substreams: K. Best a multiple of the number of ranks that divides the global batch, or a multiple of that.
         state_every: seconds between two records of a source's `state_dict()`.
 
@@ -77,19 +80,21 @@ class Streams:
     state_every: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.substreams < 1:
-            raise Refusal(f"Streams: substreams must be at least 1, and is {self.substreams}")
+        if type(self.substreams) is not int or self.substreams < 1:
+            raise Refusal(f"Streams: substreams must be a whole number from 1 on, and is {self.substreams!r}")
+        if not callable(self.source):
+            raise Refusal(f"Streams: source must be a function of (substream, turn), and is {kind_of(self.source)}")
 
     @staticmethod
     def of(dataset: Any) -> Streams:
         """The streams of an `IterableDataset`: as many as it has shards, if it has `shard` as Hugging Face's, or 1."""
-        shards = getattr(dataset, "num_shards", 0) or getattr(dataset, "n_shards", 1)
-        count = int(shards) if hasattr(dataset, "shard") else 1
-        return Streams(partial(_open, dataset, count), count)
+        shards = getattr(dataset, "num_shards", 0) or getattr(dataset, "n_shards", 0)
+        count = shards if callable(getattr(dataset, "shard", None)) and type(shards) is int else 0
+        return Streams(partial(_open, dataset, count), max(1, count))
 
 
 def _open(dataset: Any, count: int, k: int, turn: int) -> Any:
-    part = dataset.shard(num_shards=count, index=k) if hasattr(dataset, "shard") else copy.copy(dataset)
+    part = dataset.shard(num_shards=count, index=k) if count else copy.copy(dataset)
     if callable(set_epoch := getattr(part, "set_epoch", None)):
         set_epoch(turn)
     return part
@@ -137,11 +142,12 @@ class Numbered(Dataset[Any]):
 
     def __init__(self, streams: Streams, batch: int, seed: int = 0, folder: Path | None = None) -> None:
         self.streams, self.batch, self.seed, self.folder = streams, batch, seed, folder
-        self.stretch = batch // gcd(batch, streams.substreams)
+        self.stretch = batch // math.gcd(batch, streams.substreams)
         """c, the samples that are taken of a substream at a time."""
         self._readers: dict[int, _Reader] = {}
         self._process = os.getpid()
         self._told = set[str]()
+        self._looks = 0
 
     def __len__(self) -> int:
         return LENGTH - LENGTH % self.batch
@@ -178,9 +184,17 @@ class Numbered(Dataset[Any]):
         return k, times * self.stretch + inside
 
     def first_samples(self) -> list[Any]:
-        """The first two samples of up to four substreams, opened anew: what each start compares."""
-        readers = [_Reader(self, k) for k in range(min(4, self.streams.substreams))]
-        return [reader.take(place) for reader in readers for place in range(2)]
+        """The first two samples of up to four substreams, opened anew: what each start compares.
+
+        Every second time the second sample is read as by a resume, which must find the same one.
+        """
+        self._looks += 1
+        samples = []
+        for k in range(min(4, self.streams.substreams)):
+            reader = _Reader(self, k)
+            samples.append(reader.take(0))
+            samples.append((_Reader(self, k) if self._looks % 2 == 0 else reader).take(1))
+        return samples
 
     def tell_once(self, what: str, line: str) -> None:
         """Log a line, unless this process has told this of any substream."""
@@ -235,6 +249,7 @@ class _Reader:
                 self._move(place)
             return self._next()
         except Exception as error:
+            self._source = None  # its iterator is at an end that is none
             if isinstance(error, Ended) or is_out_of_memory(error):
                 raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -244,12 +259,12 @@ class _Reader:
             ) from error
 
     def _move(self, place: int) -> None:
-        self._noted = {}
         anew = self._source is None or place < self.at
         if anew:
+            self._noted = {}
             self.at = self.begin = 0
             self._enter(0)
-        if hasattr(self._source, "seek"):
+        if hasattr(self._source, "seek_sample"):
             while self.at < place:
                 self._seek(place)
             return
@@ -258,7 +273,7 @@ class _Reader:
             self.of.tell_once(
                 "forward",
                 f"substream {self.k} is read forward over {place:,} samples to where the run goes on, and so "
-                "are others; a source that has seek(n), or state_dict() and load_state_dict(), need not",
+                "are others; a source that has seek_sample(n), or state_dict() and load_state_dict(), need not",
             )
         self._read_forward(place)
 
@@ -299,14 +314,14 @@ class _Reader:
         self._enter(self.turn + 1)
 
     def _seek(self, place: int) -> None:
-        """Go to a place by the source's own `seek`, or to the end of this turn if that comes before."""
+        """Go to a place by the source's own `seek_sample`, or to the end of this turn if that comes before."""
         if self._iterator is not None:
             self._enter(self.turn)
         wanted = place - self.begin
-        reached = self._source.seek(wanted)
-        if type(reached) is not int or not 0 <= reached <= wanted:
+        reached = index(self._source.seek_sample(wanted))
+        if not 0 <= reached <= wanted:
             raise EndedByData(
-                f"substream {self.k} of the training data: seek({wanted}) returned {reached!r}; return how many "
+                f"substream {self.k} of the training data: seek_sample({wanted}) returned {reached}; return how many "
                 "samples it has skipped, fewer only at the end"
             )
         self.at = self.begin + reached
@@ -324,15 +339,22 @@ class _Reader:
         if self._noted or not self._iterator or not self.of.folder or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self.of.streams.state_every
-        if self._is_stateful() and not hasattr(self._source, "seek"):
-            self._noted = {"place": self.at, "turn": self.turn, "begin": self.begin, "state": self._source.state_dict()}
+        if self._is_stateful() and not hasattr(self._source, "seek_sample"):
+            try:
+                state = _as_json(self._source.state_dict())
+            except Exception as error:
+                self._due = math.inf
+                why = f"{type(error).__name__}: {error}"
+                self.of.tell_once("json", f"substream {self.k}: its state is not kept, a resume reads forward: {why}")
+                return
+            self._noted = {"place": self.at, "turn": self.turn, "begin": self.begin, "state": state}
             self._marks = []
 
     def _restore(self, place: int) -> bool:
         """Go on from the newest state before a place, if the samples that follow are those that followed then."""
         for entry in self._states.before(place - CHECKED):
-            self._enter(entry["turn"])
             with suppress(Exception):  # whatever a spoilt state does
+                self._enter(entry["turn"])
                 self._source.load_state_dict(entry["state"])
                 self.at, self.begin = entry["place"], entry["begin"]
                 if [_mark(self._next()) for _ in range(CHECKED)] == entry["next"]:
@@ -349,7 +371,21 @@ class _Reader:
 
 def _mark(sample: Any) -> str:
     """Tells a sample from others."""
-    return hashlib.sha256(json.dumps(digest(sample)).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(digest(sample, whole=True)).encode()).hexdigest()[:8]
+
+
+def _as_json(state: Any) -> Any:
+    """A copy of a source's state, as it comes back from a file.
+
+    Raises:
+        ValueError: it is too large, or does not come back as it was; also what `json` raises.
+    """
+    text = json.dumps(state)
+    if len(text) > LARGEST:
+        raise ValueError(f"it has {len(text):,} characters, of which at most {LARGEST:,} are kept")
+    if (copied := json.loads(text)) != state:
+        raise ValueError("it does not come back from JSON as it was")
+    return copied
 
 
 class _States:
@@ -368,14 +404,7 @@ class _States:
         return [entry for entry in self._read()[::-1] if entry["place"] <= place]
 
     def keep(self, entry: dict[str, Any]) -> None:
-        """Keep the state that a source had at a place; one that is no JSON is not kept, which is said."""
-        try:
-            if json.loads(json.dumps(entry["state"])) != entry["state"]:
-                raise TypeError("it does not come back from JSON as it was")
-        except (TypeError, ValueError) as error:
-            why = f"the state_dict() of its source is not kept: {error}; a resume reads forward"
-            self.of.tell_once("json", f"substream {self.k}: {why}")
-            return
+        """Keep the state that a source had at a place."""
         kept = self._read()
         if kept and kept[-1]["place"] >= entry["place"]:
             return  # another process reads the same, or the run has been further
