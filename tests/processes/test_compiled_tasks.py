@@ -12,6 +12,8 @@ from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, read, r
 from tests.support.small_runs import saved_step
 
 STEPS = 200
+COMPILED = 900.0
+"""Seconds within which a network is compiled, on a machine that has much else to do."""
 JOBS: dict[str, list[object]] = {
     "classify": [TRAIN],
     "regress": [TRAIN, "--task", "regress"],
@@ -31,14 +33,14 @@ def job(name: str, run_dir: Path) -> list[object]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", JOBS)
 def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(name: str, tmp_path: Path) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    finish_all(fork_ranks(0, *job(name, whole)))
-    kill(fork_ranks(2, *job(name, run_dir), "--keeper", "off"), run_dir, 2, signal.SIGKILL)
+    finish_all(fork_ranks(0, *job(name, whole)), COMPILED)
+    kill(fork_ranks(2, *job(name, run_dir), "--keeper", "off"), run_dir, 2, signal.SIGKILL, COMPILED)
     come = saved_step(run_dir)
-    finish_all(fork_ranks(0, *job(name, run_dir)))
+    finish_all(fork_ranks(0, *job(name, run_dir)), COMPILED)
     assert 0 < come < STEPS
     assert read(run_dir)["world_sizes"] == [2, 1]
     assert read(run_dir)["weights_sha256"] == read(whole)["weights_sha256"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
-from tests.support.processes import ROOT, finish_all, fork_ranks, read, records, wait_until
+from tests.support.processes import LIMIT, ROOT, finish_all, fork_ranks, read, records, wait_until
 
 GAN = ROOT / "examples" / "gan.py"
 GPT = ROOT / "examples" / "nanogpt.py"
@@ -26,14 +26,16 @@ def command(example: Path, run_dir: Path) -> list[object]:
     return [example, *options, *SHAPES[example]]
 
 
-def kill(ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals) -> int:
+def kill(
+    ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals, limit: float = LIMIT
+) -> int:
     """Signal one rank after a step, and return the step that the run has come to when all have ended."""
 
     def there() -> bool:
         assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
         return (run_dir / "metrics.jsonl").exists() and any(r["step"] >= after for r in records(run_dir, "train"))
 
-    wait_until(there, f"step {after}")
+    wait_until(there, f"step {after}", limit)
     ranks[-1].send_signal(number)
     for rank in ranks[:-1]:
         processes.finish(rank)

@@ -72,10 +72,12 @@ def refused_ranks(ranks: int, *arguments: object) -> list[subprocess.CompletedPr
     return [checked(done, 2) for done in [finish(rank) for rank in fork_ranks(ranks, *arguments)]]
 
 
-def finish_all(started: Sequence[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
+def finish_all(
+    started: Sequence[subprocess.Popen[str]], limit: float = LIMIT
+) -> list[subprocess.CompletedProcess[str]]:
     """Wait for the ranks of a job, all of which must end well."""
     try:
-        return [checked(finish(process), 0) for process in started]
+        return [checked(finish(process, limit), 0) for process in started]
     finally:
         for process in started:
             kill_group(process)
