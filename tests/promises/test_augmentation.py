@@ -14,6 +14,7 @@ from tests.support.small_files import write_cifar
 from tests.support.small_runs import small_job, wait_for_step, weights_of
 
 
+@pytest.mark.slow
 def test_augmented_and_mixed_the_bits_are_the_same_on_any_number_of_ranks_and_loaders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bi
     [
         (signal.SIGTERM, 2),
         (signal.SIGINT, 1),
-        (signal.SIGUSR1, 1),
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR2, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, 1, marks=pytest.mark.slow),
     ],

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import subprocess
 
+import pytest
+
 from tests.processes.test_rendezvous import Job, job  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_plain_torchrun_survives_two_restarts(job: Job) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
         assert ("running_var" in distances) == (name != "without statistics")
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_one_process_with_the_whole_batch_and_the_same_bits_on_any_number_of_ranks(
     tmp_path: Path,
 ) -> None:
