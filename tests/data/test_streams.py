@@ -460,7 +460,7 @@ def test_substreams_that_several_processes_read_are_told_with_what_to_do() -> No
 
 
 def test_reading_forward_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("evenkeel.data.streams.TOLD", 0.0)
+    monkeypatch.setattr("evenkeel.data.substream.TOLD", 0.0)
     caplog.set_level(logging.WARNING)
     Numbered(streams(), 12)[1200]
     assert "substream 0: at 1 of 200 samples" in caplog.messages

@@ -7,7 +7,7 @@
 - `randomness`: seeds as pure functions of (run seed, purpose, place), and seeding the generators.
 - `dataset`: in-memory and limited data sets, and fetching a whole micro-batch by one indexing.
 - `shards`: `Shards`, a folder of tar, JSON lines, Parquet or MDS files; `shard_index`, what is in them.
-- `streams`: `Streams`, data that can only be read in order, as numbered samples.
+- `streams`: `Streams`, data that can only be read in order, as numbered samples; `substream`: one that is open.
 - `loader`: a `DataLoader` whose samples have their own random numbers, in this process or in workers.
 - `batch`: batches of any structure: collated, moved to a device; why samples do not collate.
 - `data_digest`: a few samples of each set, compared among ranks and with earlier starts of the run.
