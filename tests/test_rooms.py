@@ -16,7 +16,7 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 BUDGET = {
     "common": 1110,
     "config": 410,
-    "data": 2180,
+    "data": 2200,
     "distributed": 1820,
     "resilience": 1180,
     "training": 3610,

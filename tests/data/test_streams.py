@@ -424,10 +424,16 @@ def test_a_stream_that_goes_by_ranks_or_has_changed_is_found_out() -> None:
     [
         (
             {"max_steps": 0},
-            "--max-steps is missing: train_dataset() returned a Whole, a stream without an end; say",
+            "--max-steps is missing: train_dataset() returned a Whole, a stream, which has no epochs here; say",
         ),
-        ({"validation": 0.1}, "--validation 0.1: train_dataset() returned a Whole, a stream without an end; leave it"),
-        ({"limit_batches": 2}, "--limit-batches 2: train_dataset() returned a Whole, a stream without an end; give"),
+        (
+            {"validation": 0.1},
+            "--validation 0.1: train_dataset() returned a Whole, a stream, which has no epochs here; le",
+        ),
+        (
+            {"limit_batches": 2},
+            "--limit-batches 2: train_dataset() returned a Whole, a stream, which has no epochs here;",
+        ),
     ],
 )
 def test_options_that_need_a_number_of_samples_are_refused(options: dict[str, Any], line: str) -> None:
@@ -456,7 +462,10 @@ def test_substreams_that_several_processes_read_are_told_with_what_to_do() -> No
     assert "with --num-workers 1 one does" in shared(6, 12, 2, 2)
     assert "with --num-workers 2 one does" in shared(4, 6, 2, 3)
     assert "up to 4 processes" in shared(6, 12, 2, 4)
-    assert "make --batch-size and the number of substreams multiples" in shared(5, 12, 2, 0)
+    assert (
+        "the number of substreams (5) and --batch-size (24) should be multiples of the number of ranks (2)"
+        in shared(5, 12, 2, 0)
+    )
 
 
 def test_reading_forward_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

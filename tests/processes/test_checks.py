@@ -31,7 +31,7 @@ from tests.support.small_runs import ODD_TASKS, odd_job, the_line
         (
             "Endless",
             2,
-            "--max-steps is missing: train_dataset() returned a Stream, a stream without an end; say how many steps",
+            "--max-steps is missing: train_dataset() returned a Stream, a stream, which has no epochs here; say how",
         ),
         ("NoTestLength", 2, "test_dataset() returned a SimpleNamespace, which has no __len__ and no __getitem__"),
         ("VectorLoss", 1, "loss() returned a tensor of shape [2]: it must return a scalar, the mean"),

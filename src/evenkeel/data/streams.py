@@ -10,6 +10,7 @@ been asked for, and reads on (`substream`).
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 import os
@@ -63,8 +64,11 @@ class Streams:
     def __post_init__(self) -> None:
         if type(self.substreams) is not int or self.substreams < 1:
             raise Refusal(f"Streams: substreams must be a whole number from 1 on, and is {self.substreams!r}")
-        if not callable(self.source):
-            raise Refusal(f"Streams: source must be a function of (substream, turn), and is {kind_of(self.source)}")
+        try:
+            inspect.signature(self.source).bind(0, 0)
+        except (TypeError, ValueError) as error:
+            why = f"{kind_of(self.source)}: {error}"
+            raise Refusal(f"Streams: source must be a function of (substream, turn), and is {why}") from None
 
     @staticmethod
     def of(dataset: Any) -> Streams:
@@ -97,7 +101,9 @@ def numbered(dataset: Any, config: Config, unchanged: bool = False) -> Any:
     }
     for option, (misfit, remedy) in misfits.items():
         if misfit:
-            raise Refusal(f"{option}: train_dataset() returned {kind_of(dataset)}, a stream without an end; {remedy}")
+            raise Refusal(
+                f"{option}: train_dataset() returned {kind_of(dataset)}, a stream, which has no epochs here; {remedy}"
+            )
     streams = dataset if isinstance(dataset, Streams) else Streams.of(dataset)
     return Numbered(streams, config.batch_size, config.seed, config.run_dir and config.run_dir / "streams")
 
@@ -194,7 +200,10 @@ class Numbered(Dataset[Any]):
         if most == 1:
             return ""
         fitting = [n for n in range(1, workers) if self._most_readers(plan, world_size, n) == 1]
-        remedy = "make --batch-size and the number of substreams multiples of the number of ranks"
+        remedy = (
+            f"the number of substreams ({self.streams.substreams}) and --batch-size ({self.batch}) should be multiples "
+            f"of the number of ranks ({world_size}), and `Streams` gives a stream any number of substreams"
+        )
         if fitting:
             remedy = f"with --num-workers {max(fitting)} one does"
         return f"up to {most} processes read the same substreams, each of them all of it; {remedy}"

@@ -142,7 +142,9 @@ class Reader:
 
     def _next_turn(self) -> None:
         if self.at == self.begin:
-            raise EndedByData(f"substream {self.k} of the training data has no samples in its turn {self.turn}")
+            raise EndedByData(
+                f"substream {self.k} of the training data has no samples in its turn {self.turn}; make fewer substreams"
+            )
         self.begin = self.at
         self._enter(self.turn + 1)
 

@@ -242,7 +242,7 @@ SYNONYMS = {
     "--grad-accum-steps": "--micro-batches, of all processes together; or --micro-batch, of one at a time",
     "--micro-batch-size --microbatch-size --training.local-batch-size": "--micro-batch",
     "--per-device-eval-batch-size --val-batch-size --validation-batch-size": "no option: that of --micro-batch",
-    "--num-train-epochs": "--epochs",
+    "--num-train-epochs --trainer.max-epochs": "--epochs",
     "--iterations --max-iter --total-steps --training.steps": "--max-steps",
     "--do-train --do-eval --validation.enable": "nothing to type: it trains and evaluates (--eval-only does not train)",
     "--training.seq-len": "an option of --task lm, by its bare name",
@@ -289,8 +289,8 @@ SYNONYMS = {
     "--ddp --distributed --multiprocessing-distributed": f"{TOLD}; --strategy ddp is the default",
     "--local-rank --rank --world-size --use-env --dist-url --dist-backend --init-method --backend --master-addr "
     "--master-port": TOLD,
-    "--gpu --gpu-ids --gpu-id --num-gpus --devices --nproc --nproc-per-node --nnodes --num-nodes --num-processes "
-    "--num-machines --parallelism.data-parallel-replicate-degree": LAUNCHED,
+    "--gpu --gpu-ids --gpu-id --num-gpus --devices --trainer.devices --nproc --nproc-per-node --nnodes --num-nodes "
+    "--num-processes --num-machines --parallelism.data-parallel-replicate-degree": LAUNCHED,
     "--device --cuda --no-cuda --accelerator": "no option: GPUs where there are any (CUDA_VISIBLE_DEVICES chooses)",
     "--config-file --cfg": "--config",
     "-a --arch --network --backbone --net --model-name "
