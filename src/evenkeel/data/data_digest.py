@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -64,7 +65,9 @@ def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[
             return {}, []
     seen = {name: found[number :: len(sets)] for number, name in enumerate(sets)}
     whole = {name: digests for name, digests in seen.items() if None not in digests}
-    unsteady = [name for name, digests in whole.items() if not all(alike(digests[0], other) for other in digests)]
+    # one machine reads a stream twice: the same samples are the same to the last bit
+    alike_twice = {name: operator.eq if hasattr(it, "first_samples") else alike for name, it in sets.items()}
+    unsteady = [name for name, seen in whole.items() if not all(alike_twice[name](seen[0], other) for other in seen)]
     for name, it in sets.items():
         if hasattr(it, "first_samples") and (name in unsteady or (name not in whole and any(seen[name]))):
             raise Refusal(
