@@ -17,7 +17,7 @@ COMPILED = 900.0
 JOBS: dict[str, list[object]] = {
     "classify": [TRAIN],
     "regress": [TRAIN, "--task", "regress"],
-    "segment": [TRAIN, "--task", "segment", "--backbone", "small", "--samples", 64, "--test-samples", 8],
+    "segment": [TRAIN, "--task", "segment", "--backbone", "small", "--samples", 63, "--test-samples", 8],
     "lm": [TRAIN, "--task", "lm", "--seq-len", 32, "--width", 32, "--layers", 1, "--heads", 2],
     "timm": [TRAIN, "--task", f"{ROOT / 'examples' / 'vit_of_timm.py'}:Timm"],
     "transformers": [TRAIN, "--task", f"{ROOT / 'examples' / 'bert_of_transformers.py'}:Bert"],
@@ -27,7 +27,7 @@ JOBS: dict[str, list[object]] = {
 
 
 def job(name: str, run_dir: Path) -> list[object]:
-    shape = ["--batch-size", 8, "--micro-batch", 4, "--epochs", 100, "--max-steps", STEPS]
+    shape = ["--batch-size", 9, "--micro-batch", 3, "--epochs", 100, "--max-steps", STEPS]
     told = ["--wandb", "disabled", "--eval-every", 100, "--log-every", 1]
     return [*JOBS[name], "--run-dir", run_dir, "--reduce", "tree", "--compile", *shape, *told]
 
