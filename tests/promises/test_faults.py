@@ -24,7 +24,7 @@ def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
     run_dir, begun = folder / "run", time.monotonic()
     # the next one as soon as it stands again
     mix = f"--kill-every 1s --seed {seed} --count {faults} --minutes 14 --faults kill,keeper,term,stop"
-    done = run(chaos(mix, *launcher("--", *job(run_dir, "--pause", 0.15, "--hang-timeout", 5))), limit=900)
+    done = run(chaos(mix, *launcher("--", *job(run_dir, "--pause", 0.3, "--hang-timeout", 5))), limit=900)
     wall = time.monotonic() - begun
     print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")
 
