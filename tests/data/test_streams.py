@@ -247,6 +247,11 @@ def test_streams_of_nonsense_are_refused(source: Any, substreams: Any, line: str
         Streams(source, substreams)
 
 
+def test_a_source_without_a_signature_is_called_as_any_other() -> None:
+    """As `range` has none, and functions of extension modules may have none: it was refused."""
+    assert Numbered(Streams(range, 1), 2)._substream(0).source(0, 3) == range(3)
+
+
 def test_an_empty_turn_ends_the_run_and_so_does_a_seek_that_lies() -> None:
     with pytest.raises(EndedByData, match=r"substream 0 of the training data has no samples in its turn 2"):
         Numbered(Streams(lambda k, turn: [k] * (turn < 2), 2), 2).__getitems__(range(20))
@@ -349,6 +354,16 @@ class OfItsOwn(IterableDataset[float]):
         return iter([dice.random() * 1000 for _ in range(9)])
 
 
+class Drifting(IterableDataset[float]):
+    """So little at each opening that other data would pass for the same."""
+
+    opened = 0
+
+    def __iter__(self) -> Iterator[float]:
+        Drifting.opened += 1
+        return iter([1e5 + Drifting.opened] * 9)
+
+
 class Once(IterableDataset[int]):
     def __init__(self) -> None:
         self.left = iter(range(3))
@@ -406,7 +421,7 @@ def test_a_stream_that_cannot_be_repeated_is_refused() -> None:
         digests, unsteady = look(CONFIG, {"training": numbered(steady, CONFIG)}, TWICE)
         assert "training" in digests
         assert not unsteady
-    for another in (OfItsOwn(), Once(), UnseededTexts(), Streams(Permuted, 2)):
+    for another in (OfItsOwn(), Drifting(), Once(), UnseededTexts(), Streams(Permuted, 2)):
         with pytest.raises(Refusal, match=r"is another each time that it is opened.*begin anew in each iter"):
             look(CONFIG, {"training": numbered(another, CONFIG)}, TWICE)
 

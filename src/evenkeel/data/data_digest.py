@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -65,11 +64,10 @@ def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[
             return {}, []
     seen = {name: found[number :: len(sets)] for number, name in enumerate(sets)}
     whole = {name: digests for name, digests in seen.items() if None not in digests}
-    # one machine reads a stream twice: the same samples are the same to the last bit
-    alike_twice = {name: operator.eq if hasattr(it, "first_samples") else alike for name, it in sets.items()}
-    unsteady = [name for name, seen in whole.items() if not all(alike_twice[name](seen[0], other) for other in seen)]
-    for name, it in sets.items():
-        if hasattr(it, "first_samples") and (name in unsteady or (name not in whole and any(seen[name]))):
+    streams = {name for name, it in sets.items() if hasattr(it, "first_samples")}
+    unsteady = [name for name, digests in whole.items() if not _all_alike(digests, exactly=name in streams)]
+    for name in streams:
+        if name in unsteady or (name not in whole and any(seen[name])):
             raise Refusal(
                 f"the {name} data is a stream that is another each time that it is opened, or after seek_sample(), so "
                 "a run cannot go on with it; begin anew in each iter(), draw from torch's, NumPy's or Python's global "
@@ -110,6 +108,12 @@ def alike(one: Digest, other: Digest) -> bool:
     """Whether two digests may be of the same data."""
     pairs = zip(one["near"], other["near"], strict=False)
     return one["equal"] == other["equal"] and all(abs(a - b) <= TOLERANCE for a, b in pairs)
+
+
+def _all_alike(digests: Sequence[Digest], exactly: bool) -> bool:
+    """Whether reads of one data set on one machine agree; ``exactly``: to the last digit, as a stream must."""
+    first, *others = digests
+    return all(first == other or (not exactly and alike(first, other)) for other in others)
 
 
 class _Digests(Dataset[Any]):

@@ -16,6 +16,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,8 +66,9 @@ class Streams:
         if type(self.substreams) is not int or self.substreams < 1:
             raise Refusal(f"Streams: substreams must be a whole number from 1 on, and is {self.substreams!r}")
         try:
-            inspect.signature(self.source).bind(0, 0)
-        except (TypeError, ValueError) as error:
+            with suppress(ValueError):  # a function of an extension module may have no signature
+                inspect.signature(self.source).bind(0, 0)
+        except TypeError as error:
             why = f"{kind_of(self.source)}: {error}"
             raise Refusal(f"Streams: source must be a function of (substream, turn), and is {why}") from None
 
