@@ -60,6 +60,22 @@ def parse(
     >>> config.epochs, type(task).__name__
     (3, 'Classify')
     """
+    config, chosen, own = options_of(arguments, task, base)
+    resolved: Any = chosen if own else (task or load_task(config.task))()
+    resolved = resolved.resolved(_recorded(config))
+    if not isinstance(resolved, Task):
+        raise Refusal(f"resolved() returned {kind_of(resolved)}: it must return a task, itself where nothing is open")
+    check_best(resolved.best, config.patience)
+    return config, resolved
+
+
+def options_of(
+    arguments: Sequence[str], task: type[Task] | None = None, base: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Config, Any, bool]:
+    """The options of `parse` and those of the task, which are the task itself if the last of the three says so.
+
+    Imports what they need, and is ten times as fast the second time.
+    """
     refuse_empty(arguments, Config)
     # --task and --config decide which other options there are
     early, _ = some_options(arguments, ("--task",), ("--config",))
@@ -92,12 +108,7 @@ def parse(
     config = replace(config, run_dir=_filled(config, task_chosen))
     validate(config)
     check_numbers(task_chosen)
-    resolved: Any = task_chosen if is_dataclass(task_class) else task_class()
-    resolved = resolved.resolved(_recorded(config))
-    if not isinstance(resolved, Task):
-        raise Refusal(f"resolved() returned {kind_of(resolved)}: it must return a task, itself where nothing is open")
-    check_best(resolved.best, config.patience)
-    return config, resolved
+    return config, task_chosen, is_dataclass(task_class)
 
 
 def parse_as_recorded(run: Path, arguments: Sequence[str]) -> tuple[Config, Task]:
