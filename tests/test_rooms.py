@@ -16,12 +16,12 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 BUDGET = {
     "common": 1110,
     "config": 410,
-    "data": 2200,
+    "data": 2240,
     "distributed": 1820,
-    "resilience": 1180,
+    "resilience": 1390,
     "training": 3610,
-    "run": 3940,
-    "tasks": 2140,
+    "run": 4040,
+    "tasks": 2150,
     "launch": 2120,
     "cli": 5090,
 }

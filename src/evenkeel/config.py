@@ -176,6 +176,8 @@ class CheckpointsOptions:
     """on: killed ranks start again in place; off: by torchrun, slower."""
     keeper_restarts: int = option(3, 0, change="free")
     """How often in a row they may, without progress."""
+    keeper_memory: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
+    """on: from the last step, left in memory, which takes its size for each rank; off: from the disk."""
     on_nonfinite: Annotated[Literal["stop", "skip"], NAME] = option("stop", change="free")
     """If the loss or gradient is NaN or infinite: stop (end the run before that step) or skip (leave the step out)."""
 

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from evenkeel.common import kept
 from evenkeel.common.phases import START_UP, activity
+from evenkeel.data.loader import Seeded
 from evenkeel.training.task import Task
 
 SAMPLES = 101
@@ -23,6 +24,12 @@ SAMPLES = 101
 def first_attempt_of_the_last_rank() -> bool:
     last = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
     return last and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not kept.restarts()
+
+
+def is_compared() -> bool:
+    """Whether a sample is asked for because each start compares some, which is no part of the training."""
+    loader = get_worker_info()  # loader processes are forked before the training begins
+    return not isinstance(loader.dataset, Seeded) if loader else activity.phase == START_UP
 
 
 class Recording(Dataset[Any]):
@@ -38,7 +45,7 @@ class Recording(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if activity.phase == START_UP:  # what each start looks at to compare is no part of the training
+        if is_compared():
             return self.features[index], index
         if self.path:
             with self.path.open("a") as file:

@@ -342,12 +342,12 @@ def growth_of_a_rank_that_never_writes(folder: Path) -> tuple[float, float]:
     return checkpoint - before, resident_megabytes() - checkpoint
 
 
-def test_a_rank_that_never_writes_needs_no_memory_for_it_until_a_rescue(tmp_path: Path) -> None:
-    # in a process of its own: after other tests malloc may have 64 MB at hand, and then the rescue takes none
+def test_a_rank_that_never_writes_needs_no_memory_for_it_nor_for_a_rescue(tmp_path: Path) -> None:
+    # in a process of its own: after other tests malloc may have 64 MB at hand
     with multiprocessing.get_context("spawn").Pool(1) as process:
         checkpoint, rescue = process.apply(growth_of_a_rank_that_never_writes, (tmp_path / "run",))
     assert checkpoint < 10
-    assert rescue > 60
+    assert rescue < 10, "no step is committed any more, so what is written needs no copy"
 
 
 def test_a_still_state_is_saved_without_a_copy(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import os
 import signal
 from typing import Literal, NamedTuple
 
-Word = Literal["generation", "limit", "grace", "progress", "lost", "hang", "refusal"]
+Word = Literal["generation", "limit", "grace", "progress", "held", "lost", "hang", "refusal"]
 """What a rank can tell: under which name all ranks of this generation meet; how often it may be forked again; --grace;
-the first step that it has finished; it ends because it has lost another rank (with what to print if that is not so), or
-because of a hang, or because it refuses its input."""
+the first step that it has finished; what it has left in memory (`resilience.held`); it ends because it has lost another
+rank (with what to print if that is not so), or because of a hang, or because it refuses its input."""
 
 REGROUP = signal.SIGVTALRM
 """From a keeper to its rank: another rank has died. Save the last finished step and leave, to be forked again. It is a

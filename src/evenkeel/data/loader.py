@@ -69,7 +69,12 @@ class Seeded(Dataset[Any]):
 
 
 def loader(
-    dataset: SizedDataset, sampler: ElasticSampler, purpose: str, num_workers: int, device: torch.device
+    dataset: SizedDataset,
+    sampler: ElasticSampler,
+    purpose: str,
+    num_workers: int,
+    device: torch.device,
+    started: DataLoader[Any] | None = None,
 ) -> DataLoader[Any]:
     """Return a `DataLoader` of this rank's micro-batches, in order, the same for any number of workers.
 
@@ -79,10 +84,33 @@ def loader(
         purpose: "train", or the name of a set of the evaluation; each has random numbers of its own.
         num_workers: loader processes, kept for all epochs. In training they begin the next epoch ahead of time.
         device: where batches will go; batches for a GPU are in pinned memory.
+        started: with loader processes for the training data, which then run already.
     """
+    if started is not None:  # not yet one of any length
+        assert isinstance(started.batch_sampler, _Endless)
+        started.batch_sampler.sampler = sampler
+        return started
+    endless = purpose == "train" and num_workers
+    return _made(Seeded(dataset, sampler.seed, purpose), _Endless(sampler) if endless else sampler, num_workers, device)
+
+
+def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> DataLoader[Any] | None:
+    """Start the loader processes of the training data, to be used by :func:`loader`; None if there are to be none.
+
+    Before there is a process group, and before a run that goes on has its state: the first step would have to copy
+    every page of it that a loader process shares, and that process would keep the old one for as long as it lives.
+    """
+    if not num_workers:
+        return None
+    made = _made(Seeded(dataset, seed, "train"), _Endless(None), num_workers, device)
+    made.begin()
+    return made
+
+
+def _made(dataset: Seeded, sampler: Iterable[Indices], num_workers: int, device: torch.device) -> _Loader:
     return _Loader(
-        Seeded(dataset, sampler.seed, purpose),
-        batch_sampler=_Endless(sampler) if purpose == "train" and num_workers else sampler,
+        dataset,
+        batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_unchanged,
         pin_memory=device.type == "cuda",
@@ -107,10 +135,13 @@ class _Endless:
     Loader processes stop at the end of their batch sampler, and the GPU would wait for the first batch of each epoch.
     """
 
-    def __init__(self, sampler: ElasticSampler) -> None:
+    def __init__(self, sampler: ElasticSampler | None) -> None:
         self.sampler = sampler
+        """None: there are no micro-batches yet."""
 
     def __iter__(self) -> Iterator[Indices]:
+        if self.sampler is None:
+            return
         ahead = copy.copy(self.sampler)
         while True:
             yield from ahead
@@ -119,7 +150,7 @@ class _Endless:
                 return
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.sampler or ())
 
 
 class _Loader(DataLoader[Any]):
@@ -134,11 +165,12 @@ class _Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         if not isinstance(self.batch_sampler, _Endless):
-            return self._begin()
+            return self.begin()
         sampler = self.batch_sampler.sampler
+        assert sampler is not None
         stream, self._stream = self._stream, None
         if stream is None or (self._stream_epoch, 0) != (sampler.epoch, sampler.first_step):
-            stream = self._begin()
+            stream = self.begin()
         return self._one_epoch(stream, sampler)
 
     def _one_epoch(self, stream: Iterator[Any], sampler: ElasticSampler) -> Iterator[Any]:
@@ -147,7 +179,8 @@ class _Loader(DataLoader[Any]):
                 yield next(stream)
         self._stream, self._stream_epoch = stream, sampler.epoch + 1
 
-    def _begin(self) -> Any:
+    def begin(self) -> Any:
+        """Iterate over the micro-batches, and start the loader processes if they do not run yet."""
         if self.num_workers and self._iterator is None:
             _shorten_temp_dir()
             # gloo's threads enter Python once more after a collective, to release its callback. A worker forked at that

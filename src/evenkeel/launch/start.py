@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..common import kept
@@ -21,6 +20,8 @@ from ..config import Config
 from ..distributed.exits import exit_code, leave
 from ..resilience.keeper import Keeper, unforkable
 from ..run.records import read_config
+from ..run.saver import write_held
+from ..tasks.command_line import options_of
 from ..tasks.registry import load_task
 from ..training.oom import explaining
 from ..training.task import Task
@@ -59,7 +60,7 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
             kept.do_without(reason)
         else:
             before = _sources()
-            Keeper(train, lambda: _sources() != before).keep()
+            Keeper(train, lambda: _sources() != before, write_held).keep()
     train()
 
 
@@ -81,13 +82,16 @@ def _prepare(task: str) -> str:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TORCH_WARM_POOL", "0")
     importlib.import_module(IMPORTED_LATE)
-    tyro.cli(Config, args=[])  # it is twice as fast the second time
     script = vars(sys.modules["__main__"]).values()
+    own = [it for it in script if isinstance(it, type) and issubclass(it, Task) and it is not Task]
     try:
-        if not any(isinstance(it, type) and issubclass(it, Task) and it is not Task for it in script):
+        if not own:
             load_task(task)
     except Refusal as refusal:  # as above
         return str(refusal)
+    if not {"-h", "--help"} & set(sys.argv):
+        with contextlib.suppress(Exception, SystemExit):  # as above
+            options_of(sys.argv[1:], own[-1] if own else None)
     return ""
 
 

@@ -11,8 +11,8 @@ imports done. torchrun's agent sees nothing, and `--max-restarts` is left for th
         trainer
 
 When a trainer is killed, its keeper says so in the job's store, under the name by which the ranks of this generation
-met (`distributed.rendezvous`). The other keepers read it and ask their trainers to leave. Each of them saves the last
-finished step, as after any loss of a peer, and every keeper forks again. The new trainers meet by the same roll-call as
+met (`distributed.rendezvous`). The other keepers read it and ask their trainers to leave. Each of them leaves the last
+finished step in memory (`held`), and every keeper forks again. The new trainers meet by the same roll-call as
 after a restart by torchrun, so keepers need no agreement of their own: whoever dies early is only late for it.
 
 A trainer is forked again after a signal that nobody asked for, a hang, or the loss of another rank if that one's keeper
@@ -49,6 +49,7 @@ from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
 from ..config import Config
 from ..distributed.exits import refuse
+from .held import Held, Memory
 from .peers import Peers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
@@ -91,10 +92,14 @@ class Keeper:
     Args:
         train: the main program; does not return.
         changed: whether the source on disk is another than what this process has imported.
+        save: writes a state that a trainer has left in memory to the disk.
     """
 
-    def __init__(self, train: Callable[[], object], changed: Callable[[], bool]) -> None:
+    def __init__(
+        self, train: Callable[[], object], changed: Callable[[], bool], save: Callable[[Held], object]
+    ) -> None:
         self._train, self._changed = train, changed
+        self._memory = Memory(save)
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._peers = Peers(self._rank, self._world_size)
         launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -124,12 +129,14 @@ class Keeper:
             hold_store(self._rank, self._world_size)
         while True:
             code = os.waitstatus_to_exitcode(self._await(self._fork(before)))
+            self._memory.take(self._told.get("held", ""))
             if code == UNFORKABLE and not self._told:
                 break
             if not self._forks_again(code):
                 self._end(code)
             self._forks += 1
             if self._changed():
+                self._memory.await_written(self._grace)
                 os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
@@ -145,6 +152,7 @@ class Keeper:
         os.set_blocking(self._heard, False)
         self._told, self._asked, self._text = {}, 0.0, b""
         self._peers.join("")
+        self._memory.prepare()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -161,6 +169,7 @@ class Keeper:
         if self._forks:  # the imports before the first are part of its start
             activity.begin()
         kept.enter(told, launcher, self._forks)
+        self._memory.enter()
         self._train()
         raise AssertionError("the main program has returned")
 
@@ -173,6 +182,7 @@ class Keeper:
                 self._stopped = True
                 os.kill(pid, number)
             ended, status = os.waitpid(pid, os.WNOHANG)
+            self._memory.reap()
             self._hear()
             if ended:
                 os.close(self._heard)
@@ -201,9 +211,11 @@ class Keeper:
                 self._limit = int(value)
             elif word == "grace":
                 self._grace = float(value)
-            elif word == "progress" and int(value) > self._reached:
-                # the same steps again would be none: without a checkpoint since, a run may die at one step for ever
-                self._reached, self._fruitless = int(value), 0
+            elif word == "progress":
+                self._memory.forget()
+                if int(value) > self._reached:
+                    # the same steps again are none: without a checkpoint since, a run may die at one step for ever
+                    self._reached, self._fruitless = int(value), 0
 
     def _stopped_within(self, seconds: float) -> bool:
         """Wait, and say whether somebody has asked the job to end."""
@@ -248,6 +260,7 @@ class Keeper:
             refuse(self._told["refusal"])
         if code:
             self._peers.tell_end()
+        self._memory.await_written(self._grace)
         end_store()
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trainer has left one, if that is wanted

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from ..distributed.devices import describe as describe_device
 from ..distributed.devices import explain_uneven
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
+from ..resilience import held
 from ..training import compilation
 from ..training.checks import left_out
 from ..training.cut import Cutter
@@ -41,7 +42,7 @@ from ..training.precision import substitute
 from ..training.state import State
 from ..training.task import Task
 from . import tracking
-from .checkpoint import Checkpoints, Manifest
+from .checkpoint import Checkpoints, Manifest, manifest_of
 from .compiled_code import CompiledCode
 from .fingerprint import Differences, describe, differences, differences_among_ranks, fingerprint
 from .records import read_facts, read_records, recorded_options
@@ -55,6 +56,7 @@ from .run_directory import (
     refuse_other_data,
     refuse_other_order,
 )
+from .saver import read_held
 from .trackers import wandb_mode
 
 log = logging.getLogger(__name__)
@@ -373,36 +375,63 @@ class Attempt:
     def resume(self, state: State) -> None:
         """Load the newest whole state of any node, if there is one. Its holder reads, the others receive.
 
-        No shared file system is needed: after the loss of a node the newest state may be on any of those left.
+        No shared file system is needed: after the loss of a node the newest state may be on any of those left. Where
+        ranks start again in place, each finds it in the memory of its own machine, as a rule.
 
         Raises:
             Refusal: on all ranks, with --strict-bits, as :meth:`begin`, if the newest checkpoint was damaged.
         """
         other_bits: Differences = {}
         while True:
-            steps = self.world.gather(self.checkpoints.newest_name() if self.world.local_rank == 0 else 0)
-            newest = max(steps)
+            on_disk = self.checkpoints.newest_name() if self.world.local_rank == 0 else 0
+            everywhere = self.world.gather((held.offer(), on_disk))
+            newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
             if newest == 0:
                 other_bits = self._compare_bits(None)
                 break
             activity.enter(START_UP, "resuming")
-            holder = steps.index(newest)
-            saved = self.checkpoints.load_newest() if self.world.rank == holder else None
-            # a damaged one has been set aside by now, and another node may hold the next best
-            whole = saved and saved["step"] == newest
-            found = self.world.broadcast(self.checkpoints.newest_manifest() if whole else None, holder)
+            in_memory = [offer if offer and offer.step == newest else None for offer, _ in everywhere]
+            if any(in_memory):
+                found, saved = self._receive(in_memory)
+            else:
+                found, saved = self._load(newest, [step for _, step in everywhere].index(newest))
             if found:
                 other_bits = self._compare_bits(found)
-                self._restore(state, self.world.broadcast_tensors(saved, holder))
+                self._restore(state, saved)
                 self.unevaluated = not found.metrics
                 before, now = found.best_by, self.checkpoints.best_by
                 if before and now and before != now:
                     state.stopping.memory = Memory()
                     self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
                 break
+        held.forget_before()
         activity.enter(START_UP, "first step")
         if self.tracker:
             self._tell_of_resume(self.tracker, state, other_bits)
+
+    def _load(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
+        """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
+        saved = self.checkpoints.load_newest() if self.world.rank == holder else None
+        # a damaged one has been set aside by now, and another node may hold the next best
+        whole = saved and saved["step"] == newest
+        found = self.world.broadcast(self.checkpoints.newest_manifest() if whole else None, holder)
+        return found, self.world.broadcast_tensors(saved, holder) if found else {}
+
+    def _receive(self, in_memory: Sequence[held.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
+        """What ranks have left in memory, and the manifest of its checkpoint. The same on all ranks."""
+        holder = next(rank for rank, offer in enumerate(in_memory) if offer)
+        path, before = held.found(filter(None, in_memory)), held.before()
+        everywhere = all(self.world.gather(path is not None))
+        how = "read it" if everywhere else f"received it from rank {holder}"
+        saved = read_held(path) if path and (everywhere or self.world.rank == holder) else None
+        if not everywhere:  # a machine has none
+            saved = self.world.broadcast_tensors(saved, holder)
+        # nobody forgets it before all have read it: the next thing is to compare the bits of all ranks
+        facts = self.world.broadcast(before.facts if before and self.world.rank == holder else None, holder)
+        assert facts
+        assert saved
+        log.info("going on from step %d, which was in memory: %s", saved["step"], how)
+        return manifest_of(facts), saved
 
     def _restore(self, state: State, saved: dict[str, Any]) -> None:
         try:

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Literal, get_args
 from uuid import uuid4
 
@@ -119,13 +120,24 @@ class Checkpoints:
         with self._alone(time.monotonic() + LOCK_PATIENCE):
             return self._write(state, metrics, "checkpoint")
 
-    def rescue(self, state: Mapping[str, Any], until: float = FOREVER) -> Path | None:
-        """Write a snapshot, and return its path, unless this step or a later one is there already.
+    def rescue(
+        self,
+        state: Mapping[str, Any],
+        until: float = FOREVER,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        kind: Kind = "snapshot",
+    ) -> Path | None:
+        """Write a checkpoint, and return its path, unless this step or a later one is there already.
 
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
         with self._alone(until):
-            return self._write(state, {}, "snapshot") if self.newest_step() < state["step"] else None
+            return self._write(state, metrics, kind) if self.newest_step() < state["step"] else None
+
+    def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
+        """Of a checkpoint that is written now; its files are not known yet."""
+        host, values, void = socket.gethostname(), named(TEST, metrics), self.bits_void_from
+        return Manifest(step, time.time(), kind, host, values, self.best_by, self.fingerprint, void, {})
 
     def clear_snapshots(self, before: int) -> None:
         """Delete the snapshots of this host at steps below ``before``: leftovers, once rank 0 has a later checkpoint.
@@ -162,9 +174,7 @@ class Checkpoints:
             with (temporary / STATE).open("wb") as file:
                 files = {STATE: dump(dict(state), file)}
                 os.fsync(file.fileno())
-            host, values, void = socket.gethostname(), named(TEST, metrics), self.bits_void_from
-            manifest = Manifest(step, time.time(), kind, host, values, self.best_by, self.fingerprint, void, files)
-            write_json(temporary / MANIFEST, asdict(manifest))
+            write_json(temporary / MANIFEST, asdict(replace(self.manifest(step, metrics, kind), files=files)))
             again = kind == "checkpoint" or not (final / MANIFEST).exists()
             if again and final.exists():  # the same step, written by an earlier attempt
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -339,27 +349,32 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        content = json.loads(file.read_text())
-        kind, best_by = content.get("kind", "checkpoint"), content.get("best_by")
-        if kind not in get_args(Kind) or content["step"] != step_of(path):
-            raise ValueError(f"{kind} of step {content['step']}")
-        void_from = content.get("bits_void_from")
-        files = {str(name): WrittenFile(int(f["bytes"]), str(f["sha256"])) for name, f in content["files"].items()}
-        return Manifest(
-            step=step_of(path),
-            time=float(content["time"]),
-            kind=kind,
-            host=str(content.get("host", "")),
-            metrics={name: float(value) for name, value in named(TEST, content["metrics"]).items()},
-            best_by=(full_name(TEST, best_by[0]), str(best_by[1])) if best_by else None,
-            fingerprint={str(name): str(value) for name, value in content.get("fingerprint", {}).items()},
-            bits_void_from=None if void_from is None else int(void_from),
-            files={STATE: files[STATE]} | files,
-        )
+        manifest = manifest_of(json.loads(file.read_text()))
+        if manifest.step != step_of(path):
+            raise ValueError(f"{manifest.kind} of step {manifest.step}")
+        return replace(manifest, files={STATE: manifest.files[STATE]} | manifest.files)
     except OSError as error:
         raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise Damaged(f"{file}: is not this checkpoint's manifest ({type(error).__name__}: {error})") from None
+
+
+def manifest_of(content: dict[str, Any]) -> Manifest:
+    """A manifest from its JSON; raises a ValueError, TypeError, LookupError and the like if it is none."""
+    kind, best_by, void_from = content.get("kind", "checkpoint"), content.get("best_by"), content.get("bits_void_from")
+    if kind not in get_args(Kind):
+        raise ValueError(f"{kind} of step {content['step']}")
+    return Manifest(
+        step=int(content["step"]),
+        time=float(content["time"]),
+        kind=kind,
+        host=str(content.get("host", "")),
+        metrics={name: float(value) for name, value in named(TEST, content["metrics"]).items()},
+        best_by=(full_name(TEST, best_by[0]), str(best_by[1])) if best_by else None,
+        fingerprint={str(name): str(value) for name, value in content.get("fingerprint", {}).items()},
+        bits_void_from=None if void_from is None else int(void_from),
+        files={str(name): WrittenFile(int(f["bytes"]), str(f["sha256"])) for name, f in content["files"].items()},
+    )
 
 
 def dump(value: Any, file: IO[bytes]) -> WrittenFile:

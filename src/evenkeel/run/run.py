@@ -30,7 +30,7 @@ from ..common.phases import CHECKPOINT, LONGEST, START_UP, activity
 from ..config import Config, devices_per_rank, profile_window, validate
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
-from ..data.loader import loader
+from ..data.loader import loader, start_workers
 from ..data.plan import Plan
 from ..data.sampler import ElasticSampler, Step, by_step
 from ..distributed.exits import is_loss_of_a_rank
@@ -94,13 +94,17 @@ class Run:
         finished: nothing is left to do.
     """
 
-    def __init__(self, attempt: Attempt, task: Task, state: State) -> None:
+    def __init__(self, attempt: Attempt, task: Task, state: State, workers: DataLoader[Any] | None = None) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
         self.directory, self.tracker, self.compiled = attempt.directory, attempt.tracker, attempt.compiled
-        self.finished = False
+        self.finished, self._workers = False, workers
         self.saver = Saver(
-            attempt.checkpoints, self.world.devices, self.config.grace, lambda step: self._update("running", step)
+            attempt.checkpoints,
+            self.world.devices,
+            self.config.grace,
+            lambda step: self._update("running", step),
+            memory=self.config.keeper_memory == "on",
         )
         self.arrivals = Arrivals(self.world)
         self._stragglers = Stragglers(self.path / "ranks.jsonl", attempt.hosts) if self.tracker else None
@@ -141,11 +145,12 @@ class Run:
             # the last that may refuse; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
+            workers = start_workers(sets[TRAINING], config.seed, config.num_workers, world.device)
             # a collective's time-out explains nothing, so the watch for hangs must be earlier
             longest = max(600, config.hang_timeout) + LONGEST * config.compile
             with world.connected(timedelta(seconds=longest + 300)) as store:
                 finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
-                run = cls(attempt, task, state)
+                run = cls(attempt, task, state, workers)
                 run.finished = finished
                 if finished:
                     yield run
@@ -215,7 +220,7 @@ class Run:
             seed=config.seed,
             micro_batches=plan.number,
         )
-        batches = loader(train_set, sampler, "train", config.num_workers, self.world.device)
+        batches = loader(train_set, sampler, "train", config.num_workers, self.world.device, self._workers)
         self._evaluations = {
             name: Evaluation(self.task, state.best_model, dataset, config, self.world, name)
             for name, dataset in evaluated.items()
@@ -475,11 +480,11 @@ class Run:
 
     def stopped(self, reason: str) -> None:
         """A signal asked for a stop: save the last finished step. Any thread may call it, whatever the others do."""
-        saved = self.saver.rescue(self.state, self.world.local_rank)
+        going_on = reason == REGROUPING
+        saved = self.saver.rescue(self.state, self.world.local_rank, in_place=going_on)
         if self._watch:
             self._watch.end()
         self._await_last_line()
-        going_on = reason == REGROUPING
         self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
         self._print(f"stopped by {reason}; {saved}{'; the same command continues' * (not going_on)}")
 
@@ -511,7 +516,7 @@ class Run:
         else:
             log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self.state.step, exc_info=error)
         what = "another rank is lost" if lost else "failed"
-        return self._end_failed(error, self.saver.rescue(self.state, self.world.local_rank), what)
+        return self._end_failed(error, self.saver.rescue(self.state, self.world.local_rank, in_place=lost), what)
 
     def _end_failed(self, error: BaseException, saved: str, what: str = "failed") -> str:
         self._end("failed", _reason(error), FAILED)
@@ -522,7 +527,7 @@ class Run:
         """A rank is stuck: save the last finished step, say which rank, and free torchrun of those that cannot end."""
         assert self._watch
         self._watch.look_around()  # meanwhile: nothing that explains the hang may keep the state from being saved
-        saved = self.saver.rescue(self.state, self.world.local_rank)
+        saved = self.saver.rescue(self.state, self.world.local_rank, in_place=kept.is_kept())
         explanation = self._watch.explain()
         if self._watch.is_within_reach():
             kept.tell("hang")

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..common.phases import CHECKPOINT, activity
+from ..resilience.held import Held, hold, release
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
-from .checkpoint import Checkpoints
+from .checkpoint import LOCK_PATIENCE, Checkpoints, Kind, manifest_of
 
 log = logging.getLogger(__name__)
+
+STAGGERED = 0.05
+"""Seconds between the ranks of a node: the lowest live one writes, and the others then find that it has."""
 
 
 class Saver:
@@ -27,12 +36,19 @@ class Saver:
         devices: where the state is.
         grace: seconds that a process has after a signal.
         written: is called with the step of each checkpoint, in the thread that has written it.
+        memory: have the keeper hold what is not on the disk yet.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, devices: Sequence[torch.device], grace: float, written: Callable[[int], None]
+        self,
+        checkpoints: Checkpoints,
+        devices: Sequence[torch.device],
+        grace: float,
+        written: Callable[[int], None],
+        memory: bool = False,
     ) -> None:
         self.checkpoints, self._devices, self._grace, self._written = checkpoints, devices, grace, written
+        self._memory, self._on_cpu = memory, all(device.type == "cpu" for device in devices)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._work: Future[float] | None = None
         self._staging = Staging(*devices)
@@ -81,7 +97,10 @@ class Saver:
     def _save(self, held: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
             captured = held()
+            holds = self._hold(captured, metrics, "checkpoint")
             self.checkpoints.save(captured, metrics)
+            if holds:
+                release()
             self._written(captured["step"])
         finally:
             self._staging.give_back()
@@ -95,20 +114,36 @@ class Saver:
         """
         self.checkpoints.save(state.capture(staging=Staging(*self._devices, still=True)), metrics)
 
-    def rescue(self, state: State, local_rank: int) -> str:
+    def _hold(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
+        """Have the keeper hold a state, if it can."""
+        facts = asdict(self.checkpoints.manifest(captured["step"], metrics, kind))
+        facts |= {"folder": str(self.checkpoints.folder.resolve()), "keep": self.checkpoints.keep}
+        return self._memory and hold(partial(torch.save, captured), facts)
+
+    def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save the last finished step from this rank, unless another rank of the node has done so; says what came of
-        it. From any thread."""
+        it. From any thread.
+
+        Args:
+            state: the live one, which is not to change any more.
+            local_rank: this rank's.
+            in_place: ranks are about to start again in place; then memory will do, if there is a keeper.
+        """
         if state.step == 0:
             return "there was no step to save"
         # moments, not durations: whatever is waited for, the second half of the grace is left for the writing
         begun, grace = time.monotonic(), self._grace
         kept = self._staging.take(begun + grace / 4)
         try:
-            # new memory if the writer does not come back with the other
-            staging = self._staging if kept else Staging(*self._devices)
+            # new memory if the writer does not come back with the other; on a CPU none, because no step is committed
+            # any more, while of a GPU that hangs nobody knows
+            staging = self._staging if kept and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(begun + grace / 2, staging, final=True)
-            # the lowest live rank should write; wait after the capture, because small steps go on meanwhile
-            time.sleep(min(0.05 * local_rank, grace / 8))
+            if in_place and kept and self._hold(captured, {}, "snapshot"):
+                log.info("left step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
+                return f"step {captured['step']} is in memory"
+            # wait after the capture, because small steps go on meanwhile
+            time.sleep(min(STAGGERED * local_rank, grace / 8))
             path = self.checkpoints.rescue(captured, begun + grace / 2)
         except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
@@ -120,3 +155,23 @@ class Saver:
         if path:
             log.info("saved %s in %.2f s", path, seconds)
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
+
+
+def read_held(path: str, in_place: bool = False) -> dict[str, Any]:
+    """A state that a rank has left in memory: what `State.capture` gave. ``in_place`` copies no tensors."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=in_place)
+    return state
+
+
+def write_held(held: Held) -> None:
+    """Write it to the run's folder, unless another rank of the node has done so; for a keeper's child."""
+    manifest = manifest_of(held.facts)
+    void = manifest.bits_void_from
+    folder, keep = Path(held.facts["folder"]), int(held.facts["keep"])
+    checkpoints = Checkpoints(folder, keep, manifest.best_by, manifest.fingerprint, void)
+    time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        until = time.monotonic() + LOCK_PATIENCE
+        checkpoints.rescue(read_held(held.path, in_place=True), until, manifest.metrics, manifest.kind)
+    except OSError as error:
+        print(f"evenkeel: NOT SAVED: {error}; step {manifest.step} is in memory only", file=sys.stderr)

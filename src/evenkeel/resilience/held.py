@@ -1,0 +1,188 @@
+"""A state in memory that outlives the rank that wrote it, because its keeper has the memory too.
+
+Ranks that start again in place would wait for a disk twice: for the rescue of the last finished step, and to read it.
+So a survivor writes it into a file without a name (memfd_create(2)), which a fork shares. Its keeper hands that to the
+next rank, and has a child of its own bring it to the disk meanwhile: if all processes die, as little is lost as if the
+survivor had done so. Such a file is in no folder and has no limit of its own, and the kernel frees it with its last
+process.
+
+    rank        hold       write a state, instead of or before a checkpoint
+    keeper      Memory     what its rank has left; written to the disk by a child
+    next rank   before     the same, to start from
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ..common import kept
+from ..common.processes import name_process
+
+
+class Held(NamedTuple):
+    """A whole state in memory."""
+
+    descriptor: int
+    facts: dict[str, Any]
+    """What the manifest of its checkpoint will say, and where that goes; JSON."""
+
+    @property
+    def path(self) -> str:
+        """To open it anew: a fork has the same descriptor, and with it the same position in the file."""
+        return f"/proc/self/fd/{self.descriptor}"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.facts["step"])
+
+
+class Offer(NamedTuple):
+    """Where other processes of this machine can read a state that a rank has found in memory."""
+
+    step: int
+    path: str
+    identity: tuple[str, int, int]
+    """The kernel's boot, the file's device and its inode: elsewhere the path may be another file's."""
+
+
+_mine = -1
+_before: Held | None = None
+
+
+def hold(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
+    """Have the keeper hold a state in place of the one that it holds.
+
+    Args:
+        write: writes it, into a file that can seek.
+        facts: see :class:`Held`.
+
+    Returns:
+        False if there is no keeper, or no room.
+    """
+    if _mine < 0:
+        return False
+    release()
+    try:
+        with open(f"/proc/self/fd/{_mine}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
+            write(file)
+    except OSError:
+        release()
+        return False
+    kept.tell("held", json.dumps(facts))  # so it is whole
+    return True
+
+
+def release() -> None:
+    """Let the keeper hold nothing of what this process has written."""
+    if _mine >= 0:
+        kept.tell("held")
+        os.ftruncate(_mine, 0)
+
+
+def before() -> Held | None:
+    """What an earlier rank below this keeper has left."""
+    return _before
+
+
+def offer() -> Offer | None:
+    """Offer what an earlier rank has left to the other ranks of this machine, until :func:`forget_before`."""
+    if not _before:
+        return None
+    path = f"/proc/{os.getpid()}/fd/{_before.descriptor}"
+    return Offer(_before.step, path, _identity(path))
+
+
+def found(offers: Iterable[Offer]) -> str | None:
+    """The path of the first of these that this process can read."""
+    for each in offers:
+        with contextlib.suppress(OSError):
+            if _identity(each.path) == each.identity and os.access(each.path, os.R_OK):
+                return each.path
+    return None
+
+
+def _identity(path: str) -> tuple[str, int, int]:
+    status = Path(path).stat()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), status.st_dev, status.st_ino
+
+
+def forget_before() -> None:
+    """Let go of it. Loader processes that are forked later would keep the memory."""
+    global _before
+    if _before:
+        os.close(_before.descriptor)
+        _before = None
+
+
+class Memory:
+    """What a keeper holds of the state of its run.
+
+    Args:
+        save: writes it to the disk; in a child, which ends then.
+    """
+
+    def __init__(self, save: Callable[[Held], object]) -> None:
+        self._save = save
+        self._held: Held | None = None
+        self._next = -1
+        self._writers: list[int] = []
+
+    def prepare(self) -> None:
+        """Make the memory of the rank that is forked next."""
+        with contextlib.suppress(OSError):  # a sandbox may forbid it; then the rank writes to the disk
+            self._next = os.memfd_create("state")
+
+    def enter(self) -> None:
+        """In that rank: :func:`hold` writes there, and :func:`before` is what the keeper holds."""
+        global _mine, _before
+        _mine, _before = self._next, self._held
+
+    def take(self, facts: str) -> None:
+        """After the end of that rank: hold what it has left, if that is whole, and begin to write it to the disk.
+
+        Args:
+            facts: what it told of it last; "": it is not whole, or there is nothing.
+        """
+        if facts:
+            self.forget()
+            self._held = Held(self._next, json.loads(facts))
+            self._write(self._held)
+        elif self._next >= 0:
+            os.close(self._next)
+        self._next = -1
+
+    def _write(self, held: Held) -> None:
+        if pid := os.fork():
+            self._writers.append(pid)
+            return
+        name_process("writer")
+        try:
+            self._save(held)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+
+    def forget(self) -> None:
+        """Hold nothing: the run has come further. A child that still writes has the memory too."""
+        if self._held:
+            os.close(self._held.descriptor)
+            self._held = None
+
+    def reap(self) -> None:
+        """Take note of children that have ended."""
+        self._writers = [pid for pid in self._writers if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+
+    def await_written(self, seconds: float) -> None:
+        """Wait until all is on the disk, but not longer than so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self._writers and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self.reap()

@@ -1,0 +1,213 @@
+"""The last step in memory: ranks that start again in place have it before the disk does, and without the disk."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support import small_runs
+from tests.support.processes import (
+    TRAIN,
+    environment,
+    finish,
+    finish_all,
+    fork,
+    fork_ranks,
+    free_port,
+    read,
+    records,
+    start,
+    torchrun,
+    wait_until,
+)
+from tests.support.small_runs import (
+    children,
+    keepers_of,
+    ranks_of,
+    saved_step,
+    told_step,
+    trainer_of,
+    wait_for_step,
+    weights_of,
+    workers_of,
+)
+
+RARE = ["--checkpoint-every", 0, "--eval-every", 1000, "--pause", 0.1]
+WAYS = pytest.mark.parametrize("memory", ["on", "off"])
+"""The second is the control."""
+
+
+def job(run_dir: Path, *more: object) -> list[str]:
+    """Options of a small run with keepers."""
+    return small_runs.job(run_dir, "--keeper", "on", *more)
+
+
+def starts(run_dir: Path) -> list[int]:
+    """The steps at which a run's attempts began."""
+    return [record["step"] for record in records(run_dir, "start")]
+
+
+def bytes_in_memory(pid: int) -> int:
+    """Of all that a process has for states."""
+    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if "memfd:state" in str(link.readlink())]
+    assert links
+    return sum(link.stat().st_size for link in links)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep writers of checkpoints out, as a slow disk does; for ten seconds, and then they write beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Fingerprint of the weights of a run that nothing has happened to."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    finish_all(fork_ranks(2, TRAIN, *small_runs.job(run_dir, "--eval-every", 1000)))
+    return weights_of(run_dir)
+
+
+@WAYS
+def test_a_disk_that_takes_nothing_loses_no_step(tmp_path: Path, undisturbed: str, memory: str) -> None:
+    run_dir = tmp_path / "run"
+    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-memory", memory)))
+    wait_for_step(run_dir, 4, process)
+    (run_dir / "checkpoints").symlink_to("/proc/sys/kernel")  # no folder can be made there
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    wait_until(lambda: len(starts(run_dir)) == 2, "the next start", limit=60)
+    going_on = starts(run_dir)[1]
+    wait_for_step(run_dir, told_step(run_dir) + 2, process)
+    (run_dir / "checkpoints").unlink()
+    done = finish(process)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.count("NOT SAVED: ") == 1
+    steps = [record["step"] for record in records(run_dir, "train")]
+    if memory == "on":
+        assert going_on >= 4
+        assert sorted(set(steps)) == steps, "no step is done twice"
+    else:
+        assert going_on == 0
+    assert weights_of(run_dir) == undisturbed
+
+
+@WAYS
+def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_ranks(tmp_path: Path, memory: str) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, *RARE, "--checkpoint-every", 3, "--keeper-memory", memory)
+    process = fork(TRAIN, *options)
+    wait_for_step(run_dir, 1, process)
+    with locked(run_dir / "checkpoints"):
+        wait_for_step(run_dir, 4, process)
+        os.kill(trainer_of(process), signal.SIGKILL)
+        wait_until(lambda: len(starts(run_dir)) == 2, "the next start", limit=60)
+        assert starts(run_dir)[1] == (3 if memory == "on" else 0)
+        assert saved_step(run_dir) == 0
+    wait_until(lambda: saved_step(run_dir) >= 3, "the checkpoint")
+    assert finish(process).returncode == 0
+
+
+def test_what_is_in_memory_comes_to_the_disk_and_then_goes(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE)))
+    wait_for_step(run_dir, 2, process)
+    with locked(run_dir / "checkpoints"):
+        os.kill(workers_of(process)[1], signal.SIGKILL)
+        survivor = keepers_of(process)[0]
+        wait_until(lambda: bytes_in_memory(survivor) > 0, "a state in memory")
+        wait_until(lambda: len(starts(run_dir)) == 2, "the next start", limit=60)
+        assert saved_step(run_dir) == 0
+        assert ranks_of(survivor, "writer")
+    wait_until(lambda: saved_step(run_dir) == starts(run_dir)[1], "the same step on the disk")
+    manifest = read(run_dir / "checkpoints" / f"step-{saved_step(run_dir):08d}", "manifest.json")
+    assert manifest["kind"] == "snapshot"
+    wait_until(lambda: not ranks_of(survivor, "writer"), "the end of what has written it")
+    wait_for_step(run_dir, starts(run_dir)[1] + 1, process)
+    everybody = [*keepers_of(process).values(), *workers_of(process).values()]
+    wait_until(lambda: not any(map(bytes_in_memory, everybody)), "no more memory for it")
+    assert finish(process).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("died", ["keeper", "trainer"])
+def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(tmp_path: Path, undisturbed: str, died: str) -> None:
+    """If torchrun restarts all, their memory is gone: when a keeper is killed, or a trainer after its last restart."""
+    run_dir = tmp_path / "run"
+    options = job(run_dir, *RARE, "--keeper-restarts", 0)
+    process = start(torchrun(2, TRAIN, *options, restarts=1))
+    wait_for_step(run_dir, 3, process)
+    os.kill((keepers_of(process) if died == "keeper" else workers_of(process))[1], signal.SIGKILL)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
+    assert (read(run_dir)["restarts"], read(run_dir)["restarts_in_place"]) == (1, 0)
+    assert weights_of(run_dir) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
+def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, undisturbed: str) -> None:
+    """Two agents, one of them with processes of its own numbering, as in a container."""
+    run_dir, port = tmp_path / "run", free_port()
+    ranks = ["--nnodes=2", "--nproc_per_node=1", f"--master_port={port}", "--max-restarts=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", *ranks]
+    options = [str(TRAIN), *map(str, job(run_dir, *RARE))]
+    process = start([*command, "--node_rank=0", *options])
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    with subprocess.Popen(
+        [*apart, "sh", "-c", '"$@"; exit $?', "sh", *command, "--node_rank=1", *options],
+        cwd=TRAIN.parent,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as other:
+        try:
+            wait_for_step(run_dir, 3, process)
+            (shell,) = children(other.pid)
+            (agent,) = children(shell)
+            (keeper,) = ranks_of(agent).values()
+            os.kill(ranks_of(keeper, "trainer")[1], signal.SIGKILL)
+            done = finish(process)
+            assert done.returncode == 0, done.stderr[-4000:]
+            assert other.wait(60) == 0
+        finally:
+            other.kill()
+    assert read(run_dir)["restarts_in_place"] == 1
+    (log,) = run_dir.glob("logs/attempt-0002/rank-1.log")
+    assert "received it from rank 0" in log.read_text()
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
+    assert weights_of(run_dir) == undisturbed
+
+
+def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = fork(TRAIN, *job(run_dir, *RARE, "--checkpoint-every", 1, "--pause", 0.02, "--epochs", 20))
+    wait_for_step(run_dir, 1, process)
+    for count in range(2, 12):
+        victim = trainer_of(process)
+        wait_for_step(run_dir, told_step(run_dir) + 1, process)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda count=count: len(starts(run_dir)) == count, "the next start")
+        time.sleep(0.05)
+        descriptors = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+        assert sum("memfd:state" in name for name in descriptors) <= 2
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).returncode == 75
