@@ -22,10 +22,24 @@ from tests.support.processes import (
     wait_until,
     wait_until_gone,
 )
-from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, wait_for_step, workers_of
+from tests.support.small_runs import (
+    BOTH_WAYS,
+    PLAN,
+    SAMPLES,
+    job,
+    pids_of,
+    restarts_of,
+    saved_step,
+    told_step,
+    wait_for_step,
+    workers_of,
+)
 
 
-def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bit_changes(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bit_changes(
+    tmp_path: Path, dies: str
+) -> None:
     """Both in turn, at random steps, without a single planned checkpoint."""
     rare = ["--checkpoint-every", 0, "--eval-every", 1000]
     finish_all(fork_ranks(2, TRAIN, *job(tmp_path / "undisturbed", *rare)))
@@ -33,7 +47,7 @@ def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bi
     process = start(torchrun(2, TRAIN, *job(run_dir, *rare, "--pause", 0.15), restarts=3))
     for starts, victim in ((2, 0), (3, 1), (4, 0)):
         wait_for_step(run_dir, told_step(run_dir) + dice.randrange(2, 6), process)
-        os.kill(workers_of(process)[victim], signal.SIGKILL)
+        os.kill(pids_of(process, dies)[victim], signal.SIGKILL)
         wait_until(lambda starts=starts: len(records(run_dir, "start")) >= starts, "the next start")
     finished = processes.finish(process)
     assert finished.returncode == 0, finished.stderr[-4000:]
@@ -42,6 +56,7 @@ def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bi
     assert sorted(set(steps)) == sorted(steps), "no step is done twice"
     starts = [record["step"] for record in records(run_dir, "start")]
     assert all(step > 0 for step in starts[1:])
+    assert restarts_of(run_dir) == ((0, 3) if dies == "trainer" else (3, 0))
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
     assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
 

@@ -19,6 +19,7 @@ from tests.support import processes
 from tests.support.processes import ROOT, TRAIN, read, records, run_forked, start, torchrun, wait_until
 from tests.support.shards import tars
 from tests.support.small_runs import (
+    keepers_of,
     kill_workers_and_agent,
     options,
     saved_step,
@@ -44,10 +45,11 @@ def every_sample_in_its_step() -> set[tuple[int, ...]]:
 
 
 def killed(process: subprocess.Popen[str], run_dir: Path, at: int, one_first: bool) -> None:
-    """SIGKILL a whole job at a step; before that, perhaps, one of its ranks, which starts again in place."""
+    """SIGKILL a whole job at a step; before that, perhaps, one of its ranks or keepers, so that all start again."""
     if one_first:
         wait_for_step(run_dir, at, process)
-        os.kill(random.choice([*workers_of(process).values()]), signal.SIGKILL)
+        dies = random.choice([workers_of, keepers_of])(process)
+        os.kill(random.choice([*dies.values()]), signal.SIGKILL)
         at += 2
     wait_for_step(run_dir, at, process)
     wait_until(lambda: saved_step(run_dir) >= at - 2, "the last checkpoint before it")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.processes import ROOT, TRAIN, finish, finish_all, fork_ranks, read, records, start, torchrun
-from tests.support.small_runs import PLAN, SAMPLES, job, wait_for_step, workers_of
+from tests.support.small_runs import BOTH_WAYS, PLAN, SAMPLES, job, pids_of, restarts_of, wait_for_step
 
 WORKER = ROOT / "tests" / "support" / "tree_worker.py"
 
@@ -78,14 +78,15 @@ def test_the_control_with_the_ring_the_bits_depend_on_the_number_of_ranks(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_peer_that_dies_in_an_exchange_is_an_error_and_no_hang(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_a_peer_that_dies_in_an_exchange_is_an_error_and_no_hang(tmp_path: Path, dies: str) -> None:
     run_dir = tmp_path / "run"
     process = start(torchrun(3, TRAIN, *job(run_dir, "--reduce", "tree", "--pause", 0.1), restarts=1))
     wait_for_step(run_dir, 3, process)
-    os.kill(workers_of(process)[1], signal.SIGKILL)
+    os.kill(pids_of(process, dies)[1], signal.SIGKILL)
     done = processes.finish(process)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert len(records(run_dir, "start")) == 2
+    assert restarts_of(run_dir) == ((0, 1) if dies == "trainer" else (1, 0))
     assert "no progress" not in done.stderr
     steps = [record["step"] for record in records(run_dir, "train")]
     assert steps == list(range(1, PLAN.total_steps + 1)), "no step is lost or done twice"

@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from evenkeel.common.processes import process_name
 from evenkeel.data.plan import Plan
 from tests.support import processes
@@ -107,6 +109,21 @@ def trainer_of(process: subprocess.Popen[str]) -> int:
 def keepers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
     """Rank -> pid of the processes that a torchrun agent has started."""
     return ranks_of(agent.pid)
+
+
+BOTH_WAYS = pytest.mark.parametrize("dies", ["trainer", pytest.param("keeper", marks=pytest.mark.slow)])
+"""A rank that dies starts again in place, or with its keeper by torchrun."""
+
+
+def pids_of(agent: subprocess.Popen[str], dies: str) -> dict[int, int]:
+    """Rank -> pid of its trainer or of its keeper, as in BOTH_WAYS."""
+    return workers_of(agent) if dies == "trainer" else keepers_of(agent)
+
+
+def restarts_of(run_dir: Path) -> tuple[int, int]:
+    """How often the ranks of a finished run have started again by torchrun, and how often in place."""
+    summary = read(run_dir)
+    return summary["restarts"] - summary["restarts_in_place"], summary["restarts_in_place"]
 
 
 def ranks_of(parent: int, name: str = "") -> dict[int, int]:
