@@ -20,7 +20,7 @@ BUDGET = {
     "distributed": 1820,
     "resilience": 1390,
     "training": 3610,
-    "run": 4040,
+    "run": 4055,
     "tasks": 2150,
     "launch": 2120,
     "cli": 5090,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT, wait_until_gone
+from tests.support import small_runs
+from tests.support.processes import LIMIT, ROOT, TRAIN, finish_all, fork_ranks, wait_until_gone
 
 FAILING = """
 import multiprocessing, sys, torch
@@ -59,3 +60,45 @@ def test_workers_ignore_signals_from_outside_and_end_with_a_failing_parent(
     assert err.endswith("ValueError: the traceback keeps the loader alive\n"), err  # and nothing about workers
     assert process.returncode == 1
     wait_until_gone([worker])
+
+
+WATCHING = """
+import os
+from dataclasses import dataclass
+import torch
+from torch.utils.data import get_worker_info
+from evenkeel.data.loader import Seeded
+from tests.support.recording_task import Recorded
+
+class Watched(torch.utils.data.Dataset):
+    def __init__(self, name):
+        self.name = name
+    def __len__(self):
+        return 24
+    def __getitem__(self, number):
+        if (loader := get_worker_info()) and isinstance(loader.dataset, Seeded):  # and not what each start compares
+            with open(os.environ["WATCHED"], "a") as file:
+                file.write(f"{self.name} {torch.distributed.is_initialized()}\\n")
+        return torch.zeros(4), number
+
+@dataclass
+class Watching(Recorded):
+    def train_dataset(self):
+        return Watched("train")
+    def test_dataset(self):
+        return Watched("test")
+"""
+
+
+def test_loader_processes_of_the_training_data_are_forked_before_there_is_a_process_group(tmp_path: Path) -> None:
+    """Whose threads a fork may catch inside Python. The control: the evaluation's come later."""
+    (tmp_path / "watching.py").write_text(WATCHING)
+    seen, options = tmp_path / "seen", ["--num-workers", 1, "--epochs", 2, "--batch-size", 8, "--micro-batch", 4]
+    ranks = fork_ranks(
+        2, TRAIN, *small_runs.options(f"{tmp_path / 'watching.py'}:Watching", tmp_path / "run", *options),
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "WATCHED": str(seen)},
+    )  # fmt: skip
+    finish_all(ranks)
+    lines = seen.read_text().splitlines()
+    assert set(lines) == {"train False", "test True"}
+    assert lines.count("train False") >= 2 * 24, "and what is loaded ahead"

@@ -455,6 +455,10 @@ class Attempt:
             log.log(logging.WARNING if self.config.init_partial else logging.INFO, "%s", state.origin)
         if state.step < (came := self.directory.status.get("step", 0) if self.directory else 0):
             log.warning("the run had come to step %d, but its newest checkpoint is of step %d", came, state.step)
+        if kept.is_kept() and self.config.keeper_memory == "on":
+            size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
+            more = "" if state.step else ", and what the optimizers keep"
+            log.info("when a rank dies, each other leaves %.1f MB%s in memory (--keeper-memory)", size, more)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
         metrics = list(read_records(self.path / "metrics.jsonl", tail=1 << 20))
