@@ -73,7 +73,7 @@ def hold(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
     try:
         with open(f"/proc/self/fd/{_mine}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
             write(file)
-    except OSError:
+    except (OSError, RuntimeError, MemoryError):  # torch makes the second of the first
         release()
         return False
     kept.tell("held", json.dumps(facts))  # so it is whole

@@ -1,0 +1,99 @@
+"""A state in memory that a keeper shares: whole or not there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenkeel.common import kept
+from evenkeel.resilience import held
+from evenkeel.resilience.held import Held, Memory, Offer, found, hold
+
+MEGABYTE = 1 << 20
+STATE = {"weights": torch.arange(MEGABYTE, dtype=torch.float32)}
+
+
+def by_a_rank(memory: Memory, act: Callable[[], object]) -> str:
+    """What a fork tells of the state that it leaves, last; as its keeper would hear it."""
+    heard, told = os.pipe()
+    memory.prepare()
+    if not (child := os.fork()):
+        try:
+            kept.enter(told, os.getppid(), 0)
+            memory.enter()
+            act()
+        finally:
+            os._exit(0)
+    os.close(told)
+    os.waitpid(child, 0)
+    with os.fdopen(heard) as words:
+        return ([""] + words.read().splitlines())[-1].removeprefix("held").strip()
+
+
+def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) -> None:
+    def save(it: Held) -> None:
+        (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
+
+    memory = Memory(save)
+    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3})))
+    memory.await_written(60)
+    assert torch.load(tmp_path / "saved")["weights"].equal(STATE["weights"])
+
+    def is_there() -> None:
+        left = held.before()
+        assert left
+        assert left.step == 3
+        assert torch.load(left.path)["weights"].equal(STATE["weights"])
+        hold(partial(torch.save, STATE), {"step": 4})
+
+    assert by_a_rank(memory, is_there) == '{"step": 4}'
+
+
+@pytest.mark.parametrize("limit", [MEGABYTE, resource.RLIM_INFINITY])
+def test_a_state_that_has_no_room_is_not_held_at_all(limit: int) -> None:
+    def act() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        hold(partial(torch.save, STATE), {"step": 1})
+
+    assert by_a_rank(Memory(print), act) == ("" if limit == MEGABYTE else '{"step": 1}')
+
+
+def test_a_state_that_is_being_replaced_when_its_process_dies_is_not_whole() -> None:
+    def act() -> None:
+        hold(partial(torch.save, STATE), {"step": 1})
+        hold(lambda file: (file.write(b"half"), os._exit(0)), {"step": 2})
+
+    assert by_a_rank(Memory(print), act) == ""
+
+
+def test_a_process_without_a_keeper_holds_nothing() -> None:
+    assert not hold(partial(torch.save, STATE), {})
+    assert held.before() is None
+    assert held.offer() is None
+
+
+def test_a_child_that_hangs_is_not_waited_for_longer_than_said() -> None:
+    memory = Memory(lambda _: time.sleep(3))
+    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 1})))
+    begun = time.monotonic()
+    memory.await_written(0.2)
+    assert time.monotonic() - begun < 2
+    memory.await_written(60)
+    assert time.monotonic() - begun > 2
+
+
+def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    offer = Offer(3, str(tmp_path / "state"), held._identity(str(tmp_path / "state")))
+    assert found([offer]) == offer.path, "the control"
+    boot, device, inode = offer.identity
+    for other in (("another boot", device, inode), (boot, device + 1, inode), (boot, device, inode + 1)):
+        assert found([offer._replace(identity=other)]) is None
+    assert found([offer._replace(path="/proc/1/fd/999999")]) is None
