@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import small_runs
-from tests.support.processes import LIMIT, ROOT, TRAIN, finish_all, fork_ranks, wait_until_gone
+from tests.support.processes import LIMIT, ROOT, TRAIN, finish_all, fork_ranks, run, wait_until_gone
 
 FAILING = """
 import multiprocessing, sys, torch
@@ -60,6 +60,28 @@ def test_workers_ignore_signals_from_outside_and_end_with_a_failing_parent(
     assert err.endswith("ValueError: the traceback keeps the loader alive\n"), err  # and nothing about workers
     assert process.returncode == 1
     wait_until_gone([worker])
+
+
+LEAVING = """
+import os, torch
+from evenkeel.common.processes import leave_nothing
+from evenkeel.data.dataset import InMemory
+from evenkeel.data.loader import loader
+from evenkeel.data.sampler import ElasticSampler
+
+sampler = ElasticSampler(range(40), 4, 4, num_replicas=1, rank=0)
+stream = iter(loader(InMemory(torch.arange(40)), sampler, "train", 2, torch.device("cpu")))
+next(stream)
+leave_nothing()
+print("left", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_process_kills_its_loader_processes_without_an_error_about_it() -> None:
+    """torch's signal handler raises one for each that is killed, in the midst of whatever the process does then."""
+    done = run([sys.executable, "-c", LEAVING])
+    assert (done.stdout, done.stderr) == ("left\n", "")
 
 
 WATCHING = """

@@ -70,6 +70,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     "command",
     [
         pytest.param(lambda options: torchrun(2, TRAIN, *options), id="a plain torchrun"),
+        pytest.param(
+            lambda options: torchrun(2, TRAIN, *options, "--num-workers", 2),
+            id="with loader processes",
+            marks=pytest.mark.slow,
+        ),
         # whose store would be a thread of rank 0
         pytest.param(
             lambda options: [sys.executable, "launch/single_node.py", "-g", "2", "--max-restarts", "0", "--", *options],

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +77,8 @@ def leave_nothing(seconds: float = 1.0) -> None:
     For a process that ends by `os._exit`, which skips what `multiprocessing` does at exit. Takes milliseconds. Empty
     folders that torchrun has made for tracebacks go as well.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error about each loader process
     children, until = multiprocessing.active_children(), time.monotonic() + seconds
     for child in children:
         child.kill()

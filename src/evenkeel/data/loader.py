@@ -206,7 +206,7 @@ def _shorten_temp_dir() -> None:
 
 def _kill(workers: Iterable[BaseProcess]) -> None:
     """Kill the workers left at exit by an exception; Python would send SIGTERM, which they ignore, and wait."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report each as a failure
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `leave_nothing`
     for worker in workers:
         worker.kill()
 
