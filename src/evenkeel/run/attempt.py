@@ -420,7 +420,8 @@ class Attempt:
     def _receive(self, in_memory: Sequence[held.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
         """What ranks have left in memory, and the manifest of its checkpoint. The same on all ranks."""
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        path, before = held.found(filter(None, in_memory)), held.before()
+        before = held.before() if in_memory[self.world.rank] else None
+        path = before.path if before else held.found(filter(None, in_memory))
         everywhere = all(self.world.gather(path is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"
         saved = read_held(path) if path and (everywhere or self.world.rank == holder) else None

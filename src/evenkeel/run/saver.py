@@ -139,7 +139,8 @@ class Saver:
             # any more, while of a GPU that hangs nobody knows
             staging = self._staging if kept and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(begun + grace / 2, staging, final=True)
-            if in_place and kept and self._hold(captured, {}, "snapshot"):
+            new = captured["step"] > self.checkpoints.newest_step()
+            if in_place and kept and new and self._hold(captured, {}, "snapshot"):
                 log.info("left step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is in memory"
             # wait after the capture, because small steps go on meanwhile
