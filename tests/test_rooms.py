@@ -14,11 +14,11 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 """From the bottom to the top; a room imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1110,
+    "common": 1130,
     "config": 410,
     "data": 2240,
     "distributed": 1820,
-    "resilience": 1390,
+    "resilience": 1410,
     "training": 3610,
     "run": 4055,
     "tasks": 2150,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import small_runs
-from tests.support.processes import LIMIT, ROOT, TRAIN, finish_all, fork_ranks, run, wait_until_gone
+from tests.support.processes import LIMIT, ROOT, TRAIN, finish, fork, run, wait_until_gone
 
 FAILING = """
 import multiprocessing, sys, torch
@@ -93,34 +93,40 @@ from evenkeel.data.loader import Seeded
 from tests.support.recording_task import Recorded
 
 class Watched(torch.utils.data.Dataset):
-    def __init__(self, name):
-        self.name = name
+    def __init__(self, task, name):
+        self.task, self.name = task, name
     def __len__(self):
         return 24
     def __getitem__(self, number):
         if (loader := get_worker_info()) and isinstance(loader.dataset, Seeded):  # and not what each start compares
             with open(os.environ["WATCHED"], "a") as file:
-                file.write(f"{self.name} {torch.distributed.is_initialized()}\\n")
+                file.write(f"{self.name} {torch.equal(*self.task.weights)}\\n")
         return torch.zeros(4), number
 
 @dataclass
 class Watching(Recorded):
     def train_dataset(self):
-        return Watched("train")
+        return Watched(self, "train")
     def test_dataset(self):
-        return Watched("test")
+        return Watched(self, "test")
+    def model(self):
+        model = super().model()
+        weight = next(model.parameters())
+        self.weights = weight.detach(), weight.detach().clone()
+        return model
 """
 
 
-def test_loader_processes_of_the_training_data_are_forked_before_there_is_a_process_group(tmp_path: Path) -> None:
-    """Whose threads a fork may catch inside Python. The control: the evaluation's come later."""
+def test_loader_processes_of_the_training_data_are_forked_before_a_state_is_loaded(tmp_path: Path) -> None:
+    """Of which they would keep a copy. The control: the evaluation's come later."""
     (tmp_path / "watching.py").write_text(WATCHING)
     seen, options = tmp_path / "seen", ["--num-workers", 1, "--epochs", 2, "--batch-size", 8, "--micro-batch", 4]
-    ranks = fork_ranks(
-        2, TRAIN, *small_runs.options(f"{tmp_path / 'watching.py'}:Watching", tmp_path / "run", *options),
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "WATCHED": str(seen)},
-    )  # fmt: skip
-    finish_all(ranks)
-    lines = seen.read_text().splitlines()
-    assert set(lines) == {"train False", "test True"}
-    assert lines.count("train False") >= 2 * 24, "and what is loaded ahead"
+    job = small_runs.options(f"{tmp_path / 'watching.py'}:Watching", run_dir := tmp_path / "run", *options)
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "WATCHED": str(seen)}
+    process = fork(TRAIN, *job, "--log-every", 1, "--pause", 0.2, env=env)
+    small_runs.wait_for_step(run_dir, 2, process)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).returncode == 75
+    seen.unlink()
+    assert finish(fork(TRAIN, *job, env=env)).returncode == 0
+    assert set(seen.read_text().splitlines()) == {"train True", "test False"}

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from evenkeel.common.processes import process_name
 from tests.support import small_runs
 from tests.support.processes import (
+    ROOT,
     TRAIN,
     environment,
     finish,
@@ -60,7 +62,6 @@ def starts(run_dir: Path) -> list[int]:
 def bytes_in_memory(pid: int) -> int:
     """Of all that a process has for states."""
     links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if "memfd:state" in str(link.readlink())]
-    assert links
     return sum(link.stat().st_size for link in links)
 
 
@@ -125,7 +126,7 @@ def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_rank
 
 def test_what_is_in_memory_comes_to_the_disk_and_then_goes(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE)))
+    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--num-workers", 1)))
     wait_for_step(run_dir, 2, process)
     with locked(run_dir / "checkpoints"):
         os.kill(workers_of(process)[1], signal.SIGKILL)
@@ -139,7 +140,10 @@ def test_what_is_in_memory_comes_to_the_disk_and_then_goes(tmp_path: Path) -> No
     assert manifest["kind"] == "snapshot"
     wait_until(lambda: not ranks_of(survivor, "writer"), "the end of what has written it")
     wait_for_step(run_dir, starts(run_dir)[1] + 1, process)
-    everybody = [*keepers_of(process).values(), *workers_of(process).values()]
+    trainers = workers_of(process).values()
+    loaders = [child for trainer in trainers for child in children(trainer)]
+    assert len(loaders) == 2
+    everybody = [*keepers_of(process).values(), *trainers, *loaders]
     wait_until(lambda: not any(map(bytes_in_memory, everybody)), "no more memory for it")
     assert finish(process).returncode == 0
 
@@ -211,3 +215,60 @@ def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(tmp_path: Path) -
         assert sum("memfd:state" in name for name in descriptors) <= 2
     process.send_signal(signal.SIGTERM)
     assert finish(process).returncode == 75
+
+
+TWO_RUNS = """
+from dataclasses import replace
+import train
+from evenkeel import Run, parse, start
+from tests.support.recording_task import Recorded
+
+def main(arguments):
+    config, task = parse(arguments, Recorded)
+    for name in ("first", "second"):
+        with Run.open(replace(config, run_dir=config.run_dir.with_name(name)), task) as run:
+            if not run.finished:
+                train.train(run)
+    return 0
+
+if __name__ == "__main__":
+    start(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_the_second(tmp_path: Path) -> None:
+    script, first, second = tmp_path / "two_runs.py", tmp_path / "first", tmp_path / "second"
+    script.write_text(TWO_RUNS)
+    shape = ["--epochs", 1, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1, "--pause", 0.1]
+    options = ["--run-dir", tmp_path / "run", "--wandb", "disabled", "--checkpoint-every", 7, "--eval-every", 1000]
+    process = start(
+        [sys.executable, *map(str, [script, *shape, *options])], env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    )
+    wait_for_step(first, 5, process)
+    (first / "checkpoints").symlink_to("/proc/sys/kernel")  # so the seventh step is in memory only
+    wait_for_step(first, 8, process)
+    (first / "checkpoints").unlink()
+    wait_for_step(second, 3, process)
+    os.kill(trainer_of(process), signal.SIGKILL)
+    assert finish(process).returncode == 0
+    assert starts(second) == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_stop_signal_while_a_keeper_waits_for_the_disk_ends_the_job_as_stopped(tmp_path: Path) -> None:
+    task = tmp_path / "changing.py"
+    task.write_text("from tests.support.recording_task import Recorded\nclass Changing(Recorded):\n    pass\n")
+    run_dir = tmp_path / "run"
+    options = job(run_dir, *RARE, "--checkpoint-every", 3, "--task", f"{task}:Changing")
+    process = start([sys.executable, str(TRAIN), *options], env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
+    wait_for_step(run_dir, 1, process)
+    with locked(run_dir / "checkpoints"):
+        wait_for_step(run_dir, 4, process)
+        task.write_text(task.read_text() + "# another\n")
+        os.kill(trainer_of(process), signal.SIGKILL)
+        wait_until(lambda: "writer" in map(process_name, children(process.pid)), "a child that writes")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    assert finish(process).returncode == 75
+    assert saved_step(run_dir) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -14,7 +15,7 @@ import torch
 
 from evenkeel.common import kept
 from evenkeel.resilience import held
-from evenkeel.resilience.held import Held, Memory, Offer, found, hold
+from evenkeel.resilience.held import Held, Memory, Offer, hold, opened
 
 MEGABYTE = 1 << 20
 STATE = {"weights": torch.arange(MEGABYTE, dtype=torch.float32)}
@@ -42,12 +43,13 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory = Memory(save)
-    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3})))
+    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3, "folder": "here"})))
     memory.await_written(60)
     assert torch.load(tmp_path / "saved")["weights"].equal(STATE["weights"])
 
     def is_there() -> None:
-        left = held.before()
+        assert held.before("elsewhere") is None, "the state of another run"
+        left = held.before("here")
         assert left
         assert left.step == 3
         assert torch.load(left.path)["weights"].equal(STATE["weights"])
@@ -75,8 +77,8 @@ def test_a_state_that_is_being_replaced_when_its_process_dies_is_not_whole() -> 
 
 def test_a_process_without_a_keeper_holds_nothing() -> None:
     assert not hold(partial(torch.save, STATE), {})
-    assert held.before() is None
-    assert held.offer() is None
+    assert held.before("") is None
+    assert held.offer("") is None
 
 
 def test_a_child_that_hangs_is_not_waited_for_longer_than_said() -> None:
@@ -92,8 +94,48 @@ def test_a_child_that_hangs_is_not_waited_for_longer_than_said() -> None:
 def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
     offer = Offer(3, str(tmp_path / "state"), held._identity(str(tmp_path / "state")))
-    assert found([offer]) == offer.path, "the control"
+    file = opened([offer])
+    assert file, "the control"
+    file.close()
     boot, device, inode = offer.identity
     for other in (("another boot", device, inode), (boot, device + 1, inode), (boot, device, inode + 1)):
-        assert found([offer._replace(identity=other)]) is None
-    assert found([offer._replace(path="/proc/1/fd/999999")]) is None
+        assert opened([offer._replace(identity=other)]) is None
+    assert opened([offer._replace(path="/proc/1/fd/999999")]) is None
+
+
+@pytest.mark.parametrize("keeper", ["alive", "dead"])
+def test_a_rank_whose_keeper_has_died_brings_what_it_holds_to_the_disk_itself(tmp_path: Path, keeper: str) -> None:
+    def act() -> None:
+        hold(partial(torch.save, STATE), {"step": 1})
+        if keeper == "dead":
+            os.kill(os.getppid(), 9)
+            while os.getppid() == parent:
+                time.sleep(0.01)
+        kept.end()
+        (tmp_path / "end").touch()
+
+    if not (child := os.fork()):
+        memory = Memory(lambda held: (tmp_path / "saved").write_bytes(Path(held.path).read_bytes()))
+        parent = os.getpid()
+        by_a_rank(memory, act)
+        os._exit(0)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "end").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (tmp_path / "saved").exists() == (keeper == "dead")
+
+
+def test_a_process_that_is_forked_keeps_no_memory() -> None:
+    def act() -> None:
+        hold(partial(torch.save, STATE), {"step": 1, "folder": ""})
+        mine = held._mine
+        os.fstat(mine)
+        if not (loader := os.fork()):
+            with contextlib.suppress(OSError):
+                os.fstat(mine)
+                os._exit(1)
+            os._exit(hold(partial(torch.save, STATE), {"step": 3}))
+        hold(partial(torch.save, STATE), {"step": os.waitpid(loader, 0)[1]})
+
+    assert by_a_rank(Memory(print), act) == '{"step": 0}'

@@ -134,6 +134,19 @@ def test_the_manifest(checkpoints: Checkpoints) -> None:
     assert read_manifest(snapshot).kind == "snapshot"
 
 
+def test_a_planned_checkpoint_that_comes_late_replaces_a_snapshot_of_its_step(checkpoints: Checkpoints) -> None:
+    """Which has no evaluation. One that is there already is not written again, nor is a snapshot of an older step."""
+    evaluated: dict[str, Any] = {"metrics": {"accuracy": 0.9}, "kind": "checkpoint"}
+    checkpoints.rescue(state(4))
+    path = checkpoints.rescue(state(4), **evaluated)
+    assert path
+    assert read_manifest(path).metrics == {"test/accuracy": 0.9}
+    assert checkpoints.rescue(state(4), **evaluated) is None
+    assert checkpoints.rescue(state(4)) is checkpoints.rescue(state(3)) is None
+    assert read_manifest(path).kind == "checkpoint"
+    assert checkpoints.rescue(state(3), metrics={"accuracy": 1.0}, kind="checkpoint") == checkpoints.best_path()
+
+
 def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest = json.loads((path / MANIFEST).read_text())
     change(manifest)

@@ -57,14 +57,14 @@ def fork(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path = R
     return started  # as much of a Popen as is needed here
 
 
-def fork_ranks(ranks: int, *arguments: object, env: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
+def fork_ranks(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
     """Start the ranks of a job without torchrun, which is not what is tested then. 0 ranks: one process by itself."""
     if ranks == 0:
-        return [fork(*arguments, env=env)]
+        return [fork(*arguments)]
     port, size = str(free_port()), str(ranks)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return [fork(*arguments, env={**common, **variables, **(env or {})}) for variables in own]
+    return [fork(*arguments, env=common | variables) for variables in own]
 
 
 def refused_ranks(ranks: int, *arguments: object) -> list[subprocess.CompletedProcess[str]]:

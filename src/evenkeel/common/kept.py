@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 Word = Literal["generation", "limit", "grace", "progress", "held", "lost", "hang", "refusal"]
@@ -31,6 +33,8 @@ class _Keeper(NamedTuple):
 
 _keeper: _Keeper | None = None
 _lost = False
+_last_act: Callable[[], object] | None = None
+_telling = threading.Lock()  # a pipe keeps longer words in one piece from one thread only
 _why_not = ""
 
 
@@ -77,10 +81,22 @@ def is_followed() -> bool:
     return _lost
 
 
+def at_the_end(act: Callable[[], object]) -> None:
+    """Do this last of all before this rank ends, unless it is killed."""
+    global _last_act
+    _last_act = act
+
+
+def end() -> None:
+    """Do what was to be done last."""
+    if _last_act:
+        _last_act()
+
+
 def tell(word: Word, value: str = "") -> None:
     """Tell the keeper, if there is one. It hears all that was written before this process ends, however it ends."""
     global _lost
     if _keeper:
         _lost = _lost or word == "lost"
-        with contextlib.suppress(OSError):  # it is dead, and this process ends soon
+        with contextlib.suppress(OSError), _telling:  # it is dead, and this process ends soon
             os.write(_keeper.pipe, f"{word} {value}\n".encode(errors="surrogateescape"))

@@ -86,6 +86,7 @@ def leave_nothing(seconds: float = 1.0) -> None:
         child.join(max(0.0, until - time.monotonic()))  # or it might put something into the folder yet
     if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
         shutil.rmtree(folder, ignore_errors=True)
+    kept.end()
     logs = [*Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents][:4]  # of rank, attempt, job and agent
     if len(logs) == 4 and not kept.is_kept() and logs[-1].name.startswith("torchelastic_"):  # not those of a --log-dir
         with contextlib.suppress(OSError):  # there is a traceback in it, or another rank has not left yet

@@ -97,8 +97,8 @@ def loader(
 def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> DataLoader[Any] | None:
     """Start the loader processes of the training data, to be used by :func:`loader`; None if there are to be none.
 
-    Before there is a process group, and before a run that goes on has its state: the first step would have to copy
-    every page of it that a loader process shares, and that process would keep the old one for as long as it lives.
+    Before a run that goes on has its state: the first step would have to copy every page of it that a loader process
+    shares, and that process would keep the old one for as long as it lives.
     """
     if not num_workers:
         return None

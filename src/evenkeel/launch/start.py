@@ -85,11 +85,11 @@ def _prepare(task: str) -> str:
     script = vars(sys.modules["__main__"]).values()
     own = [it for it in script if isinstance(it, type) and issubclass(it, Task) and it is not Task]
     try:
-        if not own:
-            load_task(task)
+        task_class = own[-1] if own else load_task(task)
     except Refusal as refusal:  # as above
         return str(refusal)
-    if not {"-h", "--help"} & set(sys.argv):
+    ours = getattr(task_class, "__post_init__", load_task).__module__.startswith(f"{__package__.partition('.')[0]}.")
+    if ours and not {"-h", "--help"} & set(sys.argv):  # what a user's does is for the trainer
         with contextlib.suppress(Exception, SystemExit):  # as above
             options_of(sys.argv[1:], own[-1] if own else None)
     return ""

@@ -54,6 +54,8 @@ class Offer(NamedTuple):
 
 
 _mine = -1
+_facts: dict[str, Any] = {}
+"""Of what is in it; none: it is not whole."""
 _before: Held | None = None
 
 
@@ -67,6 +69,7 @@ def hold(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
     Returns:
         False if there is no keeper, or no room.
     """
+    global _facts
     if _mine < 0:
         return False
     release()
@@ -77,38 +80,40 @@ def hold(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
         release()
         return False
     kept.tell("held", json.dumps(facts))  # so it is whole
+    _facts = facts
     return True
 
 
 def release() -> None:
     """Let the keeper hold nothing of what this process has written."""
+    global _facts
     if _mine >= 0:
         kept.tell("held")
+        _facts = {}
         os.ftruncate(_mine, 0)
 
 
-def before() -> Held | None:
-    """What an earlier rank below this keeper has left."""
-    return _before
+def before(folder: str) -> Held | None:
+    """What an earlier rank below this keeper has left of the run with this folder of checkpoints."""
+    return _before if _before and _before.facts["folder"] == folder else None
 
 
-def offer() -> Offer | None:
-    """Offer what an earlier rank has left to the other ranks of this machine, until :func:`forget_before`."""
-    if not _before:
+def offer(folder: str) -> Offer | None:
+    """Offer it to the other ranks of this machine, until :func:`forget_before`."""
+    if not (left := before(folder)):
         return None
-    path, identity = f"/proc/{os.getpid()}/fd/{_before.descriptor}", ("", 0, 0)
+    path, identity = f"/proc/{os.getpid()}/fd/{left.descriptor}", ("", 0, 0)
     with contextlib.suppress(OSError):  # a sandbox may hide it; then nobody else finds the file
         identity = _identity(path)
-    return Offer(_before.step, path, identity)
+    return Offer(left.step, path, identity)
 
 
-def found(offers: Iterable[Offer]) -> str | None:
-    """The path of the first of these that this process can read."""
+def opened(offers: Iterable[Offer]) -> IO[bytes] | None:
+    """The first of these that this process can read, which it then can although the rank that offers it dies."""
     for each in offers:
         with contextlib.suppress(OSError):
             if _identity(each.path) == each.identity:
-                Path(each.path).open("rb").close()
-                return each.path
+                return Path(each.path).open("rb")
     return None
 
 
@@ -118,11 +123,19 @@ def _identity(path: str) -> tuple[str, int, int]:
 
 
 def forget_before() -> None:
-    """Let go of it. Loader processes that are forked later would keep the memory."""
+    """Let go of it."""
     global _before
     if _before:
         os.close(_before.descriptor)
         _before = None
+
+
+def _disown() -> None:
+    global _mine, _facts
+    forget_before()
+    if _mine >= 0:
+        os.close(_mine)
+    _mine, _facts = -1, {}
 
 
 class Memory:
@@ -147,6 +160,14 @@ class Memory:
         """In that rank: :func:`hold` writes there, and :func:`before` is what the keeper holds."""
         global _mine, _before
         _mine, _before = self._next, self._held
+        os.register_at_fork(after_in_child=_disown)  # or loader processes would keep the memory
+        keeper = os.getppid()
+
+        def save_orphaned() -> None:
+            if _facts and os.getppid() != keeper:  # it has died before it could do so
+                self._save(Held(_mine, _facts))
+
+        kept.at_the_end(save_orphaned)
 
     def take(self, facts: str) -> None:
         """After the end of that rank: hold what it has left, if that is whole, and begin to write it to the disk.
@@ -183,9 +204,9 @@ class Memory:
         """Take note of children that have ended."""
         self._writers = [pid for pid in self._writers if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
-    def await_written(self, seconds: float) -> None:
+    def await_written(self, seconds: float, wait: Callable[[float], object] = time.sleep) -> None:
         """Wait until all is on the disk, but not longer than so many seconds."""
         deadline = time.monotonic() + seconds
         while self._writers and time.monotonic() < deadline:
-            time.sleep(0.01)
+            wait(0.01)
             self.reap()

@@ -50,6 +50,7 @@ from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, nam
 from ..config import Config
 from ..distributed.exits import refuse
 from .held import Held, Memory
+from .interruption import STOPPED
 from .peers import Peers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
@@ -136,7 +137,9 @@ class Keeper:
                 self._end(code)
             self._forks += 1
             if self._changed():
-                self._memory.await_written(self._grace)
+                self._memory.await_written(self._grace, self._stopped_within)
+                if self._stopped:
+                    self._end(STOPPED)
                 os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606

@@ -56,7 +56,6 @@ from .run_directory import (
     refuse_other_data,
     refuse_other_order,
 )
-from .saver import read_held
 from .trackers import wandb_mode
 
 log = logging.getLogger(__name__)
@@ -384,7 +383,7 @@ class Attempt:
         other_bits: Differences = {}
         while True:
             on_disk = self.checkpoints.newest_name() if self.world.local_rank == 0 else 0
-            everywhere = self.world.gather((held.offer(), on_disk))
+            everywhere = self.world.gather((held.offer(self.checkpoints.place), on_disk))
             newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
             if newest == 0:
                 other_bits = self._compare_bits(None)
@@ -420,17 +419,18 @@ class Attempt:
     def _receive(self, in_memory: Sequence[held.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
         """What ranks have left in memory, and the manifest of its checkpoint. The same on all ranks."""
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = held.before() if in_memory[self.world.rank] else None
-        path = before.path if before else held.found(filter(None, in_memory))
-        everywhere = all(self.world.gather(path is not None))
+        before = held.before(self.checkpoints.place) if in_memory[self.world.rank] else None
+        file = Path(before.path).open("rb") if before else held.opened(filter(None, in_memory))  # noqa: SIM115
+        everywhere = all(self.world.gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"
-        saved = read_held(path) if path and (everywhere or self.world.rank == holder) else None
+        saved: dict[str, Any] = {}
+        with file or contextlib.nullcontext():
+            if file and (everywhere or self.world.rank == holder):
+                saved = torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True)
         if not everywhere:  # a machine has none
             saved = self.world.broadcast_tensors(saved, holder)
-        # nobody forgets it before all have read it: the next thing is to compare the bits of all ranks
         facts = self.world.broadcast(before.facts if before and self.world.rank == holder else None, holder)
         assert facts
-        assert saved
         log.info("going on from step %d, which was in memory: %s", saved["step"], how)
         return manifest_of(facts), saved
 

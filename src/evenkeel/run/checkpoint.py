@@ -98,6 +98,11 @@ class Checkpoints:
         """As `best`, with the full name of the metric."""
         return (full_name(TEST, self.best[0]), self.best[1]) if self.best else None
 
+    @property
+    def place(self) -> str:
+        """The folder's path, whatever the working directory."""
+        return os.path.abspath(self.folder)  # noqa: PTH100  (a link may lead elsewhere later)
+
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         # os.access says no, instead of raising, where permissions do not let it look
@@ -127,12 +132,15 @@ class Checkpoints:
         metrics: Mapping[str, float] = MappingProxyType({}),
         kind: Kind = "snapshot",
     ) -> Path | None:
-        """Write a checkpoint, and return its path, unless this step or a later one is there already.
+        """Write a checkpoint, and return its path, unless it is there already, a snapshot also if a later one is.
 
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
         with self._alone(until):
-            return self._write(state, metrics, kind) if self.newest_step() < state["step"] else None
+            there = self.newest_step() >= state["step"]
+            if kind == "checkpoint":  # a snapshot of this step has no evaluation
+                there = any((m.step, m.kind) == (state["step"], kind) for _, m in self._manifests())
+            return None if there else self._write(state, metrics, kind)
 
     def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
         """Of a checkpoint that is written now; its files are not known yet."""

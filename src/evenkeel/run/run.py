@@ -145,12 +145,12 @@ class Run:
             # the last that may refuse; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
-            workers = start_workers(sets[TRAINING], config.seed, config.num_workers, world.device)
             # a collective's time-out explains nothing, so the watch for hangs must be earlier
             longest = max(600, config.hang_timeout) + LONGEST * config.compile
             with world.connected(timedelta(seconds=longest + 300)) as store:
                 finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
-                run = cls(attempt, task, state, workers)
+                workers = 0 if finished else config.num_workers
+                run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, workers, world.device))
                 run.finished = finished
                 if finished:
                     yield run

@@ -117,7 +117,7 @@ class Saver:
     def _hold(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Have the keeper hold a state, if it can."""
         facts = asdict(self.checkpoints.manifest(captured["step"], metrics, kind))
-        facts |= {"folder": str(self.checkpoints.folder.resolve()), "keep": self.checkpoints.keep}
+        facts |= {"folder": self.checkpoints.place, "keep": self.checkpoints.keep}
         return self._memory and hold(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
@@ -158,12 +158,6 @@ class Saver:
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
 
 
-def read_held(path: str, in_place: bool = False) -> dict[str, Any]:
-    """A state that a rank has left in memory: what `State.capture` gave. ``in_place`` copies no tensors."""
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=in_place)
-    return state
-
-
 def write_held(held: Held) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; for a keeper's child."""
     manifest = manifest_of(held.facts)
@@ -173,6 +167,7 @@ def write_held(held: Held) -> None:
     time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
     try:
         until = time.monotonic() + LOCK_PATIENCE
-        checkpoints.rescue(read_held(held.path, in_place=True), until, manifest.metrics, manifest.kind)
+        state = torch.load(held.path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoints.rescue(state, until, manifest.metrics, manifest.kind)
     except OSError as error:
         print(f"evenkeel: NOT SAVED: {error}; step {manifest.step} is in memory only", file=sys.stderr)
