@@ -85,7 +85,7 @@ def test_a_process_kills_its_loader_processes_without_an_error_about_it() -> Non
 
 
 WATCHING = """
-import os
+import logging, os
 from dataclasses import dataclass
 import torch
 from torch.utils.data import get_worker_info
@@ -101,6 +101,7 @@ class Watched(torch.utils.data.Dataset):
         if (loader := get_worker_info()) and isinstance(loader.dataset, Seeded):  # and not what each start compares
             with open(os.environ["WATCHED"], "a") as file:
                 file.write(f"{self.name} {torch.equal(*self.task.weights)}\\n")
+            logging.getLogger("evenkeel.watched").info("sample %d of %s", number, self.name)
         return torch.zeros(4), number
 
 @dataclass
@@ -118,15 +119,17 @@ class Watching(Recorded):
 
 
 def test_loader_processes_of_the_training_data_are_forked_before_a_state_is_loaded(tmp_path: Path) -> None:
-    """Of which they would keep a copy. The control: the evaluation's come later."""
+    """Of which they would keep a copy; and after the logs are there. The control: the evaluation's come later."""
     (tmp_path / "watching.py").write_text(WATCHING)
     seen, options = tmp_path / "seen", ["--num-workers", 1, "--epochs", 2, "--batch-size", 8, "--micro-batch", 4]
+    options += ["--pause", 0.2, "--log-every", 1]
     job = small_runs.options(f"{tmp_path / 'watching.py'}:Watching", run_dir := tmp_path / "run", *options)
     env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "WATCHED": str(seen)}
-    process = fork(TRAIN, *job, "--log-every", 1, "--pause", 0.2, env=env)
+    process = fork(TRAIN, *job, env=env)
     small_runs.wait_for_step(run_dir, 2, process)
     process.send_signal(signal.SIGTERM)
     assert finish(process).returncode == 75
     seen.unlink()
     assert finish(fork(TRAIN, *job, env=env)).returncode == 0
     assert set(seen.read_text().splitlines()) == {"train True", "test False"}
+    assert " sample 3 of train" in (run_dir / "logs" / "attempt-0002" / "rank-0.log").read_text()
