@@ -45,7 +45,7 @@ from tests.support.small_runs import (
 )
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000, "--pause", 0.1]
-WAYS = pytest.mark.parametrize("memory", ["on", "off"])
+WAYS = pytest.mark.parametrize("memory", ["on", pytest.param("off", marks=pytest.mark.slow)])
 """The second is the control."""
 
 
@@ -108,6 +108,7 @@ def test_a_disk_that_takes_nothing_loses_no_step(tmp_path: Path, undisturbed: st
     assert weights_of(run_dir) == undisturbed
 
 
+@pytest.mark.slow
 @WAYS
 def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_ranks(tmp_path: Path, memory: str) -> None:
     run_dir = tmp_path / "run"
@@ -124,6 +125,7 @@ def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_rank
     assert finish(process).returncode == 0
 
 
+@pytest.mark.slow
 def test_what_is_in_memory_comes_to_the_disk_and_then_goes(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--num-workers", 1)))
