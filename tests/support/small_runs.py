@@ -111,7 +111,9 @@ def keepers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
     return ranks_of(agent.pid)
 
 
-BOTH_WAYS = pytest.mark.parametrize("dies", ["trainer", pytest.param("keeper", marks=pytest.mark.slow)])
+BOTH_WAYS = pytest.mark.parametrize(
+    "dies", ["trainer", pytest.param("keeper", marks=[pytest.mark.slow, pytest.mark.long])]
+)
 """A rank that dies starts again in place, or with its keeper by torchrun."""
 
 
