@@ -153,6 +153,15 @@ def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
     (path / MANIFEST).write_text(json.dumps(manifest))
 
 
+@pytest.mark.parametrize("step", ["3", 3.5])
+def test_a_manifest_whose_step_only_looks_like_the_folders_is_damaged(checkpoints: Checkpoints, step: object) -> None:
+    path = checkpoints.save(state(3), {})
+    assert read_manifest(path).step == 3, "the control"
+    edit_manifest(path, lambda manifest: manifest.update(step=step))
+    with pytest.raises(Damaged, match="is not this checkpoint's manifest"):
+        read_manifest(path)
+
+
 def as_it_was_before_kinds(manifest: dict[str, Any]) -> None:
     for name in ("kind", "host", "best_by"):
         del manifest[name]

@@ -357,9 +357,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        manifest = manifest_of(json.loads(file.read_text()))
-        if manifest.step != step_of(path):
-            raise ValueError(f"{manifest.kind} of step {manifest.step}")
+        manifest = manifest_of(content := json.loads(file.read_text()))
+        if content["step"] != step_of(path):
+            raise ValueError(f"{manifest.kind} of step {content['step']}")
         return replace(manifest, files={STATE: manifest.files[STATE]} | manifest.files)
     except OSError as error:
         raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
