@@ -35,28 +35,22 @@ from tests.support.processes import (
 from tests.support.small_runs import (
     children,
     keepers_of,
+    pids_of,
     ranks_of,
+    restarts_of,
     saved_step,
+    starts,
     told_step,
     trainer_of,
     wait_for_step,
     weights_of,
     workers_of,
 )
+from tests.support.small_runs import kept_job as job
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000, "--pause", 0.1]
 WAYS = pytest.mark.parametrize("memory", ["on", pytest.param("off", marks=pytest.mark.slow)])
 """The second is the control."""
-
-
-def job(run_dir: Path, *more: object) -> list[str]:
-    """Options of a small run with keepers."""
-    return small_runs.job(run_dir, "--keeper", "on", *more)
-
-
-def starts(run_dir: Path) -> list[int]:
-    """The steps at which a run's attempts began."""
-    return [record["step"] for record in records(run_dir, "start")]
 
 
 def bytes_in_memory(pid: int) -> int:
@@ -158,12 +152,12 @@ def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(tmp_path: Path
     options = job(run_dir, *RARE, "--keeper-restarts", 0)
     process = start(torchrun(2, TRAIN, *options, restarts=1))
     wait_for_step(run_dir, 3, process)
-    os.kill((keepers_of(process) if died == "keeper" else workers_of(process))[1], signal.SIGKILL)
+    os.kill(pids_of(process, died)[1], signal.SIGKILL)
     done = finish(process)
     assert done.returncode == 0, done.stderr[-4000:]
     steps = [record["step"] for record in records(run_dir, "train")]
     assert sorted(set(steps)) == sorted(steps), "no step is done twice"
-    assert (read(run_dir)["restarts"], read(run_dir)["restarts_in_place"]) == (1, 0)
+    assert restarts_of(run_dir) == (1, 0)
     assert weights_of(run_dir) == undisturbed
 
 

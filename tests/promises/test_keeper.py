@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import processes, small_runs
+from tests.support import processes
 from tests.support.processes import (
     ROOT,
     TRAIN,
@@ -34,28 +34,19 @@ from tests.support.small_runs import (
     keepers_of,
     ranks_of,
     saved_step,
+    starts,
     told_step,
     trainer_of,
     wait_for_step,
     weights_of,
     workers_of,
 )
-
-
-def job(run_dir: Path, *more: object) -> list[str]:
-    """Options of a small run with keepers."""
-    return small_runs.job(run_dir, "--keeper", "on", *more)
-
+from tests.support.small_runs import kept_job as job
 
 OF_A_TASK = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
 """For a task in a file of the test's own, which is derived from one of tests/support."""
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
-
-
-def starts(run_dir: Path) -> list[int]:
-    """The steps at which a run's attempts began."""
-    return [record["step"] for record in records(run_dir, "start")]
 
 
 @pytest.fixture(scope="module")

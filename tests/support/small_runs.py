@@ -37,6 +37,11 @@ def job(run_dir: Path, *more: object) -> list[str]:
     return options(TASK, run_dir, *shape, *more)
 
 
+def kept_job(run_dir: Path, *more: object) -> list[str]:
+    """The same with keepers."""
+    return job(run_dir, "--keeper", "on", *more)
+
+
 def recipe_job(run_dir: Path, *more: object) -> list[str]:
     """The same with BatchNorm and dropout."""
     shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1]
@@ -64,6 +69,11 @@ def the_line(err: str) -> str:
     (line,) = err.splitlines()
     assert line.startswith("evenkeel: ")
     return line.removeprefix("evenkeel: ")
+
+
+def starts(run_dir: Path) -> list[int]:
+    """The steps at which a run's attempts began."""
+    return [record["step"] for record in records(run_dir, "start")]
 
 
 def told_step(run_dir: Path) -> int:

@@ -88,8 +88,9 @@ def _prepare(task: str) -> str:
         task_class = own[-1] if own else load_task(task)
     except Refusal as refusal:  # as above
         return str(refusal)
-    ours = getattr(task_class, "__post_init__", load_task).__module__.startswith(f"{__package__.partition('.')[0]}.")
-    if ours and not {"-h", "--help"} & set(sys.argv):  # what a user's does is for the trainer
+    package, made = __name__.partition(".")[0], getattr(task_class, "__post_init__", None)
+    users = made is not None and made.__module__.partition(".")[0] != package  # what it does is for the trainer
+    if not users and not {"-h", "--help"} & set(sys.argv):
         with contextlib.suppress(Exception, SystemExit):  # as above
             options_of(sys.argv[1:], own[-1] if own else None)
     return ""
