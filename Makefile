@@ -7,11 +7,11 @@ INSTALLED := .venv/.installed
 # three files of tests at a time, also on two cores: much of their time is waiting; four with a cluster and containers
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # folders all of whose tests are slow: where none of them is run, none need be collected
-SLOW := cluster docker nodes processes gpu
+SLOW := bare cluster docker nodes processes gpu
 GATE := cluster docker nodes promises processes/test_readme.py
 ARGS ?=
 
-.PHONY: help setup train test test-fast test-rest test-gate test-all test-docker bench-smoke lint format lock
+.PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker bench-smoke lint format lock
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -41,6 +41,9 @@ test-gate: $(INSTALLED)  ## of that, what CI runs after `make test`: the promise
 
 test-all: $(INSTALLED)  ## all tests
 	$(PYTEST) $(ARGS)
+
+test-bare: $(INSTALLED)  ## `make train` and `make test` on a bare machine: Debian, Python, make, no root (making it needs root)
+	$(BIN)/pytest tests/bare $(ARGS)
 
 test-docker: $(INSTALLED)  ## build the image and run it, with an engine of the tests' own (needs root)
 	$(BIN)/pytest tests/docker $(ARGS)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evenkeel.common.processes import STOP_SIGNALS
+from tests.support import needs
 
 TOGETHER = ("tests/cluster/", "tests/docker/")
 """Folders whose tests share something of which a machine has one only: a cluster, images that are being built."""
@@ -46,7 +47,7 @@ def _signals_as_before() -> Iterator[None]:
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "blocked signals would be handed down to all processes"
 
 
-KINDS = {"promises": "promise"} | dict.fromkeys(("processes", "nodes", "cluster", "docker", "gpu"), "slow")
+KINDS = {"promises": "promise"} | dict.fromkeys(("processes", "bare", "nodes", "cluster", "docker", "gpu"), "slow")
 """The marker of the tests of a folder. Tests in any other folder run in the process of pytest alone, and fast."""
 
 
@@ -70,10 +71,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "disk", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a disk: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with needs.small_disk(tmp_path / "disk", "8m") as folder:
+        yield folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """As below, for whole files."""
+    return _no_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Where all tools should be there, a test that is skipped for want of one fails."""
+    return _no_skip((yield))
+
+
+def _no_skip(report: Any) -> Any:
+    if report.skipped and os.environ.get(needs.NO_SKIPS) and not hasattr(report, "wasxfail"):
+        _, _, reason = report.longrepr
+        if not needs.CI_LACKS.search(reason):
+            report.outcome = "failed"
+            report.longrepr = f"{reason} ({needs.NO_SKIPS} is set, so nothing may be missing)"
+    return report

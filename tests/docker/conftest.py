@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.engine import Engine, certificates, engine_for_the_tests, pip_configuration, why_not
+from tests.docker.engine import Engine, engine_for_the_tests, why_not
+from tests.support.pip import certificates, pip_configuration
 from tests.support.processes import ROOT
 
 IMAGE = "evenkeel-test"

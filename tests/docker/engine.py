@@ -7,14 +7,12 @@ else. So the daemon is started twice, on the same data.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -175,27 +173,6 @@ def wait_for(look: Callable[[], Any], what: str, limit: float = 240, more: Calla
         assert time.monotonic() < deadline, f"{what} did not come in {limit} s\n{more()}"
         time.sleep(0.2)
     return seen
-
-
-def pip_configuration() -> str:
-    """How this machine's pip reaches its index, environment included, as a pip.conf; without local folders."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    options = {}
-    for line in listed.stdout.splitlines():
-        name, _, value = line.partition("=")
-        words = [word for word in str(ast.literal_eval(value)).split() if not word.startswith(("/", "file:"))]
-        if words:
-            options[name.rpartition(".")[2]] = "\n    ".join(words)
-    return "\n".join(["[global]", *(f"{name} = {value}" for name, value in options.items()), ""])
-
-
-def certificates() -> Path | None:
-    """The CA file that this machine's pip is told to use."""
-    found = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.cert"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    path = os.environ.get("PIP_CERT") or found
-    return Path(path) if path else None
 
 
 def _remove(home: Path) -> None:

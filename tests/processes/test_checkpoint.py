@@ -15,9 +15,9 @@ import pytest
 from evenkeel.run.checkpoint import Checkpoints
 from tests.run.test_checkpoint import (
     disk,  # noqa: F401  (a fixture)
-    small_disk,
     steps,
 )
+from tests.support.needs import small_disk
 from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, run
 
 

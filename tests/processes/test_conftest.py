@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.processes import ROOT, run
 
+NO_SKIPS = {"EVENKEEL_NO_SKIPS": "1"}
+
 TEST = """
 import os, pathlib, time
 
@@ -28,12 +30,18 @@ def processes(folder: Path, *options: str, conftest: bool = True) -> dict[str, s
             (folder / "tests" / name / f"test_{name}_{test}.py").write_text(TEST)
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\ntestpaths = ['tests']\n")
     if conftest:
-        shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
+        copy_conftest(folder)
     found = folder / "found"
     found.mkdir()
     run([sys.executable, "-m", "pytest", "-q", *options], cwd=folder, env={"FOUND": str(found), "PYTEST_ADDOPTS": ""})
     names = {"cluster", "docker"}
     return {name: {path.read_text() for path in found.glob(f"{name}-*")} for name in names}
+
+
+def copy_conftest(folder: Path) -> None:
+    (folder / "tests" / "support").mkdir(parents=True)
+    for name in ("conftest.py", "support/needs.py", "__init__.py", "support/__init__.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
 
 
 @pytest.mark.parametrize("conftest", [True, False])
@@ -46,3 +54,36 @@ def test_a_folder_that_shares_something_stays_in_one_process(tmp_path: Path, con
 
 def test_it_works_without_xdist(tmp_path: Path) -> None:
     assert len(set().union(*processes(tmp_path, "-p", "no:xdist").values())) == 1
+
+
+LACKING = """
+import pytest
+from tests.support import needs
+
+@needs.tools("a-tool-that-nobody-has")
+def test_a_tool(): ...
+
+def test_a_package():
+    pytest.importorskip("a_package_that_nobody_has")
+
+@pytest.mark.skipif(True, reason="needs a GPU")
+def test_a_gpu(): ...
+
+@pytest.mark.xfail
+def test_a_known_failure():
+    assert False
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "ends"), [({}, "3 skipped, 1 xfailed"), (NO_SKIPS, "1 failed, 1 skipped, 1 xfailed, 1 error")]
+)
+def test_what_is_missing_is_skipped_and_in_ci_an_error(tmp_path: Path, environment: dict[str, str], ends: str) -> None:
+    copy_conftest(tmp_path)
+    (tmp_path / "tests" / "lacking").mkdir()
+    (tmp_path / "tests" / "lacking" / "test_lacking.py").write_text(LACKING)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\ntestpaths = ['tests']\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:xdist"]
+    done = run(command, cwd=tmp_path, env={"EVENKEEL_NO_SKIPS": ""} | environment, expect=1 if environment else 0)
+    assert ends in done.stdout
+    assert "not installed: a-tool-that-nobody-has" in done.stdout

@@ -19,8 +19,8 @@ import pytest
 
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
 from evenkeel.run.checkpoint import Checkpoints
-from tests.run.test_checkpoint import small_disk
-from tests.support import processes
+from tests.support import needs, processes
+from tests.support.needs import small_disk
 from tests.support.processes import (
     TRAIN,
     environment,
@@ -76,10 +76,10 @@ def test_a_signal_is_heard_whatever_threads_the_libraries_have_started(tmp_path:
     assert saved_step(run_dir) >= told
 
 
+@needs.root("make a pid namespace")
+@needs.tools("unshare")
 def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(tmp_path: Path) -> None:
     """`docker stop`: SIGTERM to torchrun as the first process of a pid namespace, and SIGKILL after 10 seconds."""
-    if os.geteuid() != 0 or not shutil.which("unshare"):
-        pytest.skip("needs root to make a pid namespace")
     run_dir = tmp_path / "run"
     options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2, "--num-workers", 1)
     inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -189,7 +189,7 @@ def bound_by_permissions() -> list[str]:
     if os.geteuid() != 0:
         return []
     if not shutil.which("setpriv"):
-        pytest.skip("needs setpriv, because permissions do not bind root")
+        pytest.skip("not installed: setpriv, because permissions do not bind root")
     without = "-dac_override,-dac_read_search"
     return ["setpriv", f"--inh-caps={without}", f"--bounding-set={without}", "--"]
 

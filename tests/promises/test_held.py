@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.common.processes import process_name
-from tests.support import small_runs
+from tests.support import needs, small_runs
 from tests.support.processes import (
     ROOT,
     TRAIN,
@@ -162,7 +161,8 @@ def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
+@needs.root("make a pid namespace")
+@needs.tools("unshare")
 def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, undisturbed: str) -> None:
     """Two agents, one of them with processes of its own numbering, as in a container."""
     run_dir, port = tmp_path / "run", free_port()

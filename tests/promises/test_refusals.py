@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,8 +41,13 @@ def test_a_real_refusal_under_torchrun(tmp_path: Path, command: str, expected: i
         word.replace("torch.distributed.run", command) for word in torchrun(2, TRAIN, "--task=nonsense", restarts=3)
     ]
     done = run(argv, cwd=tmp_path, expect=expected)
-    assert (done.stdout, done.stderr) == ("", NONSENSE)
+    assert (done.stdout, own_lines(done)) == ("", NONSENSE)
     assert list(tmp_path.iterdir()) == []
+
+
+def own_lines(done: subprocess.CompletedProcess[str]) -> str:
+    """What we say. torch warns beside it where no name server answers."""
+    return re.sub(r"^\[W.*hostname of the client socket cannot be retrieved.*\n", "", done.stderr, flags=re.MULTILINE)
 
 
 def test_without_that_torchrun_starts_the_refused_again(tmp_path: Path) -> None:
@@ -72,7 +79,7 @@ def test_two_nodes_refuse_together(tmp_path: Path, refusing: str) -> None:
         )
         for node in range(2)
     ]  # fmt: skip
-    lines = sorted(checked(finish(node), -signal.SIGALRM).stderr for node in nodes)
+    lines = sorted(own_lines(checked(finish(node), -signal.SIGALRM)) for node in nodes)
     assert once(out)
     assert lines[0] == "evenkeel: no\n"
     assert lines[1] in ("evenkeel: no\n", "evenkeel: refused by rank 0: no\n", "evenkeel: refused by rank 2: no\n")

@@ -29,6 +29,7 @@ from torch import nn
 
 from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, unpack, verify
 from evenkeel.training.state import State
+from tests.support.needs import small_disk
 from tests.support.processes import wait_until
 
 FORK = multiprocessing.get_context("fork")
@@ -708,21 +709,6 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> N
         last = max(last, done)
         assert (found["step"] if found else 0) >= last, "a finished checkpoint was lost"
     assert last >= KILLS
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a file system of a given size, as a real disk that gets full."""
-    if os.geteuid() != 0 or not shutil.which("mount"):
-        pytest.skip("needs root to mount a small file system")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], timeout=30, check=True)
 
 
 @pytest.fixture

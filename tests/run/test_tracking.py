@@ -7,8 +7,6 @@ import io
 import json
 import logging
 import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.run.trackers import INIT_TIMEOUT, wandb_mode
 from evenkeel.run.tracking import Tracker, start_logs
+from tests.support.needs import small_disk
 
 PLAN = Plan(samples=100, global_batch=10, micro_batch=5, epochs=2)
 
@@ -107,15 +106,7 @@ def test_another_attempt_appends(run_dir: Path) -> None:
 
 def test_a_full_disk_costs_lines_and_leaves_no_part_of_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A part of a line would swallow the next one, too."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0 or not shutil.which("mount"):
-        pytest.skip("needs root to mount a small file system")
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "64k") as folder:
         it = tracker(folder)
         (folder / "filler").write_bytes(bytes(40_000))
         for step in range(1000):
@@ -127,8 +118,6 @@ def test_a_full_disk_costs_lines_and_leaves_no_part_of_one(tmp_path: Path, caplo
         assert 20 < len(told) < 900
         assert told == sorted(told)
         assert told[-1] == 1000
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], timeout=30, check=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

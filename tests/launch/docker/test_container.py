@@ -21,7 +21,7 @@ from evenkeel.launch.docker.container_job import (
 )
 from evenkeel.launch.topology import refuse_useless_gpus
 from evenkeel.resilience.heartbeat import VARIABLE
-from tests.support import processes
+from tests.support import needs, processes
 from tests.support.processes import start
 
 
@@ -67,7 +67,7 @@ def test_a_small_shm(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/dev/shm, which has only 64 MB, and die of a bus error" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@needs.root("be somebody else")
 def test_a_run_directory_of_somebody_else(tmp_path: Path) -> None:
     os.chown(tmp_path, 1234, 1235)
     refuse_unwritable(tmp_path / "runs" / "classify")

@@ -12,6 +12,7 @@ from evenkeel.launch.slurm import submission
 from evenkeel.launch.slurm.cluster import Partition, choose, minutes_of, parse_time
 from evenkeel.launch.slurm.code import LARGEST, copy_code
 from evenkeel.launch.slurm.jobs import SlurmError, slurm
+from tests.support import needs
 from tests.support.processes import ROOT
 
 GPU = Partition("gpu", default=True, nodes=4, gpus=8, minutes=24 * 60)
@@ -68,6 +69,7 @@ def test_limits_as_sinfo_writes_them(text: str, minutes: int | None) -> None:
     assert minutes_of(text) == minutes
 
 
+@needs.tools("git")
 def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
     origin, copy = tmp_path / "origin", tmp_path / "slurm" / "code"
     origin.mkdir()

@@ -1,0 +1,47 @@
+"""What a test needs of its machine. A machine that lacks it skips the test, with the reason.
+
+Where `EVENKEEL_NO_SKIPS` is set, as in CI, which installs all tools, such a skip is a failure: tests/conftest.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+NO_SKIPS = "EVENKEEL_NO_SKIPS"
+CI_LACKS = re.compile(r"\bGPUs?\b|\bCUDA\b|'(torchdata|webdataset|datasets)\b|older releases have none")
+"""In the reason of a skip: what CI does not have either."""
+
+
+def root(to: str) -> pytest.MarkDecorator:
+    """For a test that only root can run; `to` says what root is needed to do."""
+    return pytest.mark.skipif(os.geteuid() != 0, reason=f"needs root to {to}")
+
+
+def tools(*names: str) -> pytest.MarkDecorator:
+    """For a test that runs these programs."""
+    missing = [name for name in names if shutil.which(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of a given size, such as 1m, as a real disk that gets full. Without root the test skips."""
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("needs root to mount a small file system")
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], timeout=30, check=True)
