@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ import torch
 
 from evenkeel.training.determinism import fix_arithmetic
 from tests.support import processes
+from tests.support.gpu import end_all
 
 HERE = Path(__file__).parent
-ORDER = ("job", "keeper", "jobs_of_two", "state", "transfer", "placement", "recipes", "precision", "oom", "nonfinite")
+ORDER = ("job", "keeper", "state", "jobs_of_two", "transfer", "placement", "recipes", "precision", "oom", "nonfinite")
 """The files by risk; the others follow."""
 REHEARSED = "EVENKEEL_REHEARSE" in os.environ
-REHEARSABLE = {"test_job.py", "test_keeper.py", "test_jobs_of_two.py", "test_recipes.py"}
+JOBS = {"test_job.py", "test_keeper.py", "test_jobs_of_two.py", "test_recipes.py"}
+"""The files whose tests only start processes, and may be rehearsed."""
 
 PROCESS, TEST, ALL = 75.0, 90, 480.0
 """Seconds after which a process is taken to hang, after which a test ends, and after which none begins: a machine is
@@ -42,10 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {f"test_{name}.py": place for place, name in enumerate(ORDER)}
     by_risk = iter(sorted(mine, key=lambda item: rank.get(item.path.name, len(rank))))
     items[:] = [next(by_risk) if item.path.is_relative_to(HERE) else item for item in items]
-    # a hang in the driver can only be ended with its process, which pytest-xdist then starts again
-    method = "thread" if "PYTEST_XDIST_WORKER" in os.environ else "signal"
     for item in mine:
-        rehearsed = REHEARSED and item.path.name in REHEARSABLE
+        rehearsed = REHEARSED and item.path.name in JOBS
+        # a hang in the driver can only be ended with its process, which pytest-xdist then starts again
+        by_signal = item.path.name in JOBS or "PYTEST_XDIST_WORKER" not in os.environ
+        method = "signal" if by_signal else "thread"
         item.add_marker(pytest.mark.skipif(not (torch.cuda.is_available() or rehearsed), reason="needs a CUDA device"))
         if not item.get_closest_marker("timeout") and not REHEARSED:
             item.add_marker(pytest.mark.timeout(TEST, method=method))
@@ -57,11 +61,13 @@ def _as_train_py_computes() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not REHEARSED:
         if time.time() - float(os.environ[BEGAN]) > ALL:
             pytest.skip(f"{ALL:.0f} s were over: run it by itself")
         monkeypatch.setattr(processes, "LIMIT", PROCESS)
+    yield
+    end_all()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -103,7 +109,10 @@ def machine() -> str:
     parts = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     if not torch.cuda.is_available():
         return f"A rehearsal on the CPU; {', '.join(parts)}"
-    known = torch.cuda.get_device_properties(0)
+    try:
+        known = torch.cuda.get_device_properties(0)
+    except RuntimeError as error:  # it has died of a test
+        return f"The GPU does not answer any more: {str(error).splitlines()[0]}; {', '.join(parts)}"
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import TRAIN, start, torchrun
+from tests.support.processes import TRAIN, kill_group, start, torchrun
+from tests.support.small_runs import children
+
+_started: list[subprocess.Popen[str]] = []
 
 REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 """For what cannot be rehearsed on a CPU."""
@@ -26,7 +32,21 @@ def started(ranks: int, *arguments: object, each: int = 1, **environment: str) -
     A real start, and no fork: nobody knows yet whether a GPU's driver survives one.
     """
     words = [TRAIN, *arguments, *shared(ranks, each)]
-    return start(torchrun(ranks, *words) if ranks else [sys.executable, *map(str, words)], env=environment)
+    process = start(torchrun(ranks, *words) if ranks else [sys.executable, *map(str, words)], env=environment)
+    _started.append(process)
+    return process
+
+
+def end_all() -> None:
+    """Kill what a test has left: it would have a share of the GPU in all tests that follow."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            for child in children(process.pid):  # torchrun's ranks are in sessions of their own
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(os.getpgid(child), signal.SIGKILL)
+            kill_group(process)
+            process.wait()
 
 
 def devices_of(run_dir: Path, attempt: int = 1) -> list[str]:
