@@ -20,21 +20,17 @@ from tests.support import processes
 from tests.support.gpu import end_all
 
 HERE = Path(__file__).parent
-ORDER = ("job", "keeper", "state", "jobs_of_two", "transfer", "placement", "recipes", "precision", "oom", "nonfinite")
+ORDER = "job keeper doctor state jobs_of_two transfer placement recipes precision oom nonfinite"
 """The files by risk; the others follow."""
 REHEARSED = "EVENKEEL_REHEARSE" in os.environ
-JOBS = {"test_job.py", "test_keeper.py", "test_jobs_of_two.py", "test_recipes.py"}
+JOBS = {"test_job.py", "test_keeper.py", "test_doctor.py", "test_jobs_of_two.py", "test_recipes.py"}
 """The files whose tests only start processes, and may be rehearsed."""
 
-PROCESS, TEST, ALL = 75.0, 90, 480.0
-"""Seconds after which a process is taken to hang, after which a test ends, and after which none begins: a machine is
-lent for ten minutes."""
+PROCESS, TEST, ALL = 75.0, 90, float(os.environ.get("EVENKEEL_GPU_SECONDS", "480"))
+"""Seconds after which a process is taken to hang, after which a test ends, and after which none begins: a machine may
+be lent for ten minutes."""
 BEGAN = "EVENKEEL_GPU_TESTS_BEGAN"
-os.environ.setdefault(BEGAN, str(time.time()))  # what xdist starts in place of a process that has died inherits it
-
-# processes are started in other folders as well
-paths = [processes.ROOT / "src", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
+"""The environment variable for when the first test began, for what xdist starts in place of a process that has died."""
 
 _reports: dict[str, list[pytest.TestReport]] = {}
 
@@ -42,7 +38,7 @@ _reports: dict[str, list[pytest.TestReport]] = {}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip this folder without a GPU, and sort it by risk."""
     mine = [item for item in items if item.path.is_relative_to(HERE)]
-    rank = {f"test_{name}.py": place for place, name in enumerate(ORDER)}
+    rank = {f"test_{name}.py": place for place, name in enumerate(ORDER.split())}
     by_risk = iter(sorted(mine, key=lambda item: rank.get(item.path.name, len(rank))))
     items[:] = [next(by_risk) if item.path.is_relative_to(HERE) else item for item in items]
     for item in mine:
@@ -66,8 +62,17 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if time.time() - float(os.environ[BEGAN]) > ALL:
             pytest.skip(f"{ALL:.0f} s were over: run it by itself")
         monkeypatch.setattr(processes, "LIMIT", PROCESS)
+    # processes are started in other folders as well
+    paths = [processes.ROOT / "src", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(Path(path).absolute()) for path in paths))
     yield
     end_all()
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Start the clock with the first test of this folder."""
+    if nodeid.startswith("tests/gpu/"):
+        os.environ.setdefault(BEGAN, str(time.time()))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -97,7 +102,8 @@ def reason(worst: pytest.TestReport, reports: list[pytest.TestReport]) -> str:
         text = worst.longrepr[2].removeprefix("Skipped: ")
     elif worst.failed:
         crash = getattr(worst.longrepr, "reprcrash", None)
-        text = crash.message if crash else str(worst.longrepr)
+        first, *rest = (crash.message if crash else str(worst.longrepr)).strip().splitlines() or [""]
+        text = f"{first[:120]} {''.join(rest[-1:])}"  # of a process: its exit code, and what it said last
     else:
         found = dict(pair for it in reports for pair in it.user_properties)
         text = "; ".join(f"{name} {value}" for name, value in found.items())

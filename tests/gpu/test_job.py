@@ -46,32 +46,11 @@ def test_the_job_of_the_readme_reaches_its_accuracy(tmp_path: Path, ranks: int, 
 
 
 @REAL
-def test_more_ranks_than_gpus_are_refused_unless_they_share_and_the_doctor_says_so(
-    tmp_path: Path, record_property: Record
-) -> None:
-    """The doctor also compares the numbers of each collective with the right ones."""
-    ranks = torch.cuda.device_count() + 1
-    refused = run(torchrun(ranks, TRAIN, *DIGITS, "--run-dir", tmp_path / "none"), expect=None)
+def test_more_ranks_than_gpus_are_refused_unless_they_share(tmp_path: Path) -> None:
+    refused = run(torchrun(torch.cuda.device_count() + 1, TRAIN, *DIGITS, "--run-dir", tmp_path / "none"), expect=None)
     assert refused.returncode
     assert "with train.py's --share-gpu, which is slow" in refused.stderr
     assert not (tmp_path / "none").exists()
-
-    def doctor(*options: str) -> dict[str, tuple[str, str]]:
-        asked = ["-m", "evenkeel", "doctor", "--json", "--", "--run-dir", tmp_path / "run", *options]
-        done = run(torchrun(ranks, *asked), expect=None)
-        text = done.stdout[done.stdout.index("{") :]
-        found = {it["name"]: (it["level"], it["value"]) for it in json.loads(text)["findings"]}
-        assert (done.returncode == 0) == ("--share-gpu" in options), done.stdout
-        return found
-
-    assert doctor()["ranks and devices"][0] == "FAIL"
-    found = doctor("--share-gpu")
-    assert found["devices of ranks"][0] == "WARN"
-    assert found["process group"][1] == f"gloo, {ranks} ranks"
-    for name in ("all-reduce", "all-to-all", "broadcast"):
-        assert found[name][0] == "OK", found[name]
-        assert found[name][1].startswith("right, ")
-        record_property(f"gloo's {name}", found[name][1].removeprefix("right, "))
 
 
 def test_killed_stopped_and_continued_on_other_numbers_of_ranks_the_tree_gives_the_same_bits(tmp_path: Path) -> None:

@@ -32,12 +32,11 @@ SLOW = 0.5
 
 def connect(world: World, store: Store, seconds: float) -> list[Finding]:
     """Make the process group that training would have."""
-    backend = world.backend
     limit = timedelta(seconds=seconds)
     group = PrefixStore("group", store)
     with _stdout_to_stderr():
-        dist.init_process_group(backend, store=group, rank=world.rank, world_size=world.world_size, timeout=limit)
-    return [judged("process group", f"{backend}, {world.world_size} ranks")]
+        dist.init_process_group(world.backend, store=group, rank=world.rank, world_size=world.world_size, timeout=limit)
+    return [judged("process group", f"{world.backend}, {world.world_size} ranks")]
 
 
 @contextlib.contextmanager
@@ -120,12 +119,7 @@ def claims(world: World) -> Iterator[Finding]:
 
 
 def judge_claims(devices: Sequence[str], allowed: bool = False) -> Finding:
-    """From the device of each rank; an empty name is a CPU, which any number of ranks may share.
-
-    Args:
-        devices: in the order of ranks.
-        allowed: whether ranks may share a GPU, by --share-gpu.
-    """
+    """From the device of each rank; empty is a CPU, which ranks may share, as they may a GPU if it is `allowed`."""
     owners: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         owners.setdefault(device, []).append(rank)
