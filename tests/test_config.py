@@ -67,6 +67,8 @@ def test_defaults_that_depend_on_other_options() -> None:
         ({"strategy": "dp", "sync_batchnorm": True}, "--strategy dp --sync-batchnorm", "rank for each micro-batch"),
         ({"micro_batch": "auto", "sync_batchnorm": True}, "--micro-batch auto --sync-batchnorm", "divided by the"),
         ({"strategy": "dp", "reduce": "tree"}, "--reduce tree: with --strategy dp", "leave one of the two out"),
+        ({"strategy": "dp", "share_gpu": True}, "--strategy dp --share-gpu", "leave one of them out"),
+        ({"micro_batch": "auto", "share_gpu": True}, "--micro-batch auto --share-gpu", "give a number"),
         ({"init_from": Path("no/such/model.pt")}, "--init-from no/such/model.pt", "no such file"),
         ({"init_partial": True}, "--init-partial", "name a file or leave it out"),
     ],
@@ -125,7 +127,7 @@ def test_which_options_are_harmless() -> None:
     watching = {"digest_every", "strict_bits", "threads"}
     # a run that was stopped by a NaN may go on without that step; the same data may lie elsewhere
     free = tuning | watching | {"on_nonfinite", "data_dir"}
-    free |= {"place", "model_parallel"}  # where something is computed, as is the number of ranks
+    free |= {"place", "model_parallel", "share_gpu"}  # where something is computed, as is the number of ranks
     free |= {"keeper", "keeper_restarts", "keeper_memory"}  # who starts ranks again
     free |= {"csv", "tensorboard", "save_predictions", "wandb_report"}  # what is written besides
     assert free == HARMLESS - UNSAVED

@@ -128,6 +128,8 @@ class ModelOptions:
     """Split the network over this many GPUs of each process."""
     strategy: Annotated[Literal["ddp", "dp"], NAME] = option("ddp", change="warned")
     """ddp: one process per GPU. dp: nn.DataParallel, one process for all visible GPUs, which is slower."""
+    share_gpu: Flag = option(False, change="free")
+    """Let several processes use one GPU, to try out a job of many; slow, for gloo carries what NCCL cannot."""
 
 
 @dataclass(frozen=True)
@@ -340,6 +342,10 @@ def _check_devices(config: Config) -> None:
         raise Refusal("--reduce tree: with --strategy dp DataParallel sums the gradients; leave one of the two out")
     if dp and divided:
         raise Refusal(f"--strategy dp {divided}: dp gives each GPU a copy of the whole network; leave one of them out")
+    if config.share_gpu and dp:
+        raise Refusal("--strategy dp --share-gpu: dp is a single process for all GPUs; leave one of them out")
+    if config.share_gpu and config.micro_batch == "auto":
+        raise Refusal("--micro-batch auto --share-gpu: what fits depends on the GPU's other processes; give a number")
     if config.compile and (other := "--strategy dp" if dp else divided):
         raise Refusal(f"--compile {other}: a compiled network is on one device of each process; leave one of them out")
     if config.compile and synced:

@@ -333,3 +333,31 @@ def test_a_local_rank_has_consecutive_devices(monkeypatch: pytest.MonkeyPatch) -
     assert "local rank 1 -> cuda:3 (GPU 7) and none and none; start at most 1 " in str(caught.value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert World.from_environment(2).devices == (CPU, CPU)
+
+
+def test_ranks_that_share_gpus_begin_with_the_first_again_and_gloo_carries_their_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = [torch.device("cuda", number) for number in range(2)]
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    alone = World.from_environment(3, share_gpu=True)
+    assert alone.devices == (gpus[0], gpus[1], gpus[0]), "a network in three parts"
+    common = {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    worlds = []
+    for rank in range(3):
+        for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        worlds.append(World.from_environment(share_gpu=True))
+        with pytest.raises(Refusal, match=r"rank 2 -> none; start at most 2 .* or let .* --share-gpu, which is"):
+            World.from_environment()
+    assert [world.device for world in worlds] == current[1:] == [gpus[0], gpus[1], gpus[0]]
+    assert {world.backend for world in worlds} == {"gloo"}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert World.from_environment().backend == "cpu:gloo,cuda:nccl", "the control"
+    assert World.from_environment(share_gpu=True).backend == "gloo", "for another node may have fewer GPUs"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert World.from_environment(share_gpu=True).devices == (CPU,), "any number of ranks may share a CPU"

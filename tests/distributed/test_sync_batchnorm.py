@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,7 @@ def test_what_cannot_be_synchronised_is_refused() -> None:
         synchronise(nn.BatchNorm1d(3), plan, on_gpu, "tree")
     with pytest.raises(Refusal, match="--sync-batchnorm: may dead-lock on GPUs with a task's unused_parameters"):
         synchronise(nn.BatchNorm1d(3), plan, on_gpu, unused=True)
+    synchronise(nn.BatchNorm1d(3), plan, replace(on_gpu, shares_gpu=True), "tree")  # gloo orders by tags
 
 
 class Odd(nn.BatchNorm2d):

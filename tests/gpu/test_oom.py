@@ -6,21 +6,16 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 from evenkeel.config import Config
-from evenkeel.data.dataset import InMemory
 from evenkeel.distributed.world import World
 from evenkeel.training.batch_size_finder import Probe
 from evenkeel.training.oom import explained, note_batch
 from evenkeel.training.optimization import build_optimizer
 from evenkeel.training.state import State
-from evenkeel.training.task import Classification
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+from tests.support.small_gpu_task import Wide
 
 
-@gpu
 def test_a_gpu_that_is_full_tells_what_is_held_by_whom() -> None:
     device = torch.device("cuda", 0)
     held = torch.empty(256 << 20, dtype=torch.uint8, device=device)
@@ -44,21 +39,6 @@ def test_a_gpu_that_is_full_tells_what_is_held_by_whom() -> None:
     assert "--micro-batch 1 instead of 2" in text
 
 
-class Wide(Classification):
-    """Each sample takes some 64 MiB for backward."""
-
-    def train_dataset(self) -> InMemory:
-        return InMemory(torch.randn(64, 1 << 12), torch.zeros(64, dtype=torch.long))
-
-    test_dataset = train_dataset
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Unflatten(1, (1, 64, 64)), nn.Conv2d(1, 4096, 1), nn.ReLU(), nn.AvgPool2d(64), nn.Flatten()
-        )
-
-
-@gpu
 def test_the_probe_stays_below_a_gpus_limit_and_gives_its_memory_back() -> None:
     device = torch.device("cuda", 0)
     world = World(0, 0, 1, 1, device, launched=False)
@@ -66,6 +46,7 @@ def test_the_probe_stays_below_a_gpus_limit_and_gives_its_memory_back() -> None:
     model = task.model().to(device)
     state = State(model, [build_optimizer(model.parameters(), config)])
     whole = torch.cuda.get_device_properties(device).total_memory
+    _ = torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)  # cuBLAS keeps what it takes the first time
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.set_per_process_memory_fraction(0.03 + 1.5 * 2**30 / whole, device)

@@ -24,8 +24,9 @@ from evenkeel.training.staging import Staging
 from evenkeel.training.state import State
 from tests.support.steps import passes
 
-HANG = 60_000_000_000
-"""Cycles that the compute stream spins for: half a minute, which stands for a collective whose peer is dead."""
+HANG = 14_000_000_000
+"""Cycles that the compute stream spins for: seven seconds on an H100, more than a rescue waits. It stands for a
+collective whose peer is dead."""
 
 
 def on_gpu(**options: Any) -> State:

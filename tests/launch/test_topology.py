@@ -164,8 +164,8 @@ def test_train_options_are_refused_before_anything_starts(capsys: pytest.Capture
     assert "--no-such-option" in capsys.readouterr().err
 
 
-def count(gpus: int | None, each: int = 1) -> int:
-    return launchers.processes_of_node(replace(Config(), model_parallel=each), gpus)
+def count(gpus: int | None, each: int = 1, share: bool = False) -> int:
+    return launchers.processes_of_node(replace(Config(), model_parallel=each, share_gpu=share), gpus)
 
 
 def test_processes_for_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +183,8 @@ def test_processes_for_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         count(3, 2)
     with pytest.raises(Refusal, match=r"1 process on this node with 5 GPUs each .* but 4 visible GPUs"):
         count(None, 5)
+    assert (count(5, share=True), count(None, share=True), count(None, 5, share=True)) == (5, 4, 1)
+    assert (count(10, 5, share=True), count(2, share=True)) == (2, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert count(5) == 5
     assert count(5, 2) == 5, "on the CPU nothing is divided"

@@ -14,11 +14,12 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import evenkeel
 from evenkeel.run import fingerprint as fingerprint_module
 from evenkeel.run.checkpoint import read_manifest
-from evenkeel.run.fingerprint import COMPUTING, describe, differences, differences_among_ranks, fingerprint
+from evenkeel.run.fingerprint import COMPUTING, UNSET, describe, differences, differences_among_ranks, fingerprint
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.registry import load_task
 from evenkeel.training.determinism import EXACT_NCCL, fix_arithmetic
@@ -73,6 +74,18 @@ def test_with_exact_bits_on_gpus_nccl_has_one_order_of_adding_and_it_counts(monk
         torch.use_deterministic_algorithms(False)
     found = fingerprint(Classify(), CPU)
     assert {name: found[f"env:{name}"] for name in EXACT_NCCL} == EXACT_NCCL | {"NCCL_PROTO": "LL"}, "as the user says"
+
+
+def test_ranks_that_share_a_gpu_do_not_add_by_nccl() -> None:
+    libraries = fingerprint_module._gpu_libraries
+    if not dist.is_nccl_available():
+        pytest.skip("torch without NCCL")
+    before = libraries()["nccl"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert libraries()["nccl"] == UNSET != before
+    finally:
+        dist.destroy_process_group()
 
 
 def test_it_is_flat_and_the_same_twice() -> None:

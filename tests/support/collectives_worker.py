@@ -1,6 +1,6 @@
 """How the ranks call collectives: rank 0 writes as JSON what matters to NCCL and shows on gloo.
 
-torchrun --nproc_per_node=3 collectives_worker.py OUT.json
+torchrun --nproc_per_node=3 collectives_worker.py OUT.json [--share-gpu]
 
 On GPUs without the controls, which might hang.
 """
@@ -189,7 +189,7 @@ def failure(world: World) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    world = World.from_environment()
+    world = World.from_environment(share_gpu="--share-gpu" in sys.argv)
     with world.connected():
         result: dict[str, Any] = {
             "threads": callers(world, made(world, True, "tree")),

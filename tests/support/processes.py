@@ -73,7 +73,7 @@ def refused_ranks(ranks: int, *arguments: object) -> list[subprocess.CompletedPr
 
 
 def finish_all(
-    started: Sequence[subprocess.Popen[str]], limit: float = LIMIT
+    started: Sequence[subprocess.Popen[str]], limit: float | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
     """Wait for the ranks of a job, all of which must end well."""
     try:
@@ -83,8 +83,9 @@ def finish_all(
             kill_group(process)
 
 
-def finish(process: subprocess.Popen[str], limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
+def finish(process: subprocess.Popen[str], limit: float | None = None) -> subprocess.CompletedProcess[str]:
     """Wait for a process and end what is left of its group."""
+    limit = limit or LIMIT
     try:
         out, err = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -100,7 +101,7 @@ def run(
     command: Sequence[str],
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
-    limit: float = LIMIT,
+    limit: float | None = None,
     expect: int | None = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and check its exit code (None: any)."""
@@ -127,14 +128,15 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
         return
 
 
-def wait_until(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+def wait_until(condition: Callable[[], object], what: str, limit: float | None = None) -> None:
     """Wait for a condition.
 
     Args:
         condition: is asked again and again.
         what: to say of it if it does not come.
-        limit: seconds.
+        limit: seconds; None: LIMIT.
     """
+    limit = limit or LIMIT
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit:g} s: {what}"
@@ -149,7 +151,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: Sequence[int], limit: float = LIMIT) -> None:
+def wait_until_gone(pids: Sequence[int], limit: float | None = None) -> None:
     """Wait for the end of processes that are not children of this one."""
     wait_until(lambda: not any(map(running, pids)), f"the end of {pids}", limit)
 

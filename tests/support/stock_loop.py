@@ -8,6 +8,7 @@ Its lines in metrics.jsonl are what chaos follows a run by. benchmarks/kill.py d
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -26,7 +27,9 @@ from evenkeel.tasks.models import SmallCNN
 def main(folder: Path, epochs: int, batch_size: int, pause: float) -> None:
     """Train, and tell of each start, each step and the end as train.py does."""
     folder.mkdir(exist_ok=True)
-    dist.init_process_group("gloo")
+    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+    dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
     rank = dist.get_rank()
 
     def tell(kind: str, step: int) -> None:
@@ -38,8 +41,8 @@ def main(folder: Path, epochs: int, batch_size: int, pause: float) -> None:
     images, labels = digits(train=True).tensors
     data = TensorDataset(images / 255, labels)
     sampler: DistributedSampler[Any] = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=batch_size // dist.get_world_size(), sampler=sampler)
-    model = DistributedDataParallel(SmallCNN(classes=10, dropout=0.3))
+    loader = DataLoader(data, batch_size // dist.get_world_size(), sampler=sampler, pin_memory=gpus)
+    model = DistributedDataParallel(SmallCNN(classes=10, dropout=0.3).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     first = 0
     if (folder / "last.pt").exists():
@@ -52,6 +55,7 @@ def main(folder: Path, epochs: int, batch_size: int, pause: float) -> None:
         sampler.set_epoch(epoch)
         for i, (inputs, targets) in enumerate(loader):
             time.sleep(pause)
+            inputs, targets = (it.to(device, non_blocking=True) for it in (inputs, targets))
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()

@@ -153,7 +153,7 @@ def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring"
             --reduce tree or where ranks may use different parameters (`unused`).
     """
     # two NCCL communicators would then be fed in an order that may differ between ranks
-    if world.device.type == "cuda" and (reduce == "tree" or unused):
+    if "nccl" in world.backend and (reduce == "tree" or unused):
         other = "--reduce tree" if reduce == "tree" else "a task's unused_parameters"
         raise Refusal(f"--sync-batchnorm: may dead-lock on GPUs with {other}; leave one of them out")
     layers = [(module, _kind(module, name)) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]

@@ -52,19 +52,32 @@ class World:
     """Whether torchrun started it; if not, there is no process group."""
     more_devices: tuple[torch.device, ...] = ()
     """Where else it computes, if its model is on several devices (`placement`)."""
+    shares_gpu: bool = False
+    """Whether other ranks may compute on the same GPU (--share-gpu), which NCCL does not allow."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """All devices of this process, the first one first. On the CPU they are all the same."""
         return (self.device, *self.more_devices)
 
+    @property
+    def backend(self) -> str:
+        """What carries collectives: gloo for CPU tensors, and NCCL beside it for CUDA ones, unless ranks share GPUs.
+
+        Gloo takes CUDA tensors by way of pinned memory of the host, in all collectives that are used here.
+        """
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" and not self.shares_gpu else "gloo"
+
     @staticmethod
-    def from_environment(devices_per_rank: int = 1, strategy: Literal["ddp", "dp"] = "ddp") -> World:
+    def from_environment(
+        devices_per_rank: int = 1, strategy: Literal["ddp", "dp"] = "ddp", share_gpu: bool = False
+    ) -> World:
         """Read torchrun's variables and pick the devices; makes no process group.
 
         Args:
             devices_per_rank: k; local rank r has the visible GPUs r * k up to r * k + k - 1.
             strategy: "dp" refuses more than one process.
+            share_gpu: begin with the first GPU again where there are too few.
 
         Raises:
             Refusal: there are too few visible GPUs or too many processes, or variables are missing or contradict each
@@ -74,8 +87,8 @@ class World:
         values = [os.environ.get(name) for name in names]
         if all(value is None for value in values):
             _refuse_bare_srun()
-            first, *more = _devices(0, 1, devices_per_rank)
-            return World(0, 0, 1, 1, first, False, tuple(more))
+            first, *more = _devices(0, 1, devices_per_rank, share_gpu)
+            return World(0, 0, 1, 1, first, False, tuple(more), share_gpu)
         if None in values:
             shown = " ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in names)
             raise Refusal(f"incomplete torchrun environment: {shown}; start with torchrun or launch/")
@@ -84,16 +97,16 @@ class World:
         local_rank = number_in("LOCAL_RANK", 0, min(rank, local_world_size - 1))
         if strategy == "dp":
             refuse_company(world_size, torch.cuda.device_count())
-        first, *more = _devices(local_rank, local_world_size, devices_per_rank)
+        first, *more = _devices(local_rank, local_world_size, devices_per_rank, share_gpu)
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 raise Refusal(f"{name} is not set, although RANK is; start with torchrun or launch/, or unset them all")
         number_in("MASTER_PORT", 1, 65535)
-        return World(rank, local_rank, world_size, local_world_size, first, True, tuple(more))
+        return World(rank, local_rank, world_size, local_world_size, first, True, tuple(more), share_gpu)
 
     @contextmanager
     def connected(self, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Store | None]:
-        """Keep a process group: gloo for CPU tensors, and NCCL beside it for CUDA ones.
+        """Keep a process group of this :attr:`backend`.
 
         Args:
             timeout: the longest that a rank waits for the others, at the start and in any collective.
@@ -109,20 +122,19 @@ class World:
         # NCCL's monitor aborts a process whose watchdog stands still for 480 s, as in a GPU call that hangs; the watch
         # for hangs must come first, to save and explain, and `timeout` is beyond --hang-timeout
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
-        if self.device.type == "cuda":
+        if "nccl" in self.backend:
             if self.more_devices:  # torch 2.15's other NCCL backend takes one GPU a process, LOCAL_RANK's
                 os.environ["TORCH_DIST_USE_NCCL2"] = "0"
             # or NCCL's watchdog aborts a process that has lost its peer before it has saved; torchrun's SIGTERM and the
             # watch for hangs end it instead
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         store = job_store(self.rank, self.world_size, timeout)
         # where ranks start again in place, torchrun does not look for a node that is gone
         patience = min(timeout, IN_PLACE) if kept.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, patience)
         if not kept.is_kept():
             store.set(UNKEPT, "")
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         yield store
         dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, which wait for this rank
 
@@ -178,16 +190,16 @@ def _refuse_bare_srun() -> None:
         )
 
 
-def _devices(local_rank: int, local_world_size: int, each: int) -> list[torch.device]:
+def _devices(local_rank: int, local_world_size: int, each: int, shared: bool) -> list[torch.device]:
     """The local rank's GPUs, among the visible ones; the CPU if there are none."""
     gpus = torch.cuda.device_count()
     refuse_missing(gpus)
     if not gpus:
         mine = [torch.device("cpu")] * each
-    elif local_world_size * each > gpus:
+    elif local_world_size * each > gpus and not shared:
         raise Refusal(explain_devices(local_world_size, gpus, each))
     else:
-        mine = [torch.device("cuda", local_rank * each + i) for i in range(each)]
+        mine = [torch.device("cuda", (local_rank * each + i) % gpus) for i in range(each)]
         torch.cuda.set_device(mine[0])  # before the task's methods, whose bare `.cuda()` means the current one
     choose(mine)
     return mine

@@ -139,11 +139,11 @@ def processes_of_node(config: Config | None, asked: int | None, given: int | Non
             print(f"evenkeel: no GPU here: {CPU_PROCESSES} processes on the CPU; -g sets how many", file=sys.stderr)
         return asked or CPU_PROCESSES
     typed, wanted = ("", present) if asked is None else (f"-g {asked}: ", asked)
-    if max(wanted, each) > present:
+    if max(wanted, each) > present and not (config and config.share_gpu):
         raise Refusal(typed + explain_devices(max(1, wanted // each), present, each))
     if asked is not None and asked % each:
         raise Refusal(f"{typed}each process uses {each} GPUs (--place or --model-parallel); give a multiple of it")
-    return wanted // each
+    return max(1, wanted // each)
 
 
 def link_of(topology: Topology) -> Link:

@@ -131,6 +131,7 @@ def _gpu_libraries() -> dict[str, str]:
 
     cudnn: Any = torch.backends.cudnn  # without types
     nccl: Any = torch.cuda.nccl
+    by_nccl = dist.is_nccl_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
 
     def tf32(backend: Any) -> str:
         # releases that know `fp32_precision` raise where a program has used it and then asks for `allow_tf32`
@@ -139,7 +140,7 @@ def _gpu_libraries() -> dict[str, str]:
     return {
         "cuda": str(torch.version.cuda or torch.version.hip),
         "cudnn": str(cudnn.version()),
-        "nccl": str(nccl.version()) if dist.is_nccl_available() else UNSET,
+        "nccl": str(nccl.version()) if by_nccl else UNSET,  # ranks that share a GPU add by gloo
         "tf32_matmul": tf32(torch.backends.cuda.matmul),
         "tf32_cudnn": tf32(getattr(cudnn, "conv", cudnn)),
         "cudnn_benchmark": str(cudnn.benchmark),

@@ -72,7 +72,7 @@ def measure(config: Config, plan: Plan, world: World) -> Figures:
     """The figures of this process now."""
     spent = {name: seconds for name, seconds in activity.spent().items() if name != "start_up"}
     total, gpu, memory = max(sum(spent.values()), 1e-9), world.device, None
-    if gpu.type == "cuda":
+    if gpu.type == "cuda" and not world.shares_gpu:
         memory = torch.cuda.max_memory_reserved(gpu) / torch.cuda.get_device_properties(gpu).total_memory
     return Figures(
         seconds=total,

@@ -32,12 +32,11 @@ SLOW = 0.5
 
 def connect(world: World, store: Store, seconds: float) -> list[Finding]:
     """Make the process group that training would have."""
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     limit = timedelta(seconds=seconds)
     group = PrefixStore("group", store)
     with _stdout_to_stderr():
-        dist.init_process_group(backend, store=group, rank=world.rank, world_size=world.world_size, timeout=limit)
-    return [judged("process group", f"{backend}, {world.world_size} ranks")]
+        dist.init_process_group(world.backend, store=group, rank=world.rank, world_size=world.world_size, timeout=limit)
+    return [judged("process group", f"{world.backend}, {world.world_size} ranks")]
 
 
 @contextlib.contextmanager
@@ -116,11 +115,11 @@ def claims(world: World) -> Iterator[Finding]:
         name = str(getattr(known, "uuid", "")) or f"{socket.gethostname()} {world.device}"
     claimed = world.gather(name)
     if world.rank == 0 and any(claimed):
-        yield judge_claims(claimed)
+        yield judge_claims(claimed, world.shares_gpu)
 
 
-def judge_claims(devices: Sequence[str]) -> Finding:
-    """From the device of each rank; an empty name is a CPU, which any number of ranks may share."""
+def judge_claims(devices: Sequence[str], allowed: bool = False) -> Finding:
+    """From the device of each rank; empty is a CPU, which ranks may share, as they may a GPU if it is `allowed`."""
     owners: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         owners.setdefault(device, []).append(rank)
@@ -129,9 +128,13 @@ def judge_claims(devices: Sequence[str]) -> Finding:
         "devices of ranks",
         "; ".join(f"{name_ranks(ranks)} on one device, {device}" for device, ranks in twice.items())
         or "each rank has its own",
-        "a device for each rank: one torchrun on a node, or other GPUs for the second",
-        "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 ...    # and 2,3 for the second",
-        fail=twice,
+        "a device for each rank: "
+        + ("they share it slowly, by gloo" if allowed else "one torchrun on a node, or other GPUs for the second"),
+        "leave --share-gpu out where each rank has a GPU"
+        if allowed
+        else "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 ...    # and 2,3 for the second",
+        fail=twice and not allowed,
+        warn=twice,
     )
 
 

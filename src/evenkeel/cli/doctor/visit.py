@@ -136,7 +136,7 @@ class Visit:
 def find_world(config: Config) -> tuple[World, list[Finding]]:
     """Who this process is. What training would refuse here is a finding, and the checks go on without GPUs."""
     try:
-        return World.from_environment(devices_per_rank(config), config.strategy), []
+        return World.from_environment(devices_per_rank(config), config.strategy, config.share_gpu), []
     except Refusal as refusal:
         text, _, remedy = str(refusal).partition(";")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -1,0 +1,106 @@
+"""Jobs of two ranks, and of ranks with two GPUs each: by NCCL where there are enough, else they share (--share-gpu)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.gpu import shared, started
+from tests.support.processes import ROOT, checked, finish, read, records, run, torchrun, wait_until, wait_until_gone
+from tests.support.small_runs import PLAN, SAMPLES, job, wait_for_step, weights_of, workers_of
+
+Record = Callable[[str, object], None]
+
+
+def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(tmp_path: Path, record_property: Record) -> None:
+    rare = ["--checkpoint-every", 0, "--eval-every", 1000, "--deterministic"]
+    undisturbed, run_dir = started(2, *job(tmp_path / "undisturbed", *rare)), tmp_path / "run"
+    process = started(2, *job(run_dir, *rare, "--pause", 0.1, "--hang-timeout", 10))
+    wait_for_step(run_dir, 3, process)
+    frozen = workers_of(process)[1]
+    os.kill(frozen, signal.SIGSTOP)
+    begun = time.monotonic()
+    wait_until_gone([frozen])
+    record_property("noticed, saved and killed", f"after {time.monotonic() - begun:.1f} s")
+    done = checked(finish(process), 0)
+    checked(finish(undisturbed), 0)
+    (line,) = [line for line in done.stderr.splitlines() if "no progress for 10 s" in line]
+    assert "rank 1 does not answer any more" in line
+    recorded = (run_dir / "logs" / "attempt-0001" / "rank-0.collectives.json").read_text()
+    assert "all_reduce" in recorded
+    steps = [record["step"] for record in records(run_dir, "train")]
+    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
+
+
+def test_collectives_come_in_an_order_are_recorded_and_their_errors_reach_the_user(tmp_path: Path) -> None:
+    """On NCCL two communicators: BatchNorm's beside DDP's; and the tree, where parameters may be unused."""
+    worker = ROOT / "tests/support/collectives_worker.py"
+    run(torchrun(2, worker, tmp_path / "out.json", *shared(2)))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["threads"], found["not waited for"]) == (1, 0)
+    assert found["failure"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    backend = "gloo" if shared(2) or not torch.cuda.is_available() else "nccl"
+    recorded = {name.partition(":")[2] for name in found["recorded"] if name.startswith(backend)}
+    assert {"all_reduce", "all_to_all"} <= recorded, found["recorded"]
+
+
+def test_batchnorm_over_the_whole_batch_with_ring_and_tree(tmp_path: Path) -> None:
+    """Where ranks share a GPU the tree is allowed as well: gloo does not mind the order of two groups."""
+    backend_is_gloo = bool(shared(2)) or not torch.cuda.is_available()
+    shape = ["--dataset", "fake", "--fake-samples", 64, "--image-size", 32, "--model", "resnet18", "--batch-size", 16]
+    shape += ["--micro-batch", 8, "--epochs", 1, "--sync-batchnorm", "--wandb", "disabled"]
+    for reduce in ("ring", *["tree"] * backend_is_gloo):
+        checked(finish(started(2, *shape, "--reduce", reduce, "--run-dir", tmp_path / reduce)), 0)
+        assert read(tmp_path / reduce)["state"] == "finished"
+
+
+def test_with_exact_bits_a_ring_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    options = ["--deterministic", "--wandb", "disabled", "--log-every", 1, "--epochs", 3, "--checkpoint-every", 2]
+    undisturbed = started(2, *options, "--run-dir", tmp_path / "undisturbed")
+    run_dir = tmp_path / "run"
+    process = started(2, *options, "--run-dir", run_dir)
+    wait_for_step(run_dir, 1, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    checked(finish(undisturbed), 0)
+    checked(finish(started(2, *options, "--run-dir", run_dir)), 0)
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
+
+
+SEGMENT = ["--task", "segment", "--backbone", "small", "--canvas", 32, "--digit-size", 16, "--discriminator-width", 4]
+SEGMENT += ["--samples", 45, "--test-samples", 13, "--batch-size", 11, "--micro-batch", 3, "--epochs", 4]
+SEGMENT += ["--reduce", "tree", "--wandb", "disabled", "--log-every", 1, "--checkpoint-every", 2]
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank with one GPU."""
+    pytest.importorskip("evenkeel.tasks.segment")
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    checked(finish(started(1, *SEGMENT, "--run-dir", run_dir)), 0)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cut"), [(1, ["--model-parallel", 2]), (2, ["--place", "segmenter=0,discriminator=1"])], ids=str
+)
+def test_a_run_on_two_gpus_a_rank_is_that_of_one(tmp_path: Path, on_one: Path, ranks: int, cut: list[object]) -> None:
+    """Stopped and continued; the same bits with the tree. Networks without dropout on other kernels: same GPU model."""
+    run_dir = tmp_path / "two"
+    options = [*SEGMENT, "--run-dir", run_dir, *cut]
+    process = started(ranks, *options, each=2)
+    wait_until(lambda: (run_dir / "metrics.jsonl").exists() and records(run_dir, "train"), "a step")
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    checked(finish(started(ranks, *options, each=2)), 0)
+    assert weights_of(run_dir) == weights_of(on_one)
+    assert read(run_dir)["metrics"] == read(on_one)["metrics"]
