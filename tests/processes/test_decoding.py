@@ -19,15 +19,15 @@ def test_a_thousand_files_have_pillows_pixels(tmp_path: Path, way: str, monkeypa
     assert min(seen["damaged"], seen["fails"]) > 40, "damaged files of both kinds"
 
 
-@pytest.mark.parametrize(("decoder", "expect"), [("decoding.jpeg_decoder()", 0), ("decode_jpeg", 1)])
-def test_no_import_warns_either(tmp_path: Path, decoder: str, expect: int) -> None:
+@pytest.mark.parametrize(("decoders", "expect"), [("decoding.jpeg_decoders()", 0), ("{'': decode_jpeg}", 1)])
+def test_no_import_warns_either(tmp_path: Path, decoders: str, expect: int) -> None:
     """In a process of its own, because a module warns once. The control is torchvision's own function."""
     write_folder(tmp_path)
     load = (
         "import warnings; warnings.filterwarnings('error', module='torchvision|torchcodec|evenkeel')\n"
         "from pathlib import Path; from torchvision.io import decode_jpeg, image\n"
         "from evenkeel.tasks import decoding; from evenkeel.tasks.classify import Classify\n"
-        f"decoder = {decoder}; decoding.jpeg_decoder = lambda: decoder\n"
+        f"decoders = {decoders}; decoding.jpeg_decoders = lambda: decoders\n"
         f"options = {{'dataset': 'imagefolder', 'data_dir': Path({str(tmp_path)!r}), 'image_size': 16}}\n"
         "for decode in ('exact', 'fast'):\n"
         "    task = Classify(**options, augment='rand', decode=decode)\n"

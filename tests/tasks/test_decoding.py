@@ -149,16 +149,16 @@ def message(dataset: ImageFolder) -> str:
 
 
 EXACT = "--decode exact"
-WAYS = [EXACT, *decoding.DECODERS, "Pillow"]
+DECODERS = ["TorchCodec", "torchvision"]
+WAYS = [EXACT, *DECODERS, "Pillow"]
 
 
 def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one of the decoders be the only one that is installed."""
-    try:
-        decoder = decoding.DECODERS[way]() if way in decoding.DECODERS else None
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        pytest.skip(f"{way} does not load: {error}")
-    monkeypatch.setattr(decoding, "jpeg_decoder", lambda: decoder)
+    found = {name: decoder for name, decoder in decoding.jpeg_decoders().items() if name == way}
+    if way in DECODERS and not found:
+        pytest.skip(f"{way} has no decoder that loads here")
+    monkeypatch.setattr(decoding, "jpeg_decoders", lambda: found)
 
 
 def all_of_it(_image: Any) -> tuple[int, decoding.Change]:
@@ -200,13 +200,12 @@ def test_every_decoder_gives_pillows_pixels(tmp_path: Path, way: str, monkeypatc
 def test_the_control_a_decoder_that_turns_images_or_is_inexact_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exactly = decoding.DECODERS["torchvision"]()
-    monkeypatch.setattr(decoding, "jpeg_decoder", lambda: lambda data: exactly(data).transpose(1, 2))
-    with pytest.raises(AssertionError, match=r"\d: Counter"):
-        compare_with_pillow(20, tmp_path / "0.jpg", "TorchCodec")
-    monkeypatch.setattr(decoding, "jpeg_decoder", lambda: lambda data: exactly(data) ^ 1)
-    with pytest.raises(AssertionError, match=r"\d: Counter"):
-        compare_with_pillow(20, tmp_path / "0.jpg", "TorchCodec")
+    use("torchvision", monkeypatch)
+    exactly = decoding.jpeg_decoders()["torchvision"]
+    for wrong in (lambda data: exactly(data).transpose(1, 2), lambda data: exactly(data) ^ 1):
+        monkeypatch.setattr(decoding, "jpeg_decoders", lambda wrong=wrong: {"TorchCodec": wrong})
+        with pytest.raises(AssertionError, match=r"\d: Counter"):
+            compare_with_pillow(20, tmp_path / "0.jpg", "TorchCodec")
 
 
 def test_nothing_turns_an_image_whose_exif_data_follow_the_first_scan(
@@ -219,7 +218,7 @@ def test_nothing_turns_an_image_whose_exif_data_follow_the_first_scan(
     between = plain.index(b"\xff\xc4", plain.index(b"\xff\xda"))
     path = tmp_path / "0.jpg"
     path.write_bytes(plain[:between] + segment + plain[between:])
-    decoder = decoding.DECODERS["TorchCodec"]()
+    decoder = decoding.jpeg_decoders()["TorchCodec"]
     assert decoder(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)).shape == (3, 100, 60), "control"
     expected = by_pillow(plain)
     assert expected is not None
@@ -250,16 +249,17 @@ def test_nothing_warns_while_images_are_loaded(tmp_path: Path, way: str, monkeyp
                 torchvision.io.decode_jpeg(torch.frombuffer(bytearray(encoded(photograph(9, 9))), dtype=torch.uint8))
 
 
-def test_the_first_decoder_that_loads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_another_torch() -> Any:
+def test_a_decoder_that_does_not_load_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_another_torch() -> decoding.Decoder:
         raise OSError("libtorchcodec_image.so: undefined symbol")
 
-    def fits() -> Any:
-        return torch.clone
-
-    for taken, there in ((torch.clone, [fits]), (torch.clone, [of_another_torch, fits]), (None, [of_another_torch])):
-        monkeypatch.setattr(decoding, "DECODERS", dict(enumerate(there)))
-        assert decoding.jpeg_decoder.__wrapped__() is taken
+    assert list(decoding.jpeg_decoders()) == [name for name in DECODERS if name in decoding.jpeg_decoders()]
+    afresh = decoding.jpeg_decoders.__wrapped__
+    monkeypatch.setattr(decoding, "_torchvision", lambda: torch.clone)
+    monkeypatch.setattr(decoding, "_torchcodec", of_another_torch)
+    assert afresh() == {"torchvision": torch.clone}
+    monkeypatch.setattr(decoding, "_torchvision", of_another_torch)
+    assert afresh() == {}
 
 
 def test_a_bad_test_image_is_black_in_the_size_of_the_others(tmp_path: Path) -> None:

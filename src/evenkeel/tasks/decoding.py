@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ Change = Callable[[Tensor, int], Tensor]
 """(pixels, the factor by which they are smaller than the image) -> the result."""
 Look = Callable[[Any], tuple[int, Change]]
 """A Pillow image that is not decoded yet -> (the factor by which the result is smaller, what makes the result)."""
+Decoder = Callable[[Tensor], Tensor]
+"""A JPEG file's bytes -> uint8 [3, H, W]."""
 
 
 def seen(image: Any, content: bytes, look: Look) -> Tensor:
@@ -48,7 +51,7 @@ def _whole_jpeg(image: Any, content: bytes) -> Tensor | None:
     for name, data in image.applist:
         if name == "APP1":  # TorchCodec turns an image as its EXIF data say, and nothing else here does
             content = content.replace(APP1 + (len(data) + 2).to_bytes(2, "big") + data, b"", 1)
-    decode = jpeg_decoder()
+    decode = next(iter(jpeg_decoders().values()), None)
     if decode is None or APP1 in content:  # Pillow does not look for EXIF data behind the first scan; TorchCodec does
         return None
     try:
@@ -58,34 +61,27 @@ def _whole_jpeg(image: Any, content: bytes) -> Tensor | None:
 
 
 @cache
-def jpeg_decoder() -> Callable[[Tensor], Tensor] | None:
-    """The first of DECODERS that loads here: (a file's bytes) -> uint8 [3, H, W]; None if only Pillow is left."""
-    for find in DECODERS.values():
-        try:
-            return find()
-        except (ImportError, AttributeError, OSError, RuntimeError):  # not there, or built for another torch
-            continue
-    return None
-
-
-def _torchcodec() -> Callable[[Tensor], Tensor]:
-    """Public; from TorchCodec 0.16 on, without FFmpeg."""
-    found: Callable[[Tensor], Tensor] = importlib.import_module("torchcodec.decoders").decode_jpeg
+def jpeg_decoders() -> Mapping[str, Decoder]:
+    """Those that load here besides Pillow, by name; the first one is used."""
+    found = {}
+    # equally fast; torchvision's is deprecated in favour of the other
+    for name, find in (("TorchCodec", _torchcodec), ("torchvision", _torchvision)):
+        with suppress(ImportError, AttributeError, OSError, RuntimeError):  # not there, or built for another torch
+            found[name] = find()
     return found
 
 
-def _torchvision() -> Callable[[Tensor], Tensor]:
-    """The operator, because torchvision's function around it is deprecated and warns. Later releases will have none."""
+def _torchcodec() -> Decoder:
+    """From TorchCodec 0.16 on, without FFmpeg."""
+    found: Decoder = importlib.import_module("torchcodec.decoders").decode_jpeg
+    return found
+
+
+def _torchvision() -> Decoder:
+    """The operator, because the function around it warns that later releases will have none."""
     importlib.import_module("torchvision.io")
     operator = torch.ops.image.decode_jpeg.default
     return lambda data: operator(data, RGB)
-
-
-DECODERS: Mapping[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-    "TorchCodec": _torchcodec,
-    "torchvision": _torchvision,
-}
-"""By name, the preferred one first. They are equally fast; torchvision refers to TorchCodec."""
 
 
 def pixels(image: Any) -> Tensor:
@@ -105,4 +101,4 @@ def pixels(image: Any) -> Tensor:
         raise ValueError(
             f"its pixels are {kind} of 32 bits, and nothing says which value is white; save it with 8 or 16 bits"
         )
-    return pil_to_tensor(image.convert("RGB"))  # type: ignore[no-any-return]
+    return pil_to_tensor(image if image.mode == "RGB" else image.convert("RGB"))  # type: ignore[no-any-return]
