@@ -1,6 +1,7 @@
 """Loading alone, against torch's and torchvision's own: CPU time of a batch, as a ratio to theirs in the same round.
 
     python benchmarks/loading.py
+    python benchmarks/loading.py decoders     # each decoder of JPEGs alone, as a ratio to Pillow's
 
 Photographs: JPEGs of 500 x 375 and 256 x 256 px with smooth colours and edges, of quality 90, a random part and a flip
 at 224 px; theirs is `ImageFolder` with the transforms of torchvision's reference training, up to normalised floats.
@@ -10,8 +11,11 @@ against itself.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,6 +32,7 @@ from evenkeel.data.loader import loader
 from evenkeel.data.sampler import ElasticSampler
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.datasets import IMAGENET_MEAN, IMAGENET_STD
+from evenkeel.tasks.decoding import Decoder, jpeg_decoders, pixels
 from evenkeel.tasks.digits import digits
 
 ROUNDS, IMAGES = 5, 160
@@ -75,6 +80,34 @@ def compare(name: str, theirs: Iterable[Any], sides: dict[str, Iterable[Any]]) -
         print(f"{name:24} {side:14} {median(spent):9.0f} us a batch  {median(ratios):5.2f}")
 
 
+class Decoded:
+    """Files, each decoded when its turn comes."""
+
+    def __init__(self, files: list[bytes], decode: Callable[[bytes], Any]) -> None:
+        self.files, self.decode = files, decode
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.decode, self.files)
+
+
+def decoders() -> None:
+    """Whole images of two sizes by each decoder that loads here; theirs is Pillow's, up to a tensor."""
+    for width, height, images in ((500, 375, 80), (1920, 1080, 10)):
+        files = []
+        for number in range(images):
+            stream = BytesIO()
+            photograph(width, height, number).save(stream, "JPEG", quality=90)
+            files.append(stream.getvalue())
+        sides = {name: Decoded(files, partial(from_bytes, decode)) for name, decode in jpeg_decoders().items()}
+        pillow = Decoded(files, lambda file: pixels(Image.open(BytesIO(file))))
+        compare(f"{width} x {height} px", pillow, sides)
+
+
+def from_bytes(decode: Decoder, file: bytes) -> torch.Tensor:
+    """As images are loaded."""
+    return decode(torch.frombuffer(bytearray(file), dtype=torch.uint8))
+
+
 def main() -> None:
     """All comparisons, about a minute."""
     tensors = TensorDataset(*digits(train=True).tensors)
@@ -94,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    decoders() if sys.argv[1:] == ["decoders"] else main()

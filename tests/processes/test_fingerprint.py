@@ -15,6 +15,7 @@ from tests.run.test_fingerprint import (
     small,
 )
 from tests.support.processes import contents_of, finish_all, fork_ranks, read, records, run, torchrun
+from tests.support.small_files import write_folder
 
 
 def test_libraries_count_that_the_task_uses_only_later() -> None:
@@ -25,6 +26,22 @@ def test_libraries_count_that_the_task_uses_only_later() -> None:
     names = "sorted({'pillow', 'torchvision'} & set(fingerprint(Classify(mixup=mixup), torch.device('cpu'))))"
     done = run([sys.executable, "-c", f"{look}; print(*({names} for mixup in (0.0, 0.2)))"])
     assert done.stdout == "[] ['pillow', 'torchvision']\n"
+
+
+def test_the_decoder_counts_that_images_will_be_read_with(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    look = (
+        "import torch; from pathlib import Path; from evenkeel.run.fingerprint import fingerprint\n"
+        "from evenkeel.tasks.classify import Classify; from evenkeel.tasks import decoding\n"
+        "for decode in ('exact', 'fast'):\n"
+        f"    task = Classify(dataset='imagefolder', data_dir=Path({str(tmp_path)!r}), decode=decode)\n"
+        "    task.train_dataset(); found = fingerprint(task, torch.device('cpu'))\n"
+        "    print(*sorted({'pillow', 'torchcodec', 'torchvision'} & set(found)))\n"
+        "print('TorchCodec' in decoding.jpeg_decoders())"
+    )
+    exact, fast, loads = run([sys.executable, "-c", look]).stdout.splitlines()
+    assert exact == "pillow torchvision"
+    assert fast == ("pillow torchcodec torchvision" if loads == "True" else exact)
 
 
 @another_machine

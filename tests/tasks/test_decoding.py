@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,35 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw
+import torchvision
+from PIL import Image
 from torch import Tensor
 
 from evenkeel.data.loader import Seeded
 from evenkeel.tasks import decoding
 from evenkeel.tasks.augmentation import look_at_photographs, of_photographs
 from evenkeel.tasks.classify import Classify
-from evenkeel.tasks.datasets import BadSample, ImageFolder
+from evenkeel.tasks.datasets import BadSample, ImageFolder, read_image
+from tests.support.jpegs import by_pillow, encoded, jpegs, photograph, turned
 
 SIZE = 64
-
-
-def photograph(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Any:
-    """Smooth colours with edges in them."""
-    generator = np.random.default_rng(seed)
-    field = generator.integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    image = Image.fromarray(field).resize((width, height), Image.Resampling.BICUBIC)
-    draw = ImageDraw.Draw(image)
-    for _ in range(8):
-        x, y = int(generator.integers(width)), int(generator.integers(height))
-        colour = tuple(generator.integers(0, 256, 3).tolist())
-        draw.ellipse([x, y, x + width // 4, y + height // 4], fill=colour)
-    return image.convert(mode)
-
-
-def encoded(image: Any, kind: str = "JPEG", **options: Any) -> bytes:
-    stream = BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def folder(root: Path, content: bytes, suffix: str = ".jpg") -> Path:
@@ -112,16 +96,10 @@ def sixteen_bits() -> Any:
     return Image.fromarray((np.arange(90 * 100) * 7).reshape(90, 100).astype(np.uint16))
 
 
-def turned() -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # "turn me by 90 degrees", which nobody does
-    return encoded(photograph(100, 60), exif=exif)
-
-
 KINDS = {
     "grey.jpg": lambda: encoded(photograph(100, 90, mode="L")),
     "cmyk.jpg": lambda: encoded(photograph(100, 90, mode="CMYK")),
-    "turned.jpg": turned,
+    "turned.jpg": lambda: encoded(photograph(100, 60), exif=turned(6)),
     "palette.png": lambda: encoded(photograph(100, 90, mode="P"), "PNG"),
     "transparent.png": lambda: encoded(photograph(100, 90, mode="RGBA"), "PNG"),
     "16 bits.png": lambda: encoded(sixteen_bits(), "PNG"),
@@ -170,15 +148,118 @@ def message(dataset: ImageFolder) -> str:
     return ""
 
 
-def test_without_torchvisions_decoder_it_is_pillows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later releases of torchvision will not have it."""
-    root = folder(tmp_path, encoded(photograph(100, 75)))
-    with_it = both(root, augment="basic")[1]
-    assert decoding._by_torchvision(encoded(photograph(100, 75))) is not None
-    monkeypatch.setattr(decoding, "_by_torchvision", lambda _content: None)
-    exact, without = both(root, augment="basic")
-    assert torch.equal(exact, without)
-    assert distance(with_it, without) < 0.5
+EXACT = "--decode exact"
+DECODERS = ["TorchCodec", "torchvision"]
+WAYS = [EXACT, *DECODERS, "Pillow"]
+
+
+def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one of the decoders be the only one that is installed."""
+    found = {name: decoder for name, decoder in decoding.jpeg_decoders().items() if name == way}
+    if way in DECODERS and not found:
+        pytest.skip(f"{way} has no decoder that loads here")
+    monkeypatch.setattr(decoding, "jpeg_decoders", lambda: found)
+
+
+def all_of_it(_image: Any) -> tuple[int, decoding.Change]:
+    return 1, lambda pixels, _smaller: pixels
+
+
+def compare_with_pillow(count: int, path: Path, way: str) -> Counter[str]:
+    """Read `count` JPEGs, each from `path`, and count what was in them; they are what Pillow makes of them."""
+    seen: Counter[str] = Counter()
+    older = way == "torchvision" and tuple(map(int, torchvision.__version__.split(".")[:2])) < (0, 28)
+    for number, (kinds, content) in enumerate(jpegs(count)):
+        expected = by_pillow(content)
+        path.write_bytes(content)
+        try:
+            found = read_image(path, None if way == EXACT else all_of_it)
+        except BadSample:
+            assert expected is None, f"{number}: {kinds}"
+            seen["fails"] += 1
+            continue
+        assert expected is not None, f"{number}: {kinds}"
+        assert found.shape == expected.shape, f"{number}: {kinds}"
+        most = (found.int() - expected.int()).abs().max()
+        # its libjpeg-turbo 2.0 does not interpolate between the lines of such colours
+        assert most <= (2 if older and "4:4:0" in kinds else 0), f"{number}: {kinds}"
+        seen += kinds
+    return seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_decoder_gives_pillows_pixels(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/processes/test_decoding.py has a thousand."""
+    use(way, monkeypatch)
+    seen = compare_with_pillow(150, tmp_path / "0.jpg", way)
+    rare = ["1x1", "L", "CMYK", "progressive", "restart by block", "restart by row", "damaged", "fails", "not YCbCr"]
+    rare += ["quality 1", "quality 100", "4:4:4", "4:2:2", "4:2:0", "4:4:0", "4:1:1", "1:4"]
+    assert min((seen[kind], kind) for kind in [*rare, *(f"turned {way}" for way in range(1, 9))]) >= (3, "")
+
+
+def test_the_control_a_decoder_that_turns_images_or_is_inexact_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("torchvision", monkeypatch)
+    exactly = decoding.jpeg_decoders()["torchvision"]
+    for wrong in (lambda data: exactly(data).transpose(1, 2), lambda data: exactly(data) ^ 1):
+        monkeypatch.setattr(decoding, "jpeg_decoders", lambda wrong=wrong: {"TorchCodec": wrong})
+        with pytest.raises(AssertionError, match=r"\d: Counter"):
+            compare_with_pillow(20, tmp_path / "0.jpg", "TorchCodec")
+
+
+def test_nothing_turns_an_image_whose_exif_data_follow_the_first_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("TorchCodec", monkeypatch)
+    plain, exif = (encoded(photograph(100, 60), progressive=True, **options) for options in ({}, {"exif": turned(6)}))
+    start = exif.index(decoding.APP1)
+    segment = exif[start : start + 2 + int.from_bytes(exif[start + 2 : start + 4], "big")]
+    between = plain.index(b"\xff\xc4", plain.index(b"\xff\xda"))
+    path = tmp_path / "0.jpg"
+    path.write_bytes(plain[:between] + segment + plain[between:])
+    decoder = decoding.jpeg_decoders()["TorchCodec"]
+    assert decoder(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)).shape == (3, 100, 60), "control"
+    expected = by_pillow(plain)
+    assert expected is not None
+    assert torch.equal(read_image(path, all_of_it), expected)
+
+
+def test_exact_is_pillows_whole_image_and_then_the_transform(tmp_path: Path) -> None:
+    """So a run that began with an older version goes on with the same pixels."""
+    for number in range(5):
+        content = encoded(photograph(300, 280, number), quality=90, exif=turned(6))
+        expected = by_pillow(content)
+        assert expected is not None
+        exact, fast = both(folder(tmp_path, content), part="val")
+        assert torch.equal(exact[:-8], of_photographs("none", SIZE)(expected).flatten())
+        assert not torch.equal(exact, fast), "the control: fast decodes such images at a quarter of their size"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_warns_while_images_are_loaded(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(way, monkeypatch)
+    root = folder(tmp_path, encoded(photograph(100, 75), exif=turned(6)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both(root, augment="rand")
+        both(root, part="val")
+        if hasattr(torchvision.io.image, "_warn_deprecated"):  # the control, from torchvision 0.29 on
+            with pytest.raises(DeprecationWarning, match="superseded by"):
+                torchvision.io.decode_jpeg(torch.frombuffer(bytearray(encoded(photograph(9, 9))), dtype=torch.uint8))
+
+
+def test_a_decoder_that_does_not_load_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_another_torch() -> decoding.Decoder:
+        raise OSError("libtorchcodec_image.so: undefined symbol")
+
+    assert list(decoding.jpeg_decoders()) == [name for name in DECODERS if name in decoding.jpeg_decoders()]
+    afresh = decoding.jpeg_decoders.__wrapped__
+    monkeypatch.setattr(decoding, "_torchvision", lambda: torch.clone)
+    monkeypatch.setattr(decoding, "_torchcodec", of_another_torch)
+    assert afresh() == {"torchvision": torch.clone}
+    monkeypatch.setattr(decoding, "_torchvision", of_another_torch)
+    assert afresh() == {}
 
 
 def test_a_bad_test_image_is_black_in_the_size_of_the_others(tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
         "device": device.type,
         "device_model": _gpu_model(device) if device.type == "cuda" else _cpu_model(),
     }
-    for name, module in (("torchvision", "torchvision"), ("pillow", "PIL")):
+    for name, module in (("torchvision", "torchvision"), ("torchcodec", "torchcodec"), ("pillow", "PIL")):
         if module in sys.modules:
-            parts[name] = sys.modules[module].__version__
+            parts[name] = getattr(sys.modules[module], "__version__", UNSET)
     if device.type == "cuda":
         parts |= _gpu_libraries()
     parts |= {f"env:{name}": os.environ[name] for name in ENVIRONMENT if name in os.environ}

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from ..common.errors import EndedByData, Refusal
 from ..data.dataset import InMemory, SizedDataset
-from .decoding import Look, pixels, seen
+from .decoding import Look, jpeg_decoders, pixels, seen
 from .downloads import fetch_dataset
 
 Name = Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "fake"]
@@ -134,6 +134,8 @@ class ImageFolder(Dataset[Any]):
         from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
         self.folder, self.part, self.on_bad_sample, self.look = root / part, part, on_bad_sample, look
+        if look:
+            jpeg_decoders()  # loaded before loader processes are forked, and before the fingerprint is taken
         classes = folder_classes(root)
         here = _folders(self.folder)
         if unknown := sorted(set(here) - set(classes)):

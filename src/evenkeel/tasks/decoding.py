@@ -1,14 +1,16 @@
 """Image files to uint8 pixels [3, H, W].
 
-Decoding takes most of the time of loading a photograph. torchvision's decoder needs two thirds of Pillow's time for the
-same pixels, and a JPEG can be decoded at a half, a quarter or an eighth of its size. So `seen` first asks which part of
-the image will be used, which depends on its size alone, and then decodes no more than needed.
+Decoding takes most of the time of loading a photograph. TorchCodec's and torchvision's decoders need two thirds of
+Pillow's time for the same pixels, and a JPEG can be decoded at a half, a quarter or an eighth of its size. So `seen`
+first asks which part of the image will be used, which depends on its size alone, and then decodes no more than needed.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +19,8 @@ from torch import Tensor
 
 RGB = 3
 """torchvision's number for it."""
+APP1 = b"\xff\xe1"
+"""The marker of the segments of a JPEG that hold EXIF data."""
 
 Decode = Literal["auto", "exact", "fast"]
 
@@ -24,6 +28,8 @@ Change = Callable[[Tensor, int], Tensor]
 """(pixels, the factor by which they are smaller than the image) -> the result."""
 Look = Callable[[Any], tuple[int, Change]]
 """A Pillow image that is not decoded yet -> (the factor by which the result is smaller, what makes the result)."""
+Decoder = Callable[[Tensor], Tensor]
+"""A JPEG file's bytes -> uint8 [3, H, W]."""
 
 
 def seen(image: Any, content: bytes, look: Look) -> Tensor:
@@ -36,23 +42,46 @@ def seen(image: Any, content: bytes, look: Look) -> Tensor:
     if smaller > 1:
         drafted = image.draft(None, (width // smaller, height // smaller))  # None unless it is a JPEG
         return change(pixels(image), round(width / drafted[1][2]) if drafted else 1)
-    found = _by_torchvision(content) if image.format == "JPEG" and image.mode in ("L", "RGB") else None
+    found = _whole_jpeg(image, content) if image.format == "JPEG" and image.mode in ("L", "RGB") else None
     return change(pixels(image) if found is None else found, 1)
 
 
-def _by_torchvision(content: bytes) -> Tensor | None:
-    """A JPEG's pixels; None if it does not decode, because Pillow decides whether a file is damaged.
-
-    By the operator, because torchvision's function around it warns. Some releases have none.
-    """
-    try:
-        importlib.import_module("torchvision.io")
-        found: Tensor = torch.ops.image.decode_jpeg.default(
-            torch.frombuffer(bytearray(content), dtype=torch.uint8), RGB
-        )
-    except (ImportError, AttributeError, RuntimeError):
+def _whole_jpeg(image: Any, content: bytes) -> Tensor | None:
+    """A JPEG's pixels; None if it does not decode, because Pillow decides whether a file is damaged."""
+    for name, data in image.applist:
+        if name == "APP1":  # TorchCodec turns an image as its EXIF data say, and nothing else here does
+            content = content.replace(APP1 + (len(data) + 2).to_bytes(2, "big") + data, b"", 1)
+    decode = next(iter(jpeg_decoders().values()), None)
+    if decode is None or APP1 in content:  # Pillow does not look for EXIF data behind the first scan; TorchCodec does
         return None
+    try:
+        return decode(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    except RuntimeError:
+        return None
+
+
+@cache
+def jpeg_decoders() -> Mapping[str, Decoder]:
+    """Those that load here besides Pillow, by name; the first one is used."""
+    found = {}
+    # equally fast; torchvision's is deprecated in favour of the other
+    for name, find in (("TorchCodec", _torchcodec), ("torchvision", _torchvision)):
+        with suppress(ImportError, AttributeError, OSError, RuntimeError):  # not there, or built for another torch
+            found[name] = find()
     return found
+
+
+def _torchcodec() -> Decoder:
+    """From TorchCodec 0.16 on, without FFmpeg."""
+    found: Decoder = importlib.import_module("torchcodec.decoders").decode_jpeg
+    return found
+
+
+def _torchvision() -> Decoder:
+    """The operator, because the function around it warns that later releases will have none."""
+    importlib.import_module("torchvision.io")
+    operator = torch.ops.image.decode_jpeg.default
+    return lambda data: operator(data, RGB)
 
 
 def pixels(image: Any) -> Tensor:
@@ -72,4 +101,4 @@ def pixels(image: Any) -> Tensor:
         raise ValueError(
             f"its pixels are {kind} of 32 bits, and nothing says which value is white; save it with 8 or 16 bits"
         )
-    return pil_to_tensor(image.convert("RGB"))  # type: ignore[no-any-return]
+    return pil_to_tensor(image if image.mode == "RGB" else image.convert("RGB"))  # type: ignore[no-any-return]

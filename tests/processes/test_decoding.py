@@ -1,0 +1,63 @@
+"""A thousand JPEGs by each decoder, and what is imported on the way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenkeel.tasks.decoding import jpeg_decoders
+from tests.support.processes import TRAIN, read, run
+from tests.support.small_files import write_folder
+from tests.tasks.test_decoding import WAYS, compare_with_pillow, use
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_thousand_files_have_pillows_pixels(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(way, monkeypatch)
+    seen = compare_with_pillow(1000, tmp_path / "0.jpg", way)
+    assert min(seen["damaged"], seen["fails"]) > 40, "damaged files of both kinds"
+
+
+@pytest.mark.parametrize(("decoders", "expect"), [("decoding.jpeg_decoders()", 0), ("{'': decode_jpeg}", 1)])
+def test_no_import_warns_either(tmp_path: Path, decoders: str, expect: int) -> None:
+    """In a process of its own, because a module warns once. The control is torchvision's own function."""
+    write_folder(tmp_path)
+    load = (
+        "import warnings; warnings.filterwarnings('error', module='torchvision|torchcodec|evenkeel')\n"
+        "from pathlib import Path; from torchvision.io import decode_jpeg, image\n"
+        "from evenkeel.tasks import decoding; from evenkeel.tasks.classify import Classify\n"
+        f"decoders = {decoders}; decoding.jpeg_decoders = lambda: decoders\n"
+        f"options = {{'dataset': 'imagefolder', 'data_dir': Path({str(tmp_path)!r}), 'image_size': 16}}\n"
+        "for decode in ('exact', 'fast'):\n"
+        "    task = Classify(**options, augment='rand', decode=decode)\n"
+        "    task.train_dataset()[0], task.test_dataset()[0]\n"
+        "print(hasattr(image, '_warn_deprecated'))"
+    )
+    done = run([sys.executable, "-c", load], expect=None)
+    if expect and done.stdout == "False\n":
+        pytest.skip("this torchvision has no deprecated decoders")
+    assert done.returncode == expect, done.stderr
+    assert not expect or "DeprecationWarning: The image decoding" in done.stderr
+
+
+def test_a_run_that_goes_on_with_another_decoder_says_so_and_has_the_same_weights(tmp_path: Path) -> None:
+    if "TorchCodec" not in jpeg_decoders():
+        pytest.skip("TorchCodec has no decoder that loads here")
+    write_folder(tmp_path)
+    (tmp_path / "torchcodec.py").write_text("raise ImportError('as if it were not installed')\n")
+    without = {"PYTHONPATH": str(tmp_path)}
+    options = ["--dataset", "imagefolder", "--data-dir", tmp_path, "--image-size", 16, "--augment", "basic"]
+    options += ["--batch-size", 8, "--micro-batch", 4, "--reduce", "tree", "--schedule", "constant"]
+
+    def train(name: str, steps: int, env: dict[str, str]) -> str:
+        command = [TRAIN, *options, "--run-dir", tmp_path / name, "--max-steps", steps, "--wandb", "disabled"]
+        return run([sys.executable, *map(str, command)], env=env).stderr
+
+    train("one", 6, without)
+    train("two", 3, without)
+    line = "evenkeel: WARNING: from step 3 on bit-for-bit equality is void: torchcodec (none) -> "
+    assert [text for text in train("two", 6, {}).splitlines() if text.startswith(line)]
+    one, two = (read(tmp_path / name)["weights_sha256"] for name in ("one", "two"))
+    assert one == two, "the bits might have differed and did not"
