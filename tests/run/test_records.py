@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.run.records import FACTS, MORE, alike, ledger, read_facts, read_record, read_records
+from evenkeel.common.files import alike
+from evenkeel.run.records import FACTS, MORE, ledger, read_facts, read_record, read_records
 
 WHOLE = {"kind": "digest", "step": 3, "time": 1, "digests": {"w": "0"}, "spent": {"productive": 2}, "loss": None}
 

@@ -82,6 +82,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def alike(value: Any, example: Any) -> bool:
+    """Whether a value from JSON has the type of an example, and all that is in it too.
+
+    The example's first item stands for all of a list or object. A pair is one of two; an object with several names has
+    just these.
+    """
+    if isinstance(example, float):
+        return type(value) in (int, float)
+    if type(value) is not type(example):
+        return False
+    if isinstance(example, dict) and len(example) > 1:
+        return value.keys() == example.keys() and all(alike(value[name], example[name]) for name in example)
+    if isinstance(example, dict):
+        return all(alike(item, *example.values()) for item in value.values())
+    if isinstance(example, list):
+        return len(example) in (1, len(value)) and all(alike(item, example[0]) for item in value)
+    return True
+
+
 def sha256_of(path: Path, advance: Callable[[int], object] = lambda _: None) -> str:
     """The SHA-256 of a file, in hexadecimal digits. ``advance`` gets the bytes of each block that is read."""
     digest = hashlib.sha256()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import Refusal
-from ..common.files import read_json
+from ..common.files import alike, read_json
 from ..common.naming import TEST, TRAIN, named
 from .checkpoint import Checkpoints
 
@@ -62,25 +62,6 @@ NOT_MEASURED = ("kind", "step", "time", "spent", "epoch")  # what a record holds
 ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redone", "dead")
 """Steps; waiting for data; stalls for checkpoints; evaluations; from a process's start to its first step; steps done
 again; no process, or none that lived to tell."""
-
-
-def alike(value: Any, example: Any) -> bool:
-    """Whether a value from JSON has the type of an example, and all that is in it too.
-
-    The example's first item stands for all of a list or object. A pair is one of two; an object with several names has
-    just these.
-    """
-    if isinstance(example, float):
-        return type(value) in (int, float)
-    if type(value) is not type(example):
-        return False
-    if isinstance(example, dict) and len(example) > 1:
-        return value.keys() == example.keys() and all(alike(value[name], example[name]) for name in example)
-    if isinstance(example, dict):
-        return all(alike(item, *example.values()) for item in value.values())
-    if isinstance(example, list):
-        return len(example) in (1, len(value)) and all(alike(item, example[0]) for item in value)
-    return True
 
 
 def read_facts(path: Path) -> tuple[dict[str, Any], str]:
