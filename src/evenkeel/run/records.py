@@ -38,7 +38,7 @@ FACTS: dict[str, Any] = {
     "world_sizes": [0],
     "samples": {"": 0},
     "hints": {"": ""},
-    "digests": {"": {"equal": "", "near": [0.0]}},
+    "digests": {"": {"equal": "", "near": [-1.0]}},
     "ledger": {"": 0.0},
 }
 """An example of each fact in status.json, summary.json and Slurm's count of starts."""
@@ -47,7 +47,8 @@ RECORD: dict[str, Any] = {"kind": "", "step": 0, "time": 0.0}
 """What each line of metrics.jsonl has."""
 
 MORE: dict[str, Any] = {
-    "spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}, "hosts": [""]
+    "spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}, "hosts": [""],
+    "epoch": 0.0, "attempt": 0,
 }  # fmt: skip
 """What some of them have, besides values that are only shown."""
 
@@ -147,8 +148,11 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float | None]:
     if record.get("kind") not in MEASURES:
         return {}
     found = {name: value for name, value in record.items() if name not in NOT_MEASURED}
-    measured = {name: value for name, value in found.items() if value is None or type(value) in (int, float)}
-    return named(MEASURES[record["kind"]], measured)
+    numbers = {name: value for name, value in found.items() if value is None or type(value) in (int, float)}
+    finite = {
+        name: value if value is None or abs(value) <= sys.float_info.max else None for name, value in numbers.items()
+    }
+    return named(MEASURES[record["kind"]], finite)
 
 
 def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ...common.display import say
 from ...common.errors import Ended, Refusal
 from ...common.keyboard import CtrlC
 from ...common.naming import count_ranks
@@ -193,7 +193,7 @@ class ScalingCommand:
                 title: {"rows": [asdict(row) for row in rows], "prediction": forecasts[title]._asdict()}
                 for title, rows in tables.items()
             }
-            print(json.dumps(found, indent=2))
+            say(json.dumps(found, indent=2))
             return
         from rich.console import Console
 
@@ -227,4 +227,4 @@ def _numbers(text: str) -> list[int]:
 
 
 def _say(text: str) -> None:
-    print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+    say(f"evenkeel: {text}", to_stderr=True)
