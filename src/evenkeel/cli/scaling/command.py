@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ...common.display import say
+from ...common.display import say, styled
 from ...common.errors import Ended, Refusal
 from ...common.keyboard import CtrlC
 from ...common.naming import count_ranks
@@ -201,10 +201,11 @@ class ScalingCommand:
         for title, rows in tables.items():
             console.print(_as_table(title, rows))
             it, few = forecasts[title], ", from one point" * (len(rows) == 2)
-            console.print(
+            told = (
                 f"prediction, not measured: {it.ranks} ranks would be {it.speedup:.2f} x as fast as {rows[0].ranks} "
                 f"({it.law}'s law, serial share {it.serial_share:.0%}{few})\n"
             )
+            console.print(styled(told))
 
 
 def _as_table(title: str, rows: list[Row]) -> Table:
