@@ -6,6 +6,7 @@ import ast
 import json
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from evenkeel import __main__ as program
 from evenkeel.common.display import UNSEEN, Lines, plain
 from evenkeel.distributed.exits import exit_code
 from tests.support.processes import ROOT
-from tests.support.reports import copy_of_a_run
+from tests.support.rooms import has
+from tests.support.small_runs import OLD_RUNS
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\ud800\u202e\x9b1A\rx"
 
@@ -28,7 +30,7 @@ def change(path: Path, **facts: Any) -> None:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run in a folder of a bad name that is not UTF-8 either, with a metric and a reason of bad names."""
-    folder = copy_of_a_run(tmp_path / os.fsdecode(b"mine\x1b[31m\xff"))
+    folder = Path(shutil.copytree(OLD_RUNS / "finished", tmp_path / os.fsdecode(b"mine\x1b[31m\xff")))
     metrics = folder / "metrics.jsonl"
     *lines, last = metrics.read_text().splitlines()
     more: list[dict[str, Any]] = [
@@ -43,21 +45,15 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "status RUN",
-        "follow RUN",
-        "compare RUN OTHER",
-        "checkpoint list RUN",
-        "checkpoint inspect RUN",
-        "data verify RUN",
-    ],
-)
+COMMANDS = """status RUN | follow RUN | compare RUN OTHER | checkpoint list RUN | checkpoint inspect RUN
+| data verify RUN"""
+
+
+@pytest.mark.parametrize("command", [it.strip() for it in COMMANDS.split("|") if has(it.split()[0])])
 def test_names_do_not_act_on_a_terminal(
     command: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = copy_of_a_run(run_dir.with_name("other"))
+    other = shutil.copytree(OLD_RUNS / "finished", run_dir.with_name("other"))
     words = [str({"RUN": run_dir, "OTHER": other}.get(word, word)) for word in command.split()]
     monkeypatch.setattr(sys, "argv", ["evenkeel", *words])
     monkeypatch.setattr(logging.lastResort, "formatter", None)

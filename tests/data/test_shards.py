@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import re
 import struct
 import subprocess
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from evenkeel.common.errors import EndedByData, Refusal
 from evenkeel.data import shards as shards_module
 from evenkeel.data.shard_index import MANIFEST, read_index, write_index
 from evenkeel.data.shards import Shards
+from tests.support.damage import damaged, scratched
 from tests.support.shards import numbered, tars, write_lines, write_mds, write_tar
 
 
@@ -331,6 +334,59 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path, harm: bytes) -> None:
     path.write_bytes(harm)
     with pytest.raises(Refusal, match=r"shards.index.json: cannot be read"):
         Shards(tmp_path)
+
+
+def in_a_line(folder: Path, act: Callable[..., Any], *arguments: Any) -> Any:
+    """What this returns; None if it was refused in a short line with the folder in it."""
+    told = str(folder)
+    try:
+        return act(*arguments)
+    except (Refusal, EndedByData) as error:
+        told = str(error)
+    assert str(folder) in told
+    assert len(told) < 1000
+    return None
+
+
+def indexed(folder: Path) -> dict[str, Path]:
+    """A folder with shards and their index, of each format."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folders = {name: folder / name for name in ("tar", "lines", "mds", "rows", "work")}
+    for path in folders.values():
+        path.mkdir()
+    tars(folders["tar"], [4])
+    write_lines(folders["lines"] / "a.jsonl", [{"a": n, "t": "é" * n} for n in range(4)])
+    rows = [{"n": b"8" * 8, "t": b"x" * n} for n in range(4)]
+    write_mds(folders["mds"] / "a.mds", {"n": "int64", "t": "str"}, rows, 8)
+    table = arrow.table({"n": [*range(9)], "t": ["é"] * 9})
+    parquet.write_table(table, folders["rows"] / "a.parquet", row_group_size=4)
+    work = folders.pop("work")
+    for path in folders.values():
+        write_index(path)
+    return folders | {"work": work}
+
+
+def test_random_damage_is_told_in_a_line(tmp_path: Path) -> None:
+    """A few of some ten thousand that were tried: no other error, and no end of the memory."""
+    folders = indexed(tmp_path)
+    work, dice, outcomes = folders.pop("work"), random.Random(1), Counter[bool]()
+    for _ in range(120):
+        for path in work.iterdir():
+            path.unlink()
+        files = {path.name: path.read_bytes() for path in folders[dice.choice([*folders])].iterdir()}
+        name = dice.choice(sorted(files))
+        if name == MANIFEST and dice.random() < 0.8:
+            files[name] = json.dumps(damaged(json.loads(files[name]), dice)).encode()
+        else:
+            files[name] = scratched(files[name], dice)
+        for each, content in files.items():
+            (work / each).write_bytes(content)
+        is_shard = not name.startswith("shards.index.")
+        data = (not is_shard or in_a_line(work, write_index, work)) and in_a_line(work, Shards, work)
+        outcomes[bool(data)] += 1
+        for number in range(min(len(data or ()), 5)):
+            in_a_line(work, data.__getitem__, number)
+    assert min(outcomes.values()) > 10, "the control: some are read, and some are not"
 
 
 def test_opening_checks_the_sizes(tmp_path: Path) -> None:
