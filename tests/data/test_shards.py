@@ -295,7 +295,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "TypeError: 'int' object is not": lambda index: index.update(fields=3),
     "is not of 10 samples of 3 fields": lambda index: index.update(fields=["a", "b", "c"]),
     "is not of 11 samples of 2 fields": lambda index: index["shards"][0].update(samples=11),
-    "it says -1 samples": lambda index: index["shards"][0].update(samples=-1),
+    "its shards is [{'name': 'train-000.tar', 'samples': -1": lambda index: index["shards"][0].update(samples=-1),
     "it says 10 samples, in row groups 10": lambda index: index["shards"][0].update(groups=[10]),
     "KeyError: 'version'": lambda index: index.pop("version"),
     "TypeError: ": lambda index: index.update(other=1),
