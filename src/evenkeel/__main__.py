@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import tyro
 
 from .common.arguments import lose_stdout, one_line_errors, refuse_empty
+from .common.display import Lines
 from .common.errors import Refusal
 from .config import check_numbers
 from .distributed.exits import exit_code
@@ -48,6 +50,8 @@ def subcommands() -> dict[str, Callable[..., Any]]:
 def main() -> int:
     """Run a subcommand. What follows `--` belongs to train.py, or is a whole command."""
     arguments = sys.argv[1:]
+    if logging.lastResort:
+        logging.lastResort.setFormatter(Lines())
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     known = subcommands()
     refuse_empty(arguments[:cut], *known.values())

@@ -46,7 +46,7 @@ def test_bad_folders_are_refused_in_a_line(
     for words, line in [
         (("index", tmp_path), "holds no shards"),
         (("index", tmp_path / "none"), "No such file or directory"),
-        (("verify", tmp_path), "has no index of its shards"),
+        (("verify", tmp_path), "holds no shards"),
     ]:
         assert data(monkeypatch, *words) == 2
         (err,) = capsys.readouterr().err.splitlines()

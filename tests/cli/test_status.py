@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
 import re
 import shutil
 import signal
@@ -15,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from evenkeel.cli.status import Metrics, status_of
+from evenkeel.cli.follow import _Follower
+from evenkeel.cli.status import Metrics, Runs, _view, as_json, status_of
 from evenkeel.run.checkpoint import Checkpoints, read_manifest
 from tests.support import processes
+from tests.support.damage import leave_damaged
 from tests.support.processes import TRAIN, kill_group, read, run, start, torchrun
 from tests.support.small_runs import OLD_RUNS, TASK, job, wait_for_step
 from tests.support.terminal import Terminal
@@ -63,6 +68,20 @@ def submitted(run_dir: Path) -> None:
     (run_dir / "slurm").mkdir(parents=True)
     names = {"job_id": "17", "run_dir": str(run_dir), "folder": str(run_dir), "log": str(run_dir / "log")}
     (run_dir / "slurm" / "job.json").write_text(json.dumps(names | {"submitted": 0.0}))
+
+
+def test_random_damage_to_what_a_run_has_written_ends_neither_status_nor_follow(tmp_path: Path) -> None:
+    """A few of some thousand that were tried."""
+    run_dir, dice = tmp_path / "run", random.Random(1)
+    for _ in range(30):
+        leave_damaged(run_dir, OLD_RUNS / "finished", dice)
+        console = Console(file=io.StringIO(), width=100, force_terminal=True)
+        console.print(_view(found := Runs([run_dir]), console))
+        json.dumps([as_json(it) for it in found.look()])
+        follower = _Follower(run_dir)
+        follower.console, follower.begun = console, True
+        follower.tell(it := status_of(run_dir, follower.metrics))
+        console.print(follower.panel(it))
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from torch.utils.data import (
     random_split,
 )
 
+from evenkeel.common.errors import EndedByData
 from evenkeel.data import batch as batches_module
 from evenkeel.data import sampler as sampler_module
 from evenkeel.data.batch import to_device
@@ -749,6 +750,16 @@ def test_what_is_only_tensors_is_fetched_whole_and_what_has_code_of_its_own_is_n
     own = [Noisy(labels), Subset(Noisy(labels), range(9)), limited(Noisy(labels), 9), StackDataset(plain)]
     own += [TensorDataset(nn.Parameter(images))]
     assert list(map(fetched_whole, own)) == [False] * len(own)
+
+
+@pytest.mark.parametrize("error", [StopIteration, GeneratorExit])
+def test_an_error_that_would_end_a_loop_or_a_loader_process_is_told_in_a_line(error: type[BaseException]) -> None:
+    class Raising(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            raise error
+
+    with pytest.raises(EndedByData, match=rf"__getitem__ raised {error.__name__} at .*test_loader.py:\d+: an iterator"):
+        Seeded(Raising(torch.arange(3)), 3, "train").__getitems__(Indices([2, 1], 0, MicroBatch(0, 0, 0, 2)))
 
 
 def test_only_data_sets_that_may_draw_are_seeded() -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
+import re
 import struct
 import subprocess
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from evenkeel.common.errors import EndedByData, Refusal
 from evenkeel.data import shards as shards_module
 from evenkeel.data.shard_index import MANIFEST, read_index, write_index
 from evenkeel.data.shards import Shards
+from tests.support.damage import damaged, scratched
 from tests.support.shards import numbered, tars, write_lines, write_mds, write_tar
 
 
@@ -186,6 +192,201 @@ def test_lines_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": ')
     with pytest.raises(Refusal, match=r"a.jsonl: is truncated or damaged"):
         write_index(tmp_path)
+
+
+def mds(
+    offsets: Sequence[int] = (0, 12, 24),
+    names: Any = ("n", "t"),
+    encodings: Any = ("int64", "str"),
+    sizes: Any = (8, None),
+    samples: int = 2,
+    heads: Sequence[int] = (0, 0),
+) -> bytes:
+    """An MDS file of two samples; offsets are from where samples begin."""
+    about = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
+    header, contents = json.dumps(about).encode(), b"".join(struct.pack("<Iq", size, 7) for size in heads)
+    begin = 4 + 4 * len(offsets) + len(header)
+    return struct.pack(f"<{1 + len(offsets)}I", samples, *(begin + at for at in offsets)) + header + contents
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (mds(samples=2**32 - 1), "damaged: it says 4,294,967,295 samples, whose offsets do not fit into its"),
+        (mds(samples=2**32 - 1)[:30], "damaged: it says 4,294,967,295 samples, whose offsets do not fit into its 30 b"),
+        (b"\2\0", "damaged: error: unpack requires a buffer of 4 bytes"),
+        (mds(offsets=(0, 18, 12, 24), samples=3), "damaged: its offset 2 is 1"),
+        (mds(offsets=(-100, 12, 24)), "damaged: its offset 0 is "),
+        (mds(offsets=(0, 12, 25)), "damaged: it should have "),
+        (mds(offsets=(0, 4, 24)), "damaged: its sample 0 has 4 bytes, its columns at least 12"),
+        (mds(names="nt"), "damaged: its names, encodings and sizes of columns are no lists"),
+        (mds(sizes=[8]), "damaged: zip() argument 3 is shorter"),
+        (mds(names=["n", 3]), "[3, 'str', None] is no column; make it again"),
+        (mds(names=["n", ["t"]]), "[['t'], 'str', None] is no column"),
+        (mds(encodings=["int64", ["str"]]), "['t', ['str'], None] is no column"),
+        (mds(sizes=[-8, None]), "['n', 'int64', -8] is no column"),
+        (mds(sizes=[8, 1e400]), "['t', 'str', inf] is no column"),
+        (mds(names=["n", "\ud800"]), "damaged: 'utf-8' codec can't encode character '\\ud800'"),
+        (mds(names=["n", "n"]), "two of its columns have the name 'n', and would be read as one; make it again"),
+        (mds().replace(b'{"column_names"', b'["column_names"').replace(b"}", b"]"), "damaged: "),
+    ],
+)
+def test_mds_that_others_have_made_is_refused_in_a_line(tmp_path: Path, content: bytes, line: str) -> None:
+    (tmp_path / "a.mds").write_bytes(content)
+    with pytest.raises(Refusal, match=re.escape(line)) as refused:
+        write_index(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / 'a.mds'}: ")
+
+
+@pytest.mark.parametrize("heads", [(40, 0), (2**32 - 1, 0)])
+def test_nothing_is_read_outside_a_sample(tmp_path: Path, heads: Sequence[int]) -> None:
+    (tmp_path / "a.mds").write_bytes(mds(heads=heads))
+    write_index(tmp_path)
+    with pytest.raises(EndedByData, match=r"a.mds: sample 0 .*: its columns have \d+ bytes, and the sample 12"):
+        Shards(tmp_path)[0]
+    assert Shards(tmp_path)[1] == {"n": 7, "t": ""}
+
+
+def test_columns_of_one_name_in_parquet_are_refused(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = [arrow.array([1, 2]), arrow.array([3, 4])]
+    parquet.write_table(arrow.Table.from_arrays(columns, names=["a", "a"]), tmp_path / "a.parquet")
+    with pytest.raises(Refusal, match=r"a.parquet: two of its columns have the name 'a', and would be read as one"):
+        write_index(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b'"\\ud800"', b'"x\\udC00y"', b'"\xed\xa0\x80"'])
+def test_half_a_character_in_json_is_refused_with_its_place(tmp_path: Path, text: bytes) -> None:
+    whole = '{"a": "\\ud83d\\ude00", "\\ud83d\\ude00": "😀"}\n'.encode()
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(whole + b'{"a": %s}\n' % text + whole)
+    write_index(tmp_path)
+    assert Shards(tmp_path)[2] == {"a": "😀", "😀": "😀"}
+    with pytest.raises(EndedByData, match=r"a.jsonl: sample 1 of the file: sample cannot be read: Unicode\w+Error"):
+        Shards(tmp_path)[1]
+    path.write_bytes(b'{"a": %s}\n' % text)
+    with pytest.raises(Refusal, match=r"a.jsonl: is truncated or damaged: the line at byte 0: 'utf-8' codec can't"):
+        write_index(tmp_path)
+
+
+def test_a_tar_with_a_member_of_negative_size_is_refused(tmp_path: Path) -> None:
+    """tarfile goes round and round in it."""
+    whole, loop = tarfile.TarInfo("a.txt"), tarfile.TarInfo("loop")
+    loop.size = -512
+    (tmp_path / "a.tar").write_bytes(whole.tobuf() + loop.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
+    with pytest.raises(Refusal, match=r"a.tar: is truncated or damaged: its member 'loop' has -512 bytes"):
+        write_index(tmp_path)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "its version is True": lambda index: index.update(version=True),
+    "its format is ['tar']": lambda index: index.update(format=["tar"]),
+    "it is of 'mds' files, and the folder holds tar": lambda index: index.update(format="mds", fields=[["a", "b", 1]]),
+    "its shards is [{'name': 3": lambda index: index["shards"][0].update(name=3),
+    "its shards is [{'name': {}": lambda index: index["shards"][0].update(name={}),
+    "its shards is 7": lambda index: index.update(shards=7),
+    "its shards is [{'more'": lambda index: index["shards"].insert(0, {"more": 1, **index["shards"].pop(0)}),
+    "it says 10 samples": lambda index: index.update(table=""),
+    "its table is '../../x.npy'": lambda index: index.update(table="../../x.npy"),
+    "its table is 3": lambda index: index.update(table=3),
+    "3 is no name of a field": lambda index: index.update(fields=[3, "cls"]),
+    "['cls'] is no name of a field": lambda index: index.update(fields=[["cls"], "x"]),
+    "two of its columns have the name 'cls'": lambda index: index.update(fields=["cls", "cls"]),
+    "TypeError: 'int' object is not": lambda index: index.update(fields=3),
+    "is not of 10 samples of 3 fields": lambda index: index.update(fields=["a", "b", "c"]),
+    "is not of 11 samples of 2 fields": lambda index: index["shards"][0].update(samples=11),
+    "its shards is [{'name': 'train-000.tar', 'samples': -1": lambda index: index["shards"][0].update(samples=-1),
+    "it says 10 samples, in row groups 10": lambda index: index["shards"][0].update(groups=[10]),
+    "KeyError: 'version'": lambda index: index.pop("version"),
+    "TypeError: ": lambda index: index.update(other=1),
+}
+
+
+@pytest.mark.parametrize("line", CHANGES)
+def test_a_manifest_that_was_changed_is_refused_in_a_line(tmp_path: Path, line: str) -> None:
+    write_index(tars(tmp_path, [10]))
+    index = json.loads((tmp_path / MANIFEST).read_text())
+    CHANGES[line](index)
+    (tmp_path / MANIFEST).write_text(json.dumps(index))
+    with pytest.raises(Refusal, match=re.escape(line)) as refused:
+        Shards(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / MANIFEST}: cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("offset", -512), ("size", -1), ("size", 2**40), ("offset", 2**62), ("size", 10**6)]
+)
+def test_a_table_that_leads_out_of_the_file_is_not_followed(tmp_path: Path, name: str, value: int) -> None:
+    write_index(tars(tmp_path, [10]))
+    (path,) = tmp_path.glob("*.npy")
+    table = np.load(path)
+    table[name][3, 1] = value
+    np.save(path, table)
+    with pytest.raises(EndedByData, match=r"train-000.tar: sample 3 of the file: .*: the index says bytes \["):
+        Shards(tmp_path)[3]
+    assert Shards(tmp_path)[4]["cls"] == 4
+
+
+@pytest.mark.parametrize("harm", [b"", b"PK\3\4", b"\x93NUMPY\1\0\x10\0{'a': ((((((((((((", b"[" * 300])
+def test_a_table_that_is_none_is_refused(tmp_path: Path, harm: bytes) -> None:
+    write_index(tars(tmp_path, [10]))
+    (path,) = tmp_path.glob("*.npy")
+    path.write_bytes(harm)
+    with pytest.raises(Refusal, match=r"shards.index.json: cannot be read"):
+        Shards(tmp_path)
+
+
+def in_a_line(folder: Path, act: Callable[..., Any], *arguments: Any) -> Any:
+    """What this returns; None if it was refused in a short line with the folder in it."""
+    told = str(folder)
+    try:
+        return act(*arguments)
+    except (Refusal, EndedByData) as error:
+        told = str(error)
+    assert str(folder) in told
+    assert len(told) < 1000
+    return None
+
+
+def indexed(folder: Path) -> dict[str, Path]:
+    """A folder with shards and their index, of each format."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folders = {name: folder / name for name in ("tar", "lines", "mds", "rows", "work")}
+    for path in folders.values():
+        path.mkdir()
+    tars(folders["tar"], [4])
+    write_lines(folders["lines"] / "a.jsonl", [{"a": n, "t": "é" * n} for n in range(4)])
+    rows = [{"n": b"8" * 8, "t": b"x" * n} for n in range(4)]
+    write_mds(folders["mds"] / "a.mds", {"n": "int64", "t": "str"}, rows, 8)
+    table = arrow.table({"n": [*range(9)], "t": ["é"] * 9})
+    parquet.write_table(table, folders["rows"] / "a.parquet", row_group_size=4)
+    work = folders.pop("work")
+    for path in folders.values():
+        write_index(path)
+    return folders | {"work": work}
+
+
+def test_random_damage_is_told_in_a_line(tmp_path: Path) -> None:
+    """A few of some ten thousand that were tried: no other error, and no end of the memory."""
+    folders = indexed(tmp_path)
+    work, dice, outcomes = folders.pop("work"), random.Random(1), Counter[bool]()
+    for _ in range(120):
+        for path in work.iterdir():
+            path.unlink()
+        files = {path.name: path.read_bytes() for path in folders[dice.choice([*folders])].iterdir()}
+        name = dice.choice(sorted(files))
+        if name == MANIFEST and dice.random() < 0.8:
+            files[name] = json.dumps(damaged(json.loads(files[name]), dice)).encode()
+        else:
+            files[name] = scratched(files[name], dice)
+        for each, content in files.items():
+            (work / each).write_bytes(content)
+        is_shard = not name.startswith("shards.index.")
+        data = (not is_shard or in_a_line(work, write_index, work)) and in_a_line(work, Shards, work)
+        outcomes[bool(data)] += 1
+        for number in range(min(len(data or ()), 5)):
+            in_a_line(work, data.__getitem__, number)
+    assert min(outcomes.values()) > 10, "the control: some are read, and some are not"
 
 
 def test_opening_checks_the_sizes(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -127,29 +129,47 @@ def test_sources_that_seek_or_have_a_state_are_not_read_forward(
     assert not (tmp_path / "seek").exists()
 
 
-def spoil(path: Path) -> None:
-    path.write_text('{"of": ')
+HARMS: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "place 0": lambda found, entry: entry.update(place=0),
+    "a negative place": lambda found, entry: entry.update(place=-5),
+    "a later place": lambda found, entry: entry.update(place=entry["place"] + 7),
+    "an infinite place": lambda found, entry: entry.update(place=math.inf),
+    "a turn that is a text": lambda found, entry: entry.update(turn="x"),
+    "no sha256, as an older version": lambda found, entry: found.pop("sha256", None),
+    "another seed": lambda found, entry: found.update(of=found["of"].replace("seed 0", "seed 1")),
+    "not a list": lambda found, entry: found.update(kept=17),
+    "cut off": lambda found, entry: found.clear(),
+}
 
 
-def replace_by_another_stream(path: Path) -> None:
-    path.write_text(path.read_text().replace("seed 0", "seed 1"))
-
-
-def make_negative(path: Path) -> None:
-    path.write_text(path.read_text().replace('"turn": ', '"turn": "x", "old": '))
-
-
-@pytest.mark.parametrize("harm", [spoil, replace_by_another_stream, make_negative])
-def test_a_spoilt_or_foreign_state_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("name", HARMS)
+def test_a_spoilt_or_foreign_state_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    path = tmp_path / "0.json"
     data = Numbered(streams("state", 1), 4, 0, tmp_path)
     data.__getitems__(range(400))
-    harm(tmp_path / "0.json")
+    found = json.loads(path.read_text())
+    entry = next(it for it in found["kept"] if it["place"] > 150)
+    found["kept"] = [entry]
+    HARMS[name](found, entry)
+    path.write_text(json.dumps(found) if found else '{"of": ')
     data = Numbered(streams("state", 1), 4, 0, tmp_path)
     assert data.__getitems__(range(300, 310)) == read_in_order(1, 4, 310)[300:]
     assert "not used" in caplog.messages[0]
     assert "is read forward over 300 samples" in caplog.messages[1]
+    data.__getitems__(range(310, 400))
+    assert Numbered(streams("state", 1), 4, 0, tmp_path)[350] == read_in_order(1, 4, 351)[350]
+    assert len(caplog.messages) == 2, "it was replaced by a right one"
+
+
+def test_the_control_a_wrong_place_with_a_right_sum_is_trained_on(tmp_path: Path) -> None:
+    path, data = tmp_path / "0.json", Numbered(streams("state", 1), 4, 0, tmp_path)
+    data.__getitems__(range(400))
+    for entry in (kept := json.loads(path.read_text())["kept"]):
+        entry["place"] += 7
+    of = Numbered(streams("state", 1), 4, 0, tmp_path)._substream(0)
+    sum_ = hashlib.sha256(json.dumps([of.name, 0, kept]).encode()).hexdigest()
+    path.write_text(json.dumps({"of": of.name, "sha256": sum_, "kept": kept}))
+    assert Numbered(streams("state", 1), 4, 0, tmp_path)[350] == read_in_order(1, 4, 344)[343]
 
 
 class Buffered(Stateful):
@@ -269,6 +289,13 @@ def test_an_empty_turn_ends_the_run_and_so_does_a_seek_that_lies() -> None:
 
     with pytest.raises(EndedByData, match=r"its sample 1 cannot be read: OSError: no route to host at .*test_streams"):
         Numbered(Streams(failing, 1), 2)[1]
+
+    class Closed(Plain):
+        def made(self, number: Number) -> Any:
+            raise GeneratorExit("the other end is closed")
+
+    with pytest.raises(EndedByData, match=r"its sample 0 cannot be read: GeneratorExit: the other end is closed at "):
+        Numbered(Streams(Closed, 1), 2)[0]
 
 
 class Sharded(IterableDataset[Number]):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from evenkeel.run.records import FACTS, MORE, alike, ledger, read_facts, read_record, read_records
+from evenkeel.common.files import alike
+from evenkeel.common.naming import shown
+from evenkeel.run.records import FACTS, MORE, ledger, read_facts, read_record, read_records, values_of
 
 WHOLE = {"kind": "digest", "step": 3, "time": 1, "digests": {"w": "0"}, "spent": {"productive": 2}, "loss": None}
 
@@ -23,6 +26,9 @@ RUINED = [
     *(json.dumps({**WHOLE, **change}).encode() for change in (
         {"kind": 1}, {"step": "3"}, {"step": True}, {"time": None}, {"spent": [1]}, {"spent": {"productive": "2"}},
         {"digests": {"w": 0}}, {"differences": {"threads": ["1"]}}, {"world_size": 2.5},
+        {"step": -1}, {"step": 2**63}, {"step": math.inf}, {"time": -1}, {"time": math.nan}, {"time": 1e12},
+        {"spent": {"productive": -1.0}}, {"spent": {"productive": math.inf}}, {"spent": {"productive": 10**400}},
+        {"epoch": math.nan}, {"epoch": "1"}, {"attempt": [1]}, {"world_size": -1},
     )),
 ]  # fmt: skip
 
@@ -57,10 +63,31 @@ def test_facts(tmp_path: Path) -> None:
 
 def test_numbers_and_pairs() -> None:
     assert alike(1, 0.0)
+    assert alike(-1, -1.0)
+    assert not any(alike(value, 0.0) for value in (-1, math.nan, math.inf, 1e12, 10**400))
+    assert not any(alike(value, 0) for value in (-1, 2**63))
+    assert alike(2**60, 0), "samples of a stream"
     assert not alike(1.0, 0)
     assert not alike(True, 0)
     assert alike({"a": ["1", "2"]}, MORE["differences"])
     assert alike([], [""])
+
+
+def test_values_that_are_no_numbers_count_as_not_finite() -> None:
+    record = {
+        "kind": "train",
+        "step": 1,
+        "time": 1,
+        "a": math.nan,
+        "b": 10**400,
+        "c": -math.inf,
+        "d": "x",
+        "e": 1,
+        "f": None,
+    }
+    unknown = dict.fromkeys(("train/a", "train/b", "train/c", "train/f"))
+    assert values_of(record) == unknown | {"train/e": 1}
+    assert shown(values_of(record)) == "train/a nan  train/b nan  train/c nan  train/e 1.0000  train/f nan"
 
 
 def test_digests_of_data() -> None:

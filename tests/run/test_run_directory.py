@@ -387,6 +387,7 @@ def old_ones(path: Path) -> list[Path]:
 def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
     started(path)
     (path / "model.pt").write_text("precious")
+    (path / "streams").mkdir()  # states of the old run's data
     directory = claim(path, OPTIONS | {"seed": 1}, fresh=True)
     aside = directory.start_over([""])
     (old,) = old_ones(path)

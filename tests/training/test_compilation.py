@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
+import re
+import struct
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -84,6 +88,50 @@ def test_code_that_is_not_ours_or_not_whole_is_not_run(code: CompiledCode) -> No
         elsewhere.rename(archive)
         os.chown(archive, 12345, -1)
         refused("another user")
+
+
+def zipped(names: Sequence[str] = ("a.so", "b.so"), **fields: int) -> bytes:
+    """An archive with fields of its headers changed: flags, method, declared size."""
+    with zipfile.ZipFile(file := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, b"machine code")
+    content = bytearray(file.getvalue())
+    places = {"flags": (6, 8, "<H"), "method": (8, 10, "<H"), "size": (22, 24, "<I")}
+    for field, value in fields.items():
+        *offsets, form = places[field]
+        for mark, offset in zip((b"PK\3\4", b"PK\1\2"), offsets, strict=True):
+            for start in re.finditer(re.escape(mark), content):
+                struct.pack_into(form, content, start.start() + int(offset), value)
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (zipped(flags=1), "File 'a.so' is encrypted, password required"),
+        (zipped(method=99), "compression method is not supported"),
+        (zipped(method=14), "it is not used"),
+        (zipped(method=12), "it is not used"),
+        (zipped(size=2**32 - 16), "its files have 8,589,934,560 bytes, of which at most"),
+        (zipped(["a.so", "a.so/b.so"]), "it is not used"),
+        (zipped()[:-30], "not a zip file"),
+    ],
+)
+def test_an_archive_that_cannot_be_read_is_compiled_anew(code: CompiledCode, content: bytes, line: str) -> None:
+    code.pack()
+    code.archive.write_bytes(content)
+    assert line in (told := code.unpack(begins=False))
+    assert "\n" not in told
+    assert not list(code.folder.iterdir()), "nor a part of it"
+
+
+def test_an_archive_writes_nothing_outside_its_folder(code: CompiledCode, tmp_path: Path) -> None:
+    code.pack()
+    before = {*tmp_path.rglob("*")}
+    code.archive.write_bytes(zipped(["../../evil.so", f"{tmp_path}/evil.so", "ab/../../../evil.so"]))
+    code.unpack(begins=False)
+    new = {path for path in {*tmp_path.rglob("*")} - before if not path.is_relative_to(code.folder)}
+    assert not new
 
 
 def test_a_library_that_is_being_linked_is_left_for_the_next_time(code: CompiledCode) -> None:

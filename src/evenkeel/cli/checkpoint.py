@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.filesize import decimal
 
+from ..common.display import say
 from ..common.errors import Ended, Refusal
 from ..common.files import write_atomically
 from ..common.naming import shown
@@ -56,7 +57,7 @@ class ListCheckpoints:
         rows = [("STEP", "KIND", "WRITTEN", "SIZE", ""), *(_row(path, newest, best) for path in paths)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for step, *cells in rows:
-            print("  ".join([step.rjust(widths[0]), *map(str.ljust, cells, widths[1:])]).rstrip())
+            say("  ".join([step.rjust(widths[0]), *map(str.ljust, cells, widths[1:])]).rstrip())
         return 0
 
 
@@ -74,19 +75,19 @@ class InspectCheckpoint:
         from ..training.state import named_tensors  # imports torch, which `list` does without
 
         host = f" on {manifest.host}" * bool(manifest.host)
-        print(f"{path}: {manifest.kind} of step {manifest.step}, written {_when(manifest)}{host}")
-        print(f"metrics: {shown(manifest.metrics) or 'no evaluation at this step'}")
+        say(f"{path}: {manifest.kind} of step {manifest.step}, written {_when(manifest)}{host}")
+        say(f"metrics: {shown(manifest.metrics) or 'no evaluation at this step'}")
         for name, written in manifest.files.items():
-            print(f"file {name}: {decimal(written.bytes)}, sha256 {written.sha256}")
+            say(f"file {name}: {decimal(written.bytes)}, sha256 {written.sha256}")
         model = named_tensors(state["model"])
         width = max(map(len, model), default=0)
-        print(f"model: {sum(tensor.numel() for tensor in model.values()):,} parameters, buffers counted too")
+        say(f"model: {sum(tensor.numel() for tensor in model.values()):,} parameters, buffers counted too")
         for name, tensor in model.items():
-            print(f"  {name.ljust(width)}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+            say(f"  {name.ljust(width)}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
         for name in [name for name in state if name not in ("step", "model")]:
             held = named_tensors(state[name]).values()
             size = f"{len(held)} tensors, {sum(tensor.nbytes for tensor in held):,} bytes"
-            print(f"{name}: {size if held else state[name]}")
+            say(f"{name}: {size if held else state[name]}")
         return 0
 
 
@@ -103,9 +104,9 @@ class VerifyCheckpoints:
             try:
                 manifest = verify(path)
                 unpack(path, in_place=True)
-                print(f"{path.name}: ok, {_size(manifest)}", flush=True)
+                say(f"{path.name}: ok, {_size(manifest)}")
             except Damaged as damage:
-                print(f"{path.name}: DAMAGED: {damage}", flush=True)
+                say(f"{path.name}: DAMAGED: {damage}")
                 code = 1
         return code
 
@@ -146,7 +147,7 @@ class ExportModel:
             write_atomically(self.output, lambda file: write(weights, self.form, file))
         except OSError as error:
             raise Ended(f"--output {self.output}: cannot be written: {error.strerror or error}") from None
-        print(f"{path} -> {self.output}, sha256 of the weights {sha256(weights)}")
+        say(f"{path} -> {self.output}, sha256 of the weights {sha256(weights)}")
         return 0
 
 

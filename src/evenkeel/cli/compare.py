@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from ..common.display import say
 from ..common.errors import Refusal
 from ..config import HARMLESS, flag
 from ..run.checkpoint import Checkpoints, Damaged, load, step_folders, step_of
@@ -50,7 +51,7 @@ class CompareCommand:
             if not (path / "config.toml").is_file():
                 raise Refusal(f"{path}: no run there (no config.toml); name two run directories")
         equal, text = compare(self.run_a, self.run_b)
-        print("\n".join([text, *causes(self.run_a, self.run_b)]))
+        say("\n".join([text, *causes(self.run_a, self.run_b)]))
         return int(not equal)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
 
+from ..common.display import say
 from ..common.files import sha256_of
 from ..data.shard_index import MANIFEST, read_index, table_is_whole, write_index
 
@@ -29,9 +30,7 @@ class IndexShards:
         """Write the index."""
         index = write_index(self.folder, _tracked)
         size = decimal(sum(shard.bytes for shard in index.shards))
-        print(
-            f"{self.folder / MANIFEST}: {index.samples:,} samples, {index.format}, shards: {len(index.shards)}, {size}"
-        )
+        say(f"{self.folder / MANIFEST}: {index.samples:,} samples, {index.format}, shards: {len(index.shards)}, {size}")
         return 0
 
 
@@ -45,7 +44,7 @@ class VerifyShards:
         """Print a line for each that differs, and how many do not."""
         index = read_index(self.folder)
         if not table_is_whole(self.folder, index):
-            print(f"{self.folder / index.table}: DAMAGED: it is not what its name says; index the folder again")
+            say(f"{self.folder / index.table}: DAMAGED: it is not what its name says; index the folder again")
             return 1
         shards = index.shards
         found = zip(
@@ -53,8 +52,8 @@ class VerifyShards:
         )
         damaged = [shard.name for shard, digest in found if digest != shard.sha256]
         for name in damaged:
-            print(f"{self.folder / name}: DAMAGED: its sha256 is not that of the index")
-        print(f"{len(shards) - len(damaged)} of {len(shards)} shards are as they were indexed")
+            say(f"{self.folder / name}: DAMAGED: its sha256 is not that of the index")
+        say(f"{len(shards) - len(damaged)} of {len(shards)} shards are as they were indexed")
         return int(bool(damaged))
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import tyro
 from rich.console import Console, Group
 from rich.live import Live
-from rich.text import Text
 
-from ..common.display import bar
+from ..common.display import bar, styled
 from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, progress, shown, speeds
@@ -127,14 +126,14 @@ class _Follower:
         epoch, left = record.get("epoch"), run.eta
         at = f"epoch {max(1, math.ceil(epoch))}/{self.epochs}" if isinstance(epoch, int | float) else ""
         eta = None if left is None else timedelta(seconds=round(left))
-        return [at, shown(self.values), speeds(record, eta, run.goodput)]
+        return [at, shown(self.values), speeds(values_of(record), eta, run.goodput)]
 
     def panel(self, run: RunStatus) -> Group:
         """The line with the bar, as on the job's own terminal; below it why the run is in its state, and the hints."""
         facts = self.facts(self.metrics.latest[TRAIN], run) if TRAIN in self.metrics.latest else []
         notes = [(run.why, STYLES.get(run.state, "red"))] * bool(run.why) + [(f"hint: {it}", "") for it in run.hints]
         line = bar(run.step, run.total_steps or 0, [run.state, *facts])
-        return Group(line, *(Text(text, style=style) for text, style in notes))
+        return Group(line, *(styled(text, style) for text, style in notes))
 
     def say(self, text: str) -> None:
-        self.console.print(Text(text))
+        self.console.print(styled(text))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ..common.display import say
 from ..config import option
 from ..data.plan import Plan
 
@@ -46,13 +47,13 @@ class PlanCommand:
         if isinstance(train_set, Numbered):
             size, length = f"a stream ({train_set.name})", _count(plan.total_steps, "step")
             steps = {"every step": 0}
-        print(
+        say(
             f"{size}, global batch {plan.global_batch}, "
             f"micro-batch {plan.micro_batch}{f' ({why})' * bool(why)}: {length}; "
             f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
         )
         for name, step in steps.items():
-            print(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
+            say(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker in range(self.world_size):
                 if dp:  # nn.DataParallel gives each GPU a share of every micro-batch
                     shares = [chunks(micro.size, self.world_size) for micro in plan.micro_batches(step)]
@@ -60,7 +61,7 @@ class PlanCommand:
                 else:
                     sizes = [micro.size for micro in plan.micro_batches(step, worker, self.world_size)]
                 parts = f" as {' + '.join(map(str, sizes))}" * (len(sizes) > 1)
-                print(f"  {'GPU' if dp else 'rank'} {worker}: {_count(sum(sizes), 'sample')}{parts}")
+                say(f"  {'GPU' if dp else 'rank'} {worker}: {_count(sum(sizes), 'sample')}{parts}")
         return 0
 
     def _settle(self, config: Config, task: Task) -> tuple[Config, str]:

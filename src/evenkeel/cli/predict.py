@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ..common.display import say
 from ..common.errors import Ended, EndedByData, Refusal
 from ..common.files import write_atomically
 from ..config import Flag, MaybePath, option
@@ -123,7 +124,7 @@ class PredictCommand:
             self._write(table(rows, dataset, task.class_names()))
             told = rows.get("target") if self.set else None
             right = "" if told is None or "confidence" not in rows else f", {_share_right(rows):.4f} of them right"
-            print(f"evenkeel: {len(dataset)} predictions of {source}{right} -> {self.output}", flush=True)
+            say(f"evenkeel: {len(dataset)} predictions of {source}{right} -> {self.output}")
 
     def _write(self, columns: dict[str, list[Any]]) -> None:
         content = io.BytesIO()

@@ -15,6 +15,7 @@ from typing import Any
 
 import tyro
 
+from ..common.display import say
 from ..common.errors import Refusal
 from ..common.files import write_atomically
 from ..common.naming import name_ranks
@@ -56,15 +57,15 @@ class ProfileCommand:
         except OSError as error:
             raise Refusal(f"--output {output}: {error.strerror}") from None
         first = traces[0][FACTS]
-        print(f"{name_ranks([each[FACTS]['rank'] for each in traces])}, steps {first['steps']} -> {output}")
+        say(f"{name_ranks([each[FACTS]['rank'] for each in traces])}, steps {first['steps']} -> {output}")
         for host, ahead in {each[FACTS]["host"]: each[FACTS]["clock_ahead_ns"] for each in traces}.items():
             if ahead:
-                print(f"the clock of {host} is put right by {-ahead / 1e6:+.3f} ms")
+                say(f"the clock of {host} is put right by {-ahead / 1e6:+.3f} ms")
         if older:
-            print(f"left out: {', '.join(older)}, of another window")
+            say(f"left out: {', '.join(older)}, of another window")
         if absent := sorted(set(range(first["world_size"])) - {each[FACTS]["rank"] for each in traces}):
-            print(f"no trace of {name_ranks(absent)}; copy theirs here from the disk of their node")
-        print("open it in https://ui.perfetto.dev or chrome://tracing")
+            say(f"no trace of {name_ranks(absent)}; copy theirs here from the disk of their node")
+        say("open it in https://ui.perfetto.dev or chrome://tracing")
         return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tyro
 
+from ..common.display import say
 from ..common.errors import Refusal
 from ..config import FINITE, SEEDS, option
 from ..run.checkpoint import chosen
@@ -52,5 +53,5 @@ class SampleCommand:
         model = build_model(config, task)
         read_chosen(model, self.run, self.checkpoint)
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-        print(self.text + generate(model, self.text, self.tokens, self.temperature, self.top_k, self.seed))
+        say(self.text + generate(model, self.text, self.tokens, self.temperature, self.top_k, self.seed))
         return 0

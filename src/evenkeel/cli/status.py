@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,9 +24,10 @@ import tyro
 from rich.console import Console, Group, JustifyMethod
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
+from ..common.display import plain, say, styled
 from ..common.errors import Refusal
+from ..common.files import MOST
 from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, shown
 from ..common.processes import stat
@@ -75,9 +76,9 @@ class StatusCommand:
                 raise Refusal(f"{folder}: no such folder; name run directories, or folders with runs below")
         runs = Runs(self.folders)
         if self.json:
-            print(json.dumps([as_json(run) for run in runs.look()], indent=2))
+            say(json.dumps([as_json(run) for run in runs.look()], indent=2))
             if runs.trouble:
-                print(f"evenkeel: {runs.trouble}", file=sys.stderr)
+                say(f"evenkeel: {runs.trouble}", to_stderr=True)
             return 0
         piped = not (os.isatty(1) or os.environ.get("COLUMNS"))  # then no line has to be cut
         console = Console(highlight=False, width=1000 if piped else None)
@@ -218,13 +219,14 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
     if status.get("state") in ("finished", "stopped", "failed"):
         step = status.get("step", step)
     total, pace = status.get("total_steps"), metrics.pace()
+    left = math.nan if not total or pace is None else (total - step) * pace
     return RunStatus(
         run=str(run),
         state=state,
         why=why,
         step=step,
         total_steps=total,
-        eta=(total - step) * pace if state == "running" and total and pace is not None else None,
+        eta=left if state == "running" and 0 <= left <= MOST else None,
         metrics=values_of(metrics.latest.get("train", {})) | values_of(metrics.latest.get("eval", {})),
         starts=len(status.get("world_sizes", [])),
         goodput=metrics.goodput(),
@@ -289,7 +291,7 @@ def _is_living_agent(token: str) -> bool:
     """Whether the torchrun that started the run's ranks, as HOST:PID:STARTED, lives on this machine."""
     host, _, process = token.partition(":")
     pid, _, started = process.partition(":")
-    known = stat(int(pid)) if host == socket.gethostname() and pid.isdecimal() else None
+    known = stat(int(pid)) if host == socket.gethostname() and re.fullmatch("[0-9]{1,9}", pid) else None
     return known is not None and known.state != "Z" and str(known.started) == started
 
 
@@ -312,15 +314,15 @@ def _view(runs: Runs, console: Console) -> Group:
     """The table, and below it a line for each run whose state needs a reason."""
     found = runs.look()
     if not found:
-        return Group(Text(f"no run below {', '.join(map(str, runs.folders))}"))
-    notes = [Text(f"{run.run}: {run.why}", style=STYLES.get(run.state, "red")) for run in found if run.why]
-    notes += [Text(f"{run.run}: hint: {hint}") for run in found if run.state == "running" for hint in run.hints]
-    return Group(_table(found, console), *notes, *[Text(runs.trouble, style="magenta")] * bool(runs.trouble))
+        return Group(styled(f"no run below {', '.join(map(str, runs.folders))}"))
+    notes = [styled(f"{run.run}: {run.why}", style=STYLES.get(run.state, "red")) for run in found if run.why]
+    notes += [styled(f"{run.run}: hint: {hint}") for run in found if run.state == "running" for hint in run.hints]
+    return Group(_table(found, console), *notes, *[styled(runs.trouble, style="magenta")] * bool(runs.trouble))
 
 
 def _table(found: list[RunStatus], console: Console) -> Table:
     """As many columns as fit, without those that are empty in every line."""
-    rows = [_cells(run) for run in found]
+    rows = [{name: plain(cell) for name, cell in _cells(run).items()} for run in found]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0] if any(r[name] for r in rows)}
     for name in DISPENSABLE:
         if sum(widths.values()) + 2 * (len(widths) - 1) > console.width:
@@ -330,8 +332,8 @@ def _table(found: list[RunStatus], console: Console) -> Table:
         justify: JustifyMethod = "left" if name in LEFT_ALIGNED else "right"
         table.add_column(name, justify=justify, no_wrap=name != "RUN", overflow="fold")
     for run, row in zip(found, rows, strict=True):
-        state = Text(run.state, style=STYLES.get(run.state, "red"))
-        table.add_row(*(state if name == "STATE" else Text(row[name]) for name in widths))
+        state = styled(run.state, style=STYLES.get(run.state, "red"))
+        table.add_row(*(state if name == "STATE" else styled(row[name]) for name in widths))
     return table
 
 

@@ -2,9 +2,9 @@
 
     arguments   command lines: empty words, tyro's errors as one line
     deadlines   moments until which somebody waits
-    display     the live line on a terminal
+    display     all text that goes to a terminal, and the live line there
     errors      errors that end a program with one line, and exit codes
-    files       files that are whole or absent, locks, growing files
+    files       files that are whole or absent, JSON as it was written, locks, growing files
     kept        what a rank knows of the keeper above it, and tells it
     keyboard    Ctrl-C as a fact that a loop asks for
     memory      freed memory that is kept, and errors that say it has run out

@@ -1,4 +1,7 @@
-"""The live line of a run on a terminal: step, bar, phase, epoch, last metrics, speed and time left.
+"""All text that goes to a terminal, and the live line of a run there: step, bar, phase, metrics, speed, time left.
+
+What commands and runs say goes through `say`, `styled` or `Lines`: names of folders, metrics and samples are other
+people's, and a terminal does what is asked in them.
 
 A thread draws it from plain Python values, so it costs a step nothing and asks no device. rich is imported only where
 there is a terminal, because that takes as long as all of our modules.
@@ -7,7 +10,9 @@ there is a terminal, because that takes as long as all of our modules.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -20,9 +25,14 @@ from .phases import CHECKPOINT, COMPILATION, DATA, EVALUATION, HANGING, START_UP
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 BRIEF = 0.3
 """Seconds for which a wait for data or for a checkpoint still shows as training."""
+
+UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What moves the cursor, changes colours or the order of letters, or cannot be written: control characters but line
+breaks and tabs, directions of writing, halves of characters."""
 
 WORDS = {
     COMPILATION: "compiling",
@@ -32,6 +42,35 @@ WORDS = {
     HANGING: "hanging",
 }
 """Words for phases; all others of a step are "training"."""
+
+
+def plain(text: str) -> str:
+    """Text as a terminal may have it: what would act there, or cannot be written, is escaped.
+
+    >>> plain("runs/\\x1b[2Jmine")
+    'runs/\\\\x1b[2Jmine'
+    """
+    return UNSEEN.sub(lambda it: it[0].encode("unicode_escape").decode(), text)
+
+
+def say(text: str, to_stderr: bool = False) -> None:
+    """Print text of our own, whatever names are in it."""
+    print(plain(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def styled(text: str, style: str = "") -> Text:
+    """The same for rich's tables and live lines."""
+    from rich.text import Text
+
+    return Text(plain(text), style)
+
+
+class Lines(logging.Formatter):
+    """The same for log records."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as lines."""
+        return plain(super().format(record))
 
 
 def announce() -> None:
@@ -132,12 +171,11 @@ def bar(step: int, total: int, facts: list[str]) -> Table:
     """Step, bar and facts in a row; no bar where the total is 0, unknown."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
-    from rich.text import Text
 
     line = Table.grid(padding=(0, 1), expand=True)
-    cells: list[Any] = [Text("  ".join(filter(None, facts)))]
+    cells: list[Any] = [styled("  ".join(filter(None, facts)))]
     if total:
-        cells = [Text(f"step {step}/{total}"), ProgressBar(total, step, width=16), *cells]
+        cells = [styled(f"step {step}/{total}"), ProgressBar(total, step, width=16), *cells]
     for cell in cells:  # only the text at the end may shrink in a narrow terminal
         line.add_column(no_wrap=True, overflow="ellipsis", ratio=1 if cell is cells[-1] else None)
     line.add_row(*cells)

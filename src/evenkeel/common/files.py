@@ -14,6 +14,9 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+MOST = 1e11
+"""What is beyond it is no number that a run has written: a time in the year 5138, a duration of 3,000 years."""
+
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: bool = False) -> None:
     """Write a file so that a crash leaves the old file or the new one, never a part.
@@ -80,6 +83,27 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__} and not an object")
     return value
+
+
+def alike(value: Any, example: Any) -> bool:
+    """Whether a value from JSON has the type of an example, and all that is in it too.
+
+    The example's first item stands for all of a list or object. A pair is one of two; an object with several names has
+    just these. Numbers are at most `MOST`, whole ones fit into 64 bits; they are negative only if the example is.
+    """
+    if isinstance(example, float):
+        return type(value) in (int, float) and MOST * min(0, example) <= value <= MOST
+    if type(value) is not type(example):
+        return False
+    if type(example) is int:
+        return bool(0 <= value < 2**63)
+    if isinstance(example, dict) and len(example) > 1:
+        return value.keys() == example.keys() and all(alike(value[name], example[name]) for name in example)
+    if isinstance(example, dict):
+        return all(alike(item, *example.values()) for item in value.values())
+    if isinstance(example, list):
+        return len(example) in (1, len(value)) and all(alike(item, example[0]) for item in value)
+    return True
 
 
 def sha256_of(path: Path, advance: Callable[[int], object] = lambda _: None) -> str:

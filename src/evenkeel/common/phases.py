@@ -108,10 +108,11 @@ class Activity:
 
 
 def _age() -> float:
-    """Seconds since this process was started, imports included; 0 where there is no /proc."""
+    """Seconds since this process was started, imports included; 0 where there is no /proc, or a container has an uptime
+    of its own."""
     if (me := stat(os.getpid())) is None:
         return 0.0
-    return float(Path("/proc/uptime").read_text().split()[0]) - me.started / os.sysconf("SC_CLK_TCK")
+    return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - me.started / os.sysconf("SC_CLK_TCK"))
 
 
 activity = Activity()

@@ -6,7 +6,8 @@
 - `sampler`: `ElasticSampler`, this rank's micro-batches from any step of any epoch, and `by_step`.
 - `randomness`: seeds as pure functions of (run seed, purpose, place), and seeding the generators.
 - `dataset`: in-memory and limited data sets, and fetching a whole micro-batch by one indexing.
-- `shards`: `Shards`, a folder of tar, JSON lines, Parquet or MDS files; `shard_index`, what is in them.
+- `shards`: `Shards`, a folder of tar, JSON lines, Parquet or MDS files; `shard_index`, what is in them;
+  `shard_formats`, where in a file its samples lie.
 - `streams`: `Streams`, data that can only be read in order, as numbered samples; `substream`: one that is open.
 - `loader`: a `DataLoader` whose samples have their own random numbers, in this process or in workers.
 - `batch`: batches of any structure: collated, moved to a device; why samples do not collate.

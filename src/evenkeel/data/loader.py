@@ -54,10 +54,10 @@ class Seeded(Dataset[Any]):
                     self._seed(indices.epoch, indices.micro_batch.start)
                     return collate(fetch_all(indices))
                 return collate([self._sample(indices.epoch, index) for index in indices])
-        except StopIteration as error:  # would end the loop over batches
+        except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
-                f"the data set's __getitem__ raised StopIteration{place_of(error.__traceback__)}: an iterator there is "
-                "at its end; give next() a second argument, or take samples by their numbers"
+                f"the data set's __getitem__ raised {type(error).__name__}{place_of(error.__traceback__)}: an iterator "
+                "there is at its end; give next() a second argument, or take samples by their numbers"
             ) from error
 
     def _sample(self, epoch: int, index: int) -> Any:

@@ -6,15 +6,11 @@ sample, which is mapped into memory. The manifest names its table, so the two al
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import importlib
-import json
 import os
 import re
-import struct
-import tarfile
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import BytesIO
@@ -22,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..common.errors import Refusal
-from ..common.files import read_json, sha256_of, write_atomically, write_json
+from ..common.files import alike, read_json, sha256_of, write_atomically, write_json
 from ..common.naming import listed
+from .shard_formats import SCANS, Table, names_of, table_of, wrong_field
 
 MANIFEST = "shards.index.json"
 VERSION = 1
@@ -35,15 +31,15 @@ FORMATS = {".tar": "tar", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "pa
 """Format by the end of a file's name."""
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zstd", ".lz4")
 
-MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
-"""Key and extension in the name of a tar's member, as WebDataset splits it."""
-BLANK = 64
-"""Lines of JSON of at most so many bytes are looked at: blank ones do not count."""
-META = re.compile(r"__[^/]*__($|/)")
-"""Members that WebDataset leaves out."""
+TABLE = re.compile(r"shards\.index\.[0-9a-f]{16}\.npy")
+"""Names of tables."""
 
-Table = NDArray[Any]
-"""A row a sample: "key" (tar only), and "offset" and "size" of each field, [number of fields], in bytes."""
+EXAMPLE: dict[str, Any] = {
+    "version": 1, "format": "", "table": "",
+    "shards": [{"name": "", "samples": 0, "bytes": 0, "sha256": "", "groups": [0]}],
+}  # fmt: skip
+"""What a manifest holds, besides its fields."""
+
 Track = Callable[[Iterable[Any], int], Iterable[Any]]
 """(things, how many) -> the same things; shows how far it is."""
 
@@ -85,26 +81,73 @@ def read_index(folder: Path) -> Index:
         Refusal: there is no index, or it does not fit the files.
     """
     again = f"run `python -m evenkeel data index {folder}`"
+    kind, paths = _find(folder)
     try:
         value = read_json(folder / MANIFEST)
         if not value:
             raise Refusal(f"{folder}: has no index of its shards; {again}")
         if value["version"] != VERSION:
-            raise Refusal(f"{folder / MANIFEST}: is of version {value['version']}, and this is {VERSION}; {again}")
-        index = Index(**value | {"shards": [Shard(**shard) for shard in value["shards"]]})
-        if index.table and len(np.load(folder / index.table, mmap_mode="r")) != index.samples:
-            raise ValueError(f"{index.table} is not of {index.samples} samples")
-    except (ValueError, LookupError, TypeError, OSError) as error:
-        raise Refusal(f"{folder / MANIFEST}: cannot be read: {error}; {again}") from None
+            raise Refusal(
+                f"{folder / MANIFEST}: is of version {value['version']!r:.20}, and this is {VERSION}; {again}"
+            )
+        index = _index_of(value)
+        if index.format != kind:
+            raise ValueError(f"it is of {index.format!r:.20} files, and the folder holds {kind}")
+        _check_table(folder, index)
+    except Refusal:
+        raise
+    except Exception as error:  # what NumPy raises for a damaged table is of any type
+        raise Refusal(f"{folder / MANIFEST}: cannot be read: {_told(error)}; {again}") from None
+    sizes = {path.name: path.stat().st_size for path in paths}
     for shard in index.shards:
-        path = folder / shard.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != shard.bytes:
+        if (size := sizes.pop(shard.name, None)) != shard.bytes:
             found = "is gone" if size is None else f"has {size} bytes"
+            path = folder / shard.name
             raise Refusal(f"{path}: {found}, where the index says {shard.bytes}; bring it back, or {again}")
-    if new := {path.name for path in _find(folder)[1]} - {shard.name for shard in index.shards}:
-        raise Refusal(f"{folder}: {listed(sorted(new))} is not in its index; {again}, or move it elsewhere")
+    if sizes:
+        raise Refusal(f"{folder}: {listed(sorted(sizes))} is not in its index; {again}, or move it elsewhere")
     return index
+
+
+def _index_of(value: dict[str, Any]) -> Index:
+    """The index in a manifest.
+
+    Raises:
+        ValueError: something there is not what `write_index` writes. Also what `Index` raises.
+    """
+    for name, example in EXAMPLE.items():
+        if not alike(value.get(name), example):
+            raise ValueError(f"its {name} is {value.get(name)!r:.60}")
+    index = Index(**value | {"shards": [Shard(**shard) for shard in value["shards"]]})
+    parquet = index.format == "parquet"
+    if wrong := wrong_field(index.format, index.fields):
+        raise ValueError(wrong)
+    for shard in index.shards:
+        if shard.samples < 1 or sum(shard.groups) != shard.samples * parquet:
+            raise ValueError(f"of {shard.name} it says {shard.samples} samples, in row groups {sum(shard.groups)}")
+    if index.samples > sys.maxsize or bool(index.table) == parquet:
+        raise ValueError(f"it says {index.samples} samples, with the table {index.table!r:.60}")
+    return index
+
+
+def _check_table(folder: Path, index: Index) -> None:
+    """Check that the table is one of these samples and fields, whose rows are as `table_of` makes them."""
+    if not index.table:
+        return
+    if not TABLE.fullmatch(index.table):  # nothing outside the folder
+        raise ValueError(f"its table is {index.table!r:.60}")
+    table = mapped(folder / index.table)
+    of_files, fields = index.format in ("jsonl", "mds"), len(index.fields)
+    key = table.dtype["key"].itemsize if index.format == "tar" else 0
+    right = table_of(np.zeros((0, 1 if of_files else fields, 2), np.int64), key)
+    if table.dtype != right.dtype or table.shape != (index.samples,):
+        raise ValueError(f"{index.table} is not of {index.samples} samples of {fields} fields")
+
+
+def mapped(path: Path) -> Table:
+    """A table, mapped into memory. Raises what NumPy raises of a file that is none, of any type."""
+    table: Table = np.lib.format.open_memmap(path, mode="r")
+    return table
 
 
 def write_index(folder: Path, track: Track = lambda things, _: things) -> Index:
@@ -125,7 +168,7 @@ def write_index(folder: Path, track: Track = lambda things, _: things) -> Index:
     for shard, theirs, _ in found:
         if theirs != fields:
             raise Refusal(
-                f"{folder / shard.name}: its samples have {_names(theirs)}, and those of {first} {_names(fields)}; "
+                f"{folder / shard.name}: its samples have {names_of(theirs)}, and those of {first} {names_of(fields)}; "
                 "samples with other members belong in another folder"
             )
         if (other := by_content.setdefault(shard.sha256, shard.name)) != shard.name:
@@ -185,19 +228,17 @@ Scanned = tuple[Shard, list[Any], "Table | None"]
 
 
 def _scan(kind: str, path: Path) -> Scanned:
-    scan: Callable[[Path], tuple[list[Any], Any]] = {
-        "tar": _scan_tar,
-        "jsonl": _scan_lines,
-        "parquet": _scan_parquet,
-        "mds": _scan_mds,
-    }[kind]
     try:
         size, digest = path.stat().st_size, sha256_of(path)
-        fields, found = scan(path)
+        fields, found = SCANS[kind](path)
         if path.stat().st_size != size:
             raise Refusal(f"{path}: is still being written; index the folder when it is complete")
-    except (OSError, tarfile.TarError, ValueError, LookupError, TypeError, RecursionError, struct.error) as error:
-        raise Refusal(f"{path}: is truncated or damaged: {error}; make it again or remove it") from None
+    except Refusal:
+        raise
+    except Exception as error:  # what the readers of formats raise for a damaged file is of any type
+        raise Refusal(f"{path}: is truncated or damaged: {_told(error)}; make it again or remove it") from None
+    if wrong := wrong_field(kind, fields):
+        raise Refusal(f"{path}: {wrong}; make it again with other columns")
     groups = found if kind == "parquet" else []
     samples = sum(groups) if kind == "parquet" else len(found)
     if not samples:
@@ -205,116 +246,6 @@ def _scan(kind: str, path: Path) -> Scanned:
     return Shard(path.name, samples, size, digest, groups), fields, None if kind == "parquet" else found
 
 
-def _scan_tar(path: Path) -> tuple[list[str], Table]:
-    fields: list[str] = []
-    keys: dict[bytes, None] = {}
-    places: list[tuple[int, int]] = []
-    for key, members in _samples(path):
-        fields = fields or sorted(members)
-        if missing := set(fields) - members.keys():
-            raise Refusal(f"{path}: sample {key} has no {_names(sorted(missing))}, as the samples before it have")
-        if more := members.keys() - set(fields):
-            raise Refusal(f"{path}: sample {key} has {_names(sorted(more))}, which the samples before it have not")
-        if key.encode() in keys:
-            raise Refusal(f"{path}: the key {key} comes twice; the members of a sample must follow one another")
-        keys[key.encode()] = None
-        places += (members[name] for name in fields)
-    table = _table(np.array(places, np.int64).reshape(len(keys), len(fields), 2), max(map(len, keys), default=1))
-    table["key"] = [*keys]
-    return fields, table
-
-
-def _samples(path: Path) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
-    """(key, extension -> (offset, size)) of each sample of a tar."""
-    key, members, end = "", dict[str, tuple[int, int]](), 0
-    with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        while info := tar.next():
-            tar.members.clear()  # type: ignore[attr-defined]  # or it would keep them all
-            end = info.offset_data + -(-info.size // 512) * 512
-            parts = MEMBER.fullmatch(info.name)
-            if not parts or META.match(info.name):
-                continue
-            if info.issym() or info.islnk() or info.issparse():
-                kind = "sparse" if info.issparse() else "a link"
-                remedy = "without --sparse" if info.issparse() else "with --hard-dereference"
-                raise Refusal(f"{path}: {info.name} is {kind}, so its bytes do not stand here; make the tar {remedy}")
-            if not info.isreg():
-                continue
-            name = parts[2].lower()
-            if parts[1] != key:
-                if members:
-                    yield key, members
-                key, members = parts[1], {}
-            if name in members:
-                raise Refusal(f"{path}: sample {key} has two members {name}")
-            members[name] = info.offset_data, info.size
-        if members:
-            yield key, members
-        file.seek(end)
-        rest = file.read(1024)
-        if len(rest) < 1024 or any(rest):
-            raise ValueError("it has no end mark")
-        while rest := file.read(1 << 20):
-            if rest.strip(b"\0"):
-                raise ValueError("there is more after its end mark, as if two files had been joined")
-
-
-def _scan_lines(path: Path) -> tuple[list[str], Table]:
-    cuts, start = [np.zeros(1, np.int64)], 0
-    with path.open("rb") as file:
-        while part := file.read(1 << 24):
-            cuts.append(np.flatnonzero(np.frombuffer(part, np.uint8) == ord("\n")) + start + 1)
-            start += len(part)
-        ends = np.append(np.concatenate(cuts), start)
-        places = np.stack([ends[:-1], np.diff(ends)], 1)
-        places = places[places[:, 1] > 0]
-        short = places[:, 1] <= BLANK
-        blank = [not os.pread(file.fileno(), int(size), int(at)).strip() for at, size in places[short].tolist()]
-        places = np.delete(places, np.flatnonzero(short)[blank], 0)
-        for at, size in (
-            places[[0, -1]].tolist() if len(places) else ()
-        ):  # a file that was cut off has no whole last line
-            if not isinstance(json.loads(os.pread(file.fileno(), size, at)), dict):
-                raise ValueError(f"the line at byte {at} is no JSON object")
-    return [], _table(places[:, None])
-
-
-def _scan_parquet(path: Path) -> tuple[list[str], list[int]]:
-    footer = parquet(path).ParquetFile(path).metadata
-    groups = [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
-    return sorted(footer.schema.to_arrow_schema().names), groups
-
-
-def parquet(path: Path) -> Any:
-    """The module that reads Parquet.
-
-    Raises:
-        Refusal: pyarrow is not installed.
-    """
-    with contextlib.suppress(ImportError):
-        return importlib.import_module("pyarrow.parquet")
-    raise Refusal(f"{path}: needs pyarrow; pip install 'evenkeel[parquet]'")
-
-
-def _scan_mds(path: Path) -> tuple[list[Any], Table]:
-    """Mosaic's format: the number of samples n, then n + 1 offsets (uint32), columns as JSON, samples."""
-    with path.open("rb") as file:
-        (samples,) = struct.unpack("<I", file.read(4))
-        ends = np.frombuffer(file.read(4 * (samples + 1)), "<u4").astype(np.int64)
-        about = json.loads(file.read(int(ends[0]) - file.tell()))
-    if len(ends) != samples + 1 or ends[-1] != path.stat().st_size:
-        raise ValueError(f"it should have {ends[-1]} bytes")
-    columns = list(zip(about["column_names"], about["column_encodings"], about["column_sizes"], strict=True))
-    return [list(column) for column in columns], _table(np.stack([ends[:-1], np.diff(ends)], 1)[:, None])
-
-
-def _table(places: NDArray[np.int64], key: int = 0) -> Table:
-    """A table of offsets and sizes, from an array [samples, fields, 2], with room for keys of so many bytes."""
-    of_field = ("<i8", (places.shape[1],))
-    table = np.zeros(len(places), [*[("key", f"S{key}")] * bool(key), ("offset", *of_field), ("size", *of_field)])
-    table["offset"], table["size"] = places[..., 0], places[..., 1]
-    return table
-
-
-def _names(fields: list[Any]) -> str:
-    return listed([field if isinstance(field, str) else field[0] for field in fields]) or "no members"
+def _told(error: Exception) -> str:
+    """What an error says, with its type unless it is one of ours or of a disk."""
+    return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"

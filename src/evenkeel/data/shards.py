@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_right
 from collections import OrderedDict
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from io import BytesIO
 from itertools import accumulate
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 from ..common.errors import EndedByData, Refusal
 from ..common.naming import listed
 from .blocks import Blocks
-from .shard_index import Shard, Table, parquet, read_index
+from .shard_formats import parquet, parse_json
+from .shard_index import Shard, mapped, read_index
 
 Decoder = Callable[[bytes], Any]
 Sample = dict[str, Any]
@@ -33,13 +34,14 @@ def _array(content: bytes) -> Any:
 
 
 def _number(kind: str, content: bytes) -> Any:
-    return np.frombuffer(content, np.dtype(kind).newbyteorder("<"))[0].item()
+    (value,) = np.frombuffer(content, np.dtype(kind).newbyteorder("<"))
+    return value.item()
 
 
 BASIC: Mapping[str, Decoder] = {
     **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
-    **dict.fromkeys(("json", "jsn"), json.loads),
+    **dict.fromkeys(("json", "jsn"), parse_json),
     "npy": _array,
 }
 """Decoders for members of a tar, by extension, as WebDataset has them; members of other kinds are bytes."""
@@ -49,7 +51,7 @@ ENCODINGS: Mapping[str, Decoder] = {
     **{f"{kind}{bits}": partial(_number, f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     **{kind: partial(_number, kind) for kind in ("float16", "float32", "float64")},
     "str": bytes.decode,
-    "json": json.loads,
+    "json": parse_json,
     "int": partial(_number, "int64"),
     "str_int": int,
     "str_float": float,
@@ -164,6 +166,8 @@ class Shards(Dataset[Any]):
             return self._row(number)
         row = _mapped(self._table)[number]
         offsets, sizes = row["offset"].tolist(), row["size"].tolist()
+        if min(*offsets, *sizes) < 0 or max(map(add, offsets, sizes)) > shard.bytes:
+            raise ValueError(f"the index says bytes {offsets}, {sizes} long, of a file of {shard.bytes}")
         file = _opened(self.folder / shard.name, shard.bytes)
         if self.format == "tar":  # the members of a sample follow one another: one read for all
             places = {name: (offsets[i], sizes[i]) for i, name in enumerate(self._columns) if name in self._fields}
@@ -182,7 +186,10 @@ class Shards(Dataset[Any]):
             shard, inside = self._groups[group]
             file = parquet(self.folder).ParquetFile(self.folder / shard.name, memory_map=True)
             # without threads: a forked loader process has none
-            self._kept[group] = file.read_row_group(inside, columns=self._fields, use_threads=False)
+            rows = file.read_row_group(inside, columns=self._fields, use_threads=False)
+            if len(rows) != shard.groups[inside]:
+                raise ValueError(f"its row group {inside} has {len(rows)} rows, not {shard.groups[inside]} as it says")
+            self._kept[group] = rows
             if 2 * len(self._kept) > 3 * self.window:  # the longest window (`blocks`)
                 self._kept.popitem(last=False)
         self._kept.move_to_end(group)
@@ -191,7 +198,7 @@ class Shards(Dataset[Any]):
 
 
 def _object(content: bytes) -> Sample:
-    found = json.loads(content)
+    found = parse_json(content)
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")
     return found
@@ -202,6 +209,8 @@ def _of_mds(content: bytes, columns: Sequence[Any]) -> Sample:
     vary = [name for name, _, size in columns if not size]
     heads = dict(zip(vary, np.frombuffer(content, "<u4", len(vary)).tolist(), strict=True))
     ends = [*accumulate((size or heads[name] for name, _, size in columns), initial=4 * len(vary))]
+    if ends[-1] != len(content):
+        raise ValueError(f"its columns have {ends[-1]} bytes, and the sample {len(content)}")
     return {name: content[ends[i] : ends[i + 1]] for i, (name, *_) in enumerate(columns)}
 
 
@@ -227,7 +236,4 @@ class _File:
 _opened = lru_cache(OPEN_FILES)(_File)
 
 
-@lru_cache(16)
-def _mapped(path: Path) -> Table:
-    table: Table = np.load(path, mmap_mode="r")
-    return table
+_mapped = lru_cache(16)(mapped)

@@ -81,7 +81,9 @@ class Reader:
             if self._source is None or place != self.at:
                 self._move(place)
             return self._next()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of a source in other people's code, a GeneratorExit too
             self._source = None  # its iterator is at an end that is none
             if isinstance(error, Ended) or is_out_of_memory(error):
                 raise
@@ -248,19 +250,31 @@ class _States:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         with suppress(OSError):  # a full disk is told of by what must be written
             self.path.parent.mkdir(exist_ok=True)
-            temporary.write_text(json.dumps({"of": self.of.name, "kept": kept}))
+            temporary.write_text(json.dumps({"of": self.of.name, "sha256": self._sum(kept), "kept": kept}))
             temporary.replace(self.path)  # not synced, as there may be thousands of them: see `_read`
 
     def _read(self) -> list[dict[str, Any]]:
-        """The states of this very stream, by place; a file that is spoilt or of another one counts as none."""
+        """The states of this very substream, by place; a file that is spoilt, changed or of another one counts as none.
+
+        Nothing in it is believed before its sum is right: a wrong place would be trained on.
+        """
         try:
             found = read_json(self.path) if self.path else {}
-            kept = sorted(found["kept"], key=lambda entry: int(entry["place"])) if found else []
-            whole = all(type(it[name]) is int for it in kept for name in ("number", "place", "turn", "begin"))
-            if not found or (whole and found["of"] == self.of.name):
+            if not found:
+                return []
+            kept: list[dict[str, Any]] = found["kept"]
+            if found["of"] != self.of.name:
+                why = "of another stream"
+            elif "sha256" not in found:
+                why = "it has no sha256, as those of older versions"
+            elif found["sha256"] == self._sum(kept):
                 return kept
-            why = "of another stream"
-        except (OSError, ValueError, TypeError, LookupError) as error:
+            else:
+                why = "its sha256 is not that of its content"
+        except (OSError, ValueError, LookupError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
         self.of.tell_once("spoilt", f"{self.path}: not used: {why}")
         return []
+
+    def _sum(self, kept: Any) -> str:
+        return hashlib.sha256(json.dumps([self.of.name, self.of.k, kept]).encode()).hexdigest()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..common import kept
+from ..common.display import say
 from ..common.errors import FAILED, NODES_REFUSE, REFUSED, Ended, EndedHere, Refusal
 from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
@@ -76,7 +77,7 @@ def _shorten_report(line: str) -> None:
 
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # stderr may be gone; the exit code is right all the same
-        print(f"evenkeel: {line}", file=sys.stderr, flush=True)
+        say(f"evenkeel: {line}", to_stderr=True)
 
 
 def refuse(line: str) -> None:

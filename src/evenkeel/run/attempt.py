@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import torch
 
-from ..common import kept
+from ..common import display, kept
 from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
 from ..common.naming import TEST, in_set
@@ -482,7 +482,7 @@ class Attempt:
         """A line on stdout, from rank 0."""
         if self.directory:
             with contextlib.suppress(OSError):  # a pipe that is gone
-                print(f"evenkeel: {text}", flush=True)
+                display.say(f"evenkeel: {text}")
 
 
 def _attempts(status: dict[str, Any]) -> int:

@@ -19,7 +19,6 @@ import shutil
 import stat
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -35,6 +34,9 @@ KIND = ("architecture", "cpu_capability", "device_model", "torch", "torch_build"
 
 TEMPORARY = re.compile(r"^locks/|(^|/)tmp\.pid_|\.tmp$")
 """Names of files that are of no use afterwards: inductor's locks, and what it or Triton is writing."""
+
+LARGEST = 2**32
+"""Bytes of all files that are unpacked, at most. The code of a large model has some hundred million."""
 
 ASKED = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 """What the user has set; torch sets it for itself as soon as dynamo is imported."""
@@ -72,8 +74,7 @@ class CompiledCode:
         Returns:
             Why something that was kept is not used, in a line; empty if all is well.
         """
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(mode=0o700, parents=True)
+        self._begin_anew()
         if begins or not self.archive.exists():
             return ""
         try:
@@ -81,13 +82,22 @@ class CompiledCode:
                 if not _is_ours(os.fstat(file.fileno())):
                     raise PermissionError("it belongs to another user, or is open to others")
                 with zipfile.ZipFile(file) as archive:
+                    if (size := sum(it.file_size for it in archive.infolist())) > LARGEST:
+                        raise zipfile.BadZipFile(
+                            f"its files have {size:,} bytes, of which at most {LARGEST:,} are read"
+                        )
                     if damaged := archive.testzip():
                         raise zipfile.BadZipFile(f"Bad CRC-32 for file {damaged!r}")
                     archive.extractall(self.folder)
                     self._packed = set(archive.namelist())
-        except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as why:
-            return f"{self.archive}: {why}: it is not used, and the model is compiled again"
+        except Exception as why:  # zipfile raises nearly everything: it is encrypted, of an unknown method, ...
+            self._begin_anew()  # a part of it might be half a library
+            return f"{self.archive}: {why or type(why).__name__}: it is not used, and the model is compiled again"
         return ""
+
+    def _begin_anew(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(mode=0o700, parents=True)
 
     def pack(self) -> None:
         """Keep what has been compiled so far in the run directory. For one process of a node.

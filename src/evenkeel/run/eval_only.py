@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..common.display import say
 from ..common.errors import Refusal
 from ..common.naming import shown
 from ..common.phases import START_UP, activity
@@ -74,14 +75,14 @@ def evaluate_only(
             metrics |= evaluation.named(evaluation())
     if world.rank == 0:
         samples, (weights, how) = sum(map(len, sets.values())), heard
-        print(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
+        say(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
         for note in filter(None, (placed, substitute(config.precision, world.device))):
-            print(f"evenkeel: {note}")
-        print(f"evenkeel: evaluated {samples} samples: {shown(metrics)}")
+            say(f"evenkeel: {note}")
+        say(f"evenkeel: evaluated {samples} samples: {shown(metrics)}")
         step = re.search(r"\bstep-(\d+)", weights)
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         result = {"weights": weights, "step": int(step[1]) if step else None, "samples": samples}
-        print(json.dumps({"evaluation": result | {"metrics": values}}), flush=True)
+        say(json.dumps({"evaluation": result | {"metrics": values}}))
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ..common.display import say
 from ..common.files import unused, write_atomically
 from ..common.phases import CHECKPOINT, activity
 from ..data.sampler import Step
@@ -119,7 +120,7 @@ class Profiler:
         text = operators(averages, KEPT).encode()
         write_atomically(self.folder / "operators.txt", lambda file: file.write(text))
         with contextlib.suppress(OSError):  # a pipe that is gone
-            print(f"{operators(averages, SHOWN)}evenkeel: traces are in {self.folder}", flush=True)
+            say(f"{operators(averages, SHOWN)}evenkeel: traces are in {self.folder}")
 
 
 def _stamps(world: World) -> list[int]:

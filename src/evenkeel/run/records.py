@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import Refusal
-from ..common.files import read_json
+from ..common.files import alike, read_json
 from ..common.naming import TEST, TRAIN, named
 from .checkpoint import Checkpoints
 
@@ -38,7 +38,7 @@ FACTS: dict[str, Any] = {
     "world_sizes": [0],
     "samples": {"": 0},
     "hints": {"": ""},
-    "digests": {"": {"equal": "", "near": [0.0]}},
+    "digests": {"": {"equal": "", "near": [-1.0]}},
     "ledger": {"": 0.0},
 }
 """An example of each fact in status.json, summary.json and Slurm's count of starts."""
@@ -47,7 +47,8 @@ RECORD: dict[str, Any] = {"kind": "", "step": 0, "time": 0.0}
 """What each line of metrics.jsonl has."""
 
 MORE: dict[str, Any] = {
-    "spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}, "hosts": [""]
+    "spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}, "hosts": [""],
+    "epoch": 0.0, "attempt": 0,
 }  # fmt: skip
 """What some of them have, besides values that are only shown."""
 
@@ -62,25 +63,6 @@ NOT_MEASURED = ("kind", "step", "time", "spent", "epoch")  # what a record holds
 ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redone", "dead")
 """Steps; waiting for data; stalls for checkpoints; evaluations; from a process's start to its first step; steps done
 again; no process, or none that lived to tell."""
-
-
-def alike(value: Any, example: Any) -> bool:
-    """Whether a value from JSON has the type of an example, and all that is in it too.
-
-    The example's first item stands for all of a list or object. A pair is one of two; an object with several names has
-    just these.
-    """
-    if isinstance(example, float):
-        return type(value) in (int, float)
-    if type(value) is not type(example):
-        return False
-    if isinstance(example, dict) and len(example) > 1:
-        return value.keys() == example.keys() and all(alike(value[name], example[name]) for name in example)
-    if isinstance(example, dict):
-        return all(alike(item, *example.values()) for item in value.values())
-    if isinstance(example, list):
-        return len(example) in (1, len(value)) and all(alike(item, example[0]) for item in value)
-    return True
 
 
 def read_facts(path: Path) -> tuple[dict[str, Any], str]:
@@ -166,8 +148,11 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float | None]:
     if record.get("kind") not in MEASURES:
         return {}
     found = {name: value for name, value in record.items() if name not in NOT_MEASURED}
-    measured = {name: value for name, value in found.items() if value is None or type(value) in (int, float)}
-    return named(MEASURES[record["kind"]], measured)
+    numbers = {name: value for name, value in found.items() if value is None or type(value) in (int, float)}
+    finite = {
+        name: value if value is None or abs(value) <= sys.float_info.max else None for name, value in numbers.items()
+    }
+    return named(MEASURES[record["kind"]], finite)
 
 
 def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:

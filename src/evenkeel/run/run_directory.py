@@ -40,7 +40,7 @@ ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
-    "wandb", "tensorboard", "predictions", "profile", "config.toml", "report.html",
+    "streams", "wandb", "tensorboard", "predictions", "profile", "config.toml", "report.html",
 )  # fmt: skip
 """What a run writes into its folder besides status.json, and what `evenkeel report` makes of it."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..common.display import say
 from ..common.phases import CHECKPOINT, activity
 from ..resilience.held import Held, hold, release
 from ..training.seqlock import Torn
@@ -170,4 +170,4 @@ def write_held(held: Held) -> None:
         state = torch.load(held.path, map_location="cpu", weights_only=True, mmap=True)
         checkpoints.rescue(state, until, manifest.metrics, manifest.kind)
     except OSError as error:
-        print(f"evenkeel: NOT SAVED: {error}; step {manifest.step} is in memory only", file=sys.stderr)
+        say(f"evenkeel: NOT SAVED: {error}; step {manifest.step} is in memory only", to_stderr=True)

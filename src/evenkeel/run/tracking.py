@@ -41,7 +41,7 @@ def start_logs(folder: Path, world: World) -> None:
     if world.rank == 0:
         stderr = logging.StreamHandler()
         stderr.setLevel(logging.WARNING)
-        stderr.setFormatter(logging.Formatter("evenkeel: %(levelname)s: %(message)s"))
+        stderr.setFormatter(display.Lines("evenkeel: %(levelname)s: %(message)s"))
         package.addHandler(stderr)
 
 
@@ -153,7 +153,7 @@ class Tracker:
     def say(self, text: str) -> None:
         """Print a line for the reader."""
         try:
-            print(text, flush=True)
+            display.say(text)
         except BrokenPipeError:
             lose_stdout()  # the reader may go (`| head`, a closed terminal) without an end to the training
             log.info("nobody reads the output any more; metrics.jsonl goes on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 from evenkeel.cli.report.command import ReportCommand
 from evenkeel.cli.report.history import History, differing_options, read_histories, read_history
+from evenkeel.cli.report.page import page
 from evenkeel.common.errors import Refusal
+from tests.support.damage import leave_damaged
 from tests.support.reports import copy_of_a_run
 
 
@@ -143,3 +146,20 @@ def test_the_options_in_which_runs_differ(tmp_path: Path) -> None:
     assert alone["batch_size"] == [96]
     assert "log_every" not in alone, "it does not shape the result"
     assert "lr" not in alone, "it is as by default"
+
+
+def test_random_damage_to_what_a_run_has_written_ends_no_report(tmp_path: Path) -> None:
+    """A few of some thousand that were tried, with figures too."""
+    run_dir, whole, dice = tmp_path / "run", copy_of_a_run(tmp_path / "whole"), random.Random(1)
+    for _ in range(30):
+        leave_damaged(run_dir, whole, dice)
+        assert page([read(run_dir)], {})
+
+
+@pytest.mark.parametrize("seconds", [-1e9, -1e300, 1e18, 1e300, math.nan])
+def test_durations_that_no_run_has_had_are_left_out(tmp_path: Path, seconds: float) -> None:
+    run_dir = copy_of_a_run(tmp_path / "run")
+    write(run_dir, [it | {"spent": {"productive": seconds}} for it in lines(run_dir)[:3]] + lines(run_dir)[3:])
+    history = read(run_dir)
+    assert 0 <= sum(history.seconds.values()) < 100
+    assert "1970" not in page([history], {})

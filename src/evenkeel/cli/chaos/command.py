@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from ...common import display
 from ...common.errors import Ended, Refusal
 from ...common.processes import adopt_orphans
 from ...config import SEEDS, MaybePath, option
@@ -74,7 +75,7 @@ class ChaosCommand:
                 experiment = Experiment(Job(command, lab), Progress(run_dir))
                 code = self._run(experiment, faults)
                 for name, value in lines(experiment):
-                    print(f"  {name:<18}{value}", flush=True)
+                    display.say(f"  {name:<18}{value}")
         except KeyboardInterrupt:
             code = INTERRUPTED
         return code

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from ...common import display
 from ...common.errors import REFUSED, Ended, Refusal
 from ...common.processes import REFUSAL
 from ...data.plan import Plan
@@ -107,7 +108,7 @@ class Experiment:
 
 def say(text: str) -> None:
     """Print what chaos does, told apart from the job's own lines."""
-    print(f"chaos {time.strftime('%H:%M:%S')}  {text}", flush=True)
+    display.say(f"chaos {time.strftime('%H:%M:%S')}  {text}")
 
 
 def lines(experiment: Experiment) -> Iterator[tuple[str, str]]:

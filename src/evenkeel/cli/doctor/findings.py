@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from rich.console import Console
-from rich.text import Text
 
+from ...common.display import styled
 from ...common.naming import name_ranks
 
 Level = Literal["OK", "WARN", "FAIL"]
@@ -123,14 +123,14 @@ def worst(findings: Iterable[Finding]) -> Level:
 def show(merged: Sequence[Merged], title: str, seconds: float) -> None:
     """Print the findings for people: a line each, and below a trouble what was expected and the line to type."""
     width = max((len(it.finding.name) for it in merged), default=0)
-    lines = [Text(f"doctor: {title}")]
+    lines = [styled(f"doctor: {title}")]
     for it in merged:
         level, name, value = it.finding.level, it.finding.name, it.finding.value + f"  ({it.where})" * bool(it.where)
-        lines.append(Text.assemble((f"{level:<6}", STYLES[level]), f"{name:<{width}}  {value}"))
+        lines.append(styled(f"{level:<6}", STYLES[level]) + styled(f"{name:<{width}}  {value}"))
         below = {"expected": it.finding.expected, "type": it.finding.remedy}
-        lines += [Text(f"      {word:<{width}}  {text}") for word, text in below.items() if text]
+        lines += [styled(f"      {word:<{width}}  {text}") for word, text in below.items() if text]
     counts = [f"{sum(it.finding.level == level for it in merged)} {level}" for level in STYLES]
-    lines.append(Text(f"{', '.join(counts)} in {seconds:.1f} s"))
+    lines.append(styled(f"{', '.join(counts)} in {seconds:.1f} s"))
     Console(highlight=False, soft_wrap=True).print(*lines, sep="\n")  # a line to type is not broken
 
 

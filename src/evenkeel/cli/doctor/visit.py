@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from ...common.display import say
 from ...common.errors import Refusal
 from ...common.processes import end_agent, orphaned_within, torchrun_agent
 from ...config import Config, devices_per_rank
@@ -128,7 +129,7 @@ class Visit:
         """Print the findings of all ranks."""
         merged, seconds = merge(reports), time.monotonic() - self.start
         if self.json:
-            print(as_json(merged, title, seconds), flush=True)
+            say(as_json(merged, title, seconds))
         else:
             show(merged, title, seconds)
 

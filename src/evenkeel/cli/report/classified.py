@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...common.files import read_json
-from ...run.records import alike
+from ...common.files import alike, read_json
 
 PNG = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/]*={0,2}")
 """The base64 of a PNG file. Nothing else gets into a page."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tyro
 
+from ...common.display import say
 from ...common.errors import Ended, Refusal
 from ...common.files import write_atomically
 from ...config import MaybePath
@@ -50,7 +51,7 @@ class ReportCommand:
             _refuse_foreign(path, mark)
         for path, (content, _) in files.items():
             _write(path, content)
-            print(path)
+            say(str(path))
         return 0
 
     def _make(self) -> Mapping[Path, tuple[bytes, str]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ...common.display import plain
 from ...common.naming import TRAIN, count_ranks
 from ...run.records import ACCOUNTS
 from .classified import Classified
@@ -337,6 +338,7 @@ def _colour(number: int) -> str:
 
 
 def _short(text: str, most: int = 24) -> str:
+    text = plain(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

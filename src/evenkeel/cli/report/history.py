@@ -119,8 +119,6 @@ class History:
     def take(self, record: dict[str, Any]) -> None:
         """Add a line of metrics.jsonl."""
         kind, step, time = record["kind"], record["step"], record["time"]
-        if not (0 <= step < LARGEST and 0 <= time < LARGEST):
-            return
         if kind == "start":
             self._start(record)
         elif kind != "train":
@@ -143,7 +141,7 @@ class History:
             self.again += max(0, max(attempt.last_step for attempt in self.attempts) - step)
         for curve in self.curves.values():
             curve.cut(step)
-        ranks, begun = record.get("world_size", 0), time - sum(record.get("spent", {}).values())
+        ranks, begun = record.get("world_size", 0), max(0.0, time - sum(record.get("spent", {}).values()))
         self.attempts.append(Attempt(len(self.attempts) + 1, ranks, step, begun, time, time, step))
 
 

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from ... import __version__
+from ...common.files import MOST
 from ...common.naming import TRAIN
 from ...config import flag
 from ...run.records import ACCOUNTS
@@ -139,7 +140,7 @@ def _facts(history: History) -> dict[str, str]:
         "goodput": "-" if history.goodput is None else f"{history.goodput:.0%}",
         "attempts": str(history.starts),
         "again": f"{history.again:,}",
-        "time": str(timedelta(seconds=round(seconds))),
+        "time": str(timedelta(seconds=round(min(seconds, MOST)))),
     }
 
 

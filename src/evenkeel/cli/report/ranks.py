@@ -45,7 +45,7 @@ def read_ranks(path: Path) -> Ranks | None:
     sums, lines = np.zeros((2, 0)), np.zeros(0)
     for line in read_records(path, example=LINE):
         number = len(line["arrival"])
-        if not 0 < number == len(line["data_wait"]) or not np.isfinite(line["arrival"] + line["data_wait"]).all():
+        if not 0 < number == len(line["data_wait"]):
             continue
         if (more := number - lines.size) > 0:  # the run goes on with more ranks
             sums, lines = np.pad(sums, ((0, 0), (0, more))), np.pad(lines, (0, more))

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ...common.display import say, styled
 from ...common.errors import Ended, Refusal
 from ...common.keyboard import CtrlC
 from ...common.naming import count_ranks
@@ -193,7 +193,7 @@ class ScalingCommand:
                 title: {"rows": [asdict(row) for row in rows], "prediction": forecasts[title]._asdict()}
                 for title, rows in tables.items()
             }
-            print(json.dumps(found, indent=2))
+            say(json.dumps(found, indent=2))
             return
         from rich.console import Console
 
@@ -201,10 +201,11 @@ class ScalingCommand:
         for title, rows in tables.items():
             console.print(_as_table(title, rows))
             it, few = forecasts[title], ", from one point" * (len(rows) == 2)
-            console.print(
+            told = (
                 f"prediction, not measured: {it.ranks} ranks would be {it.speedup:.2f} x as fast as {rows[0].ranks} "
                 f"({it.law}'s law, serial share {it.serial_share:.0%}{few})\n"
             )
+            console.print(styled(told))
 
 
 def _as_table(title: str, rows: list[Row]) -> Table:
@@ -227,4 +228,4 @@ def _numbers(text: str) -> list[int]:
 
 
 def _say(text: str) -> None:
-    print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+    say(f"evenkeel: {text}", to_stderr=True)
