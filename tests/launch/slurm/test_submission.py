@@ -108,7 +108,7 @@ def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
         ("--max-requeues -1", "--max-requeues -1: must be at least 0"),
         ("--cpus-per-gpu 0", "--cpus-per-gpu 0: must be at least 1"),
         ("--mem much", "--mem much: give a number"),
-        ("--partitoin x", "perhaps --partition"),
+        ("--partitoin x", "did you mean --partition"),
     ],
 )
 def test_options_that_cannot_be_meant(words: str, line: str) -> None:
