@@ -61,7 +61,7 @@ class MultiNode:
     script: MaybePath = None
     """Run this file instead of train.py."""
     dry_run: Flag = False
-    """Print the exact command and its environment, and start nothing."""
+    """Print the command that would start, with its environment, also as a plain torchrun line; start nothing."""
     doctor: Flag = False
     """First check the machines by `evenkeel doctor` on the same ranks; start nothing if it finds a FAIL."""
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
@@ -227,7 +227,7 @@ def main(argv: Sequence[str], train: Path) -> int:
     try:
         start = prepare(argv, train)
         if start.typed.dry_run:
-            print(start.command)
+            print(start.command.explained())
             return 0
         wait_for_master(start.topology)
     except KeyboardInterrupt:  # most likely while it waits for node 0
