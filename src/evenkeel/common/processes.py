@@ -116,6 +116,11 @@ def torchrun_agent() -> int | None:
     return parent if "TORCHELASTIC_RUN_ID" in os.environ and named else None
 
 
+def ends_with_traceback(launcher: int) -> bool:
+    """Whether a process is torchrun, which prints a traceback when a signal stops it, and not our agent around it."""
+    return process_name(launcher) == "pt_elastic" and not _in_mask(launcher, "SigCgt", REFUSAL)
+
+
 def can_lose_a_node(agent: int) -> bool:
     """Whether the job of this torchrun goes on without its node: started by our launchers, or --nnodes MIN:MAX."""
     typed = f"--nnodes={os.environ.get('PET_NNODES', '')}\0"

@@ -64,6 +64,10 @@ ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redon
 again; no process, or none that lived to tell."""
 
 
+YOUNG = 60.0
+"""Seconds of a run in which its goodput says nothing yet, as most of them are its start."""
+
+
 def alike(value: Any, example: Any) -> bool:
     """Whether a value from JSON has the type of an example, and all that is in it too.
 

@@ -151,7 +151,7 @@ def _partition(typed: Submit, name: str | None, nodes: int, minutes: int | None)
         return Partition(name or "", default=name is None, nodes=nodes, gpus=typed.gpus or 0, minutes=None)
 
 
-class _Printer(submitit.SlurmExecutor):  # type: ignore[misc]
+class _Printer(submitit.SlurmExecutor):
     """submitit's executor for --dry-run, which needs no `srun`."""
 
     @classmethod
