@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from evenkeel.__main__ import run
+from evenkeel.__main__ import run, subcommands
 from evenkeel.moved import MOVED
 from tests.support.processes import ROOT
 
@@ -53,6 +53,17 @@ def test_a_command_that_does_not_exist(
     captured = capsys.readouterr()
     assert captured.err.startswith(f"evenkeel: {said}")
     assert (captured.err.count("\n"), captured.out) == (1, "")
+
+
+def test_the_help_has_a_sentence_for_each_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["evenkeel", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    text = capsys.readouterr().out
+    assert all(re.search(rf"\W {name} +[A-Z]", text) for name in subcommands())
+    assert "Example: " not in text, "which the help of the command has"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

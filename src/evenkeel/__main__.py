@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_type_hints
 
 import tyro
 
@@ -53,6 +53,8 @@ def main() -> int:
     refuse_empty(arguments[:cut], *known.values())
     _refuse_unknown(arguments[:cut], known)
     prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"
+    if arguments[0] in ("-h", "--help"):
+        one_line_errors(lambda: _show_commands(known, prog))
     command: Callable[..., int] = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments[:cut], prog=prog, description=__doc__)
     )
@@ -66,6 +68,14 @@ def main() -> int:
     except BrokenPipeError:
         lose_stdout()
         return 0
+
+
+def _show_commands(known: dict[str, Callable[..., Any]], prog: str) -> None:
+    """Print the help with a line for each command, and raise SystemExit."""
+    lines = {name: (inspect.getdoc(kind) or "").partition("\n")[0] for name, kind in known.items()}
+    kinds = tuple(Annotated[it, tyro.conf.subcommand(name, description=lines[name])] for name, it in known.items())
+    any_of_them: Any = Union[kinds]  # noqa: UP007  (of a tuple)
+    tyro.cli(any_of_them, args=["--help"], prog=prog, description=__doc__)
 
 
 def _refuse_unknown(words: list[str], known: dict[str, Callable[..., Any]]) -> None:

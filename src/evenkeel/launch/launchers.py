@@ -55,13 +55,13 @@ class MultiNode:
     """
 
     gpus: Gpus = option(None, 1, 1024)
-    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
+    """GPUs per node, each with a process (unless --place says otherwise). Default: all. Without GPUs: processes, 2."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
-    """How often a node may restart its processes after one of them, or another node, has died."""
+    """Maximum restarts of a node's processes, after one of them or another node has died."""
     script: MaybePath = None
     """Run this file instead of train.py."""
     dry_run: Flag = False
-    """Print the command that would start, with its environment, also as a plain torchrun line; start nothing."""
+    """Print the exact command and its environment, and start nothing."""
     doctor: Flag = False
     """First check the machines by `evenkeel doctor` on the same ranks; start nothing if it finds a FAIL."""
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
