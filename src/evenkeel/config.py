@@ -93,7 +93,7 @@ class DataOptions:
     micro_batch: Annotated[int | Literal["auto"], tyro.conf.arg(metavar="N|auto")] = option(0, 0, change="warned")
     """Samples that a process computes at a time, e.g. 16; auto: as many as fit (0: one part per process)."""
     micro_batches: int = option(0, 0, change="warned")
-    """Cut each batch into this many micro-batches. Or give their size by --micro-batch (0: not used)."""
+    """Number of micro-batches of a batch (0: by --micro-batch)."""
     num_workers: int = option(0, 0, 1024, change="free")
     """Data-loading processes per training process, e.g. 4 (0: load in the training process)."""
     other_data: Flag = option(False, change="unsaved")
@@ -113,7 +113,7 @@ class ModelOptions:
     init_partial: Flag = False
     """Let --init-from load what fits, and list what stays random."""
     freeze: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")] = ()
-    """Do not train these modules or parameters; * stands for any text, e.g. features.0 '*.bias'."""
+    """Do not train these modules or parameters, e.g. features.0 '*.bias'."""
     ema: float = option(0.0, 0, BELOW_1)
     """Evaluate and export a moving average of the weights with this decay, e.g. 0.999 (0 disables it)."""
     sync_batchnorm: Flag = False
@@ -173,7 +173,7 @@ class CheckpointOptions:
     hang_timeout: float = option(600.0, 0, WEEK, change="free")
     """Seconds without progress after which the job counts as hanging: it is saved and ended (0 disables it)."""
     keeper: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
-    """on: restart killed ranks in place; off: torchrun restarts them, which is slower."""
+    """on: killed ranks restart in place; off: by torchrun."""
     keeper_restarts: int = option(3, 0, change="free")
     """Maximum consecutive in-place restarts without progress."""
     keeper_memory: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
@@ -199,9 +199,9 @@ class LoggingOptions:
     wandb_report: Flag = option(False, change="free")
     """Send the page of `evenkeel report` to Weights & Biases."""
     profile: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="")] = option("", change="unsaved")
-    """Trace these steps with torch.profiler, e.g. 20:25 for the five after step 20."""
+    """Trace these steps, e.g. 20:25 for the five after step 20."""
     memory_snapshot: Flag = option(False, change="unsaved")
-    """With --profile on GPUs: record their memory too, for pytorch.org/memory_viz."""
+    """With --profile on GPUs: memory too, for pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class ReproducibilityOptions:
     threads: int = option(0, 0, 4096, change="free")
     """CPU threads of each process, e.g. 4 (0: as when the run began; a new run divides the cores, or takes 1)."""
     strict_bits: Flag = option(False, change="free")
-    """Refuse to continue if machine, libraries or code differ from the checkpoint's, instead of a warning."""
+    """Refuse to continue if machine, libraries or code have changed."""
     digest_every: int = option(0, 0, change="free")
     """Record a digest of every tensor every N steps, for `python -m evenkeel compare` (0 disables it)."""
 
