@@ -9,7 +9,12 @@ This is the whole job. A job with another loop is another file like this one: se
 
 from __future__ import annotations
 
-import evenkeel
+try:
+    import evenkeel
+except ModuleNotFoundError:  # another Python than that of `make setup`
+    raise SystemExit(
+        "train.py: this Python has no evenkeel; type `. .venv/bin/activate`, or first `make setup`"
+    ) from None
 
 if __name__ == "__main__":
     evenkeel.announce()  # for the next import takes seconds: it brings torch

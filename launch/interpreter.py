@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -12,9 +12,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def need_evenkeel() -> None:
     """Go on if evenkeel can be imported, else start over with the Python of `make setup`, or say how to get one."""
-    if importlib.util.find_spec("evenkeel"):
-        return
-    python = REPOSITORY / ".venv" / "bin" / "python"
-    if not python.exists() or Path(sys.prefix) == python.parents[1]:
-        sys.exit("evenkeel: is not installed here; run: make setup")
-    os.execv(python, [str(python), *sys.argv])  # noqa: S606
+    try:
+        importlib.import_module("evenkeel")
+    except ModuleNotFoundError:  # or one of the packages that it needs
+        python = REPOSITORY / ".venv" / "bin" / "python"
+        if not python.exists() or Path(sys.prefix) == python.parents[1]:
+            sys.exit("evenkeel: is not installed here; run: make setup")
+        os.execv(python, [str(python), *sys.argv])  # noqa: S606

@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from evenkeel.__main__ import run, subcommands
 from evenkeel.moved import MOVED
 from tests.support.processes import ROOT
 
@@ -30,6 +31,39 @@ def test_the_installed_command(
     monkeypatch.setattr(sys, "argv", [called_as, "plan", "-w", "0"])
     assert command() == 2
     assert capsys.readouterr().err == "evenkeel: --world-size 0: must be at least 1\n"
+
+
+@pytest.mark.parametrize(
+    ("room", "typed", "said"),
+    [
+        ("status", "statsu", "unknown command statsu; did you mean status? (--help lists all commands)"),
+        ("status", "stats --watch", "unknown command stats; did you mean status? (--help lists all commands)"),
+        ("status", "xyz", "unknown command xyz; there are "),
+        ("status", "", "which command? "),
+        ("checkpoint", "checkpoint lst runs/x", "unknown command lst; did you mean list? (--help lists all commands)"),
+        ("status", "status --jsn", "Unrecognized options: --jsn; did you mean --json? (--help lists all options)"),
+    ],
+)
+def test_a_command_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: str, typed: str, said: str
+) -> None:
+    pytest.importorskip(f"evenkeel.cli.{room}")
+    monkeypatch.setattr(sys, "argv", ["evenkeel", *typed.split()])
+    assert run() == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"evenkeel: {said}")
+    assert (captured.err.count("\n"), captured.out) == (1, "")
+
+
+def test_the_help_has_a_sentence_for_each_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["evenkeel", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    text = capsys.readouterr().out
+    assert all(re.search(rf"\W {name} +[A-Z]", text) for name in subcommands())
+    assert "Example: " not in text, "which the help of the command has"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

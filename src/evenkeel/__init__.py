@@ -17,6 +17,7 @@ import io
 import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
     from .training.task import Classification, Task, constants, secret
 
 __version__ = "0.1.0"
+
+
+def _need_packages() -> None:
+    """Raise one line with the remedy where another Python than that of `make setup` has found this package."""
+    if missing := [name for name in ("torch", "tyro") if find_spec(name) is None]:
+        line = f"{sys.executable} has no package {missing[0]}; type `. .venv/bin/activate`, or first `make setup`"
+        raise ModuleNotFoundError(line, name=__name__)  # by this name `python -m evenkeel` prints no traceback
+
+
+_need_packages()
 
 
 def _keep_streams() -> None:

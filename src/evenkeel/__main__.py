@@ -9,11 +9,11 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Union, get_args, get_type_hints
 
 import tyro
 
-from .common.arguments import lose_stdout, one_line_errors, refuse_empty
+from .common.arguments import lose_stdout, one_line_errors, refuse_empty, refuse_unknown_command
 from .common.display import Lines
 from .common.errors import Refusal
 from .config import check_numbers
@@ -55,7 +55,10 @@ def main() -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     known = subcommands()
     refuse_empty(arguments[:cut], *known.values())
+    _refuse_unknown(arguments[:cut], known)
     prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"
+    if arguments[0] in ("-h", "--help"):
+        one_line_errors(lambda: _show_commands(known, prog))
     command: Callable[..., int] = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments[:cut], prog=prog, description=__doc__)
     )
@@ -69,6 +72,25 @@ def main() -> int:
     except BrokenPipeError:
         lose_stdout()
         return 0
+
+
+def _show_commands(known: dict[str, Callable[..., Any]], prog: str) -> None:
+    """Print the help with a line for each command, and raise SystemExit."""
+    lines = {name: (inspect.getdoc(kind) or "").partition("\n")[0] for name, kind in known.items()}
+    kinds = tuple(Annotated[it, tyro.conf.subcommand(name, description=lines[name])] for name, it in known.items())
+    any_of_them: Any = Union[kinds]  # noqa: UP007  (of a tuple)
+    tyro.cli(any_of_them, args=["--help"], prog=prog, description=__doc__)
+
+
+def _refuse_unknown(words: list[str], known: dict[str, Callable[..., Any]]) -> None:
+    """Refuse a command that does not exist, or an action of one, as in `checkpoint list`."""
+    if not words:
+        raise Refusal(f"which command? {', '.join(known)} (--help says what each does)")
+    refuse_unknown_command(words[0], known)
+    hints = get_type_hints(known[words[0]], include_extras=True) if words[0] in known else {}
+    if "action" in hints and len(words) > 1:
+        actions, _ = get_args(hints["action"])
+        refuse_unknown_command(words[1], [get_args(action)[1].name for action in get_args(actions)])
 
 
 def run() -> int:

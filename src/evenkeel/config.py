@@ -67,7 +67,7 @@ class RunOptions:
     task: str = "classify"
     """What to train: classify, regress, segment, lm, or your own class as FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
     run_dir: MaybePath = option(None, change="unsaved")
-    """Folder for everything the run writes; options in braces: 'runs/{task}-{lr}'. Default: runs/TASK."""
+    """Folder for everything that the run writes; may name options: 'runs/{task}-{lr}'. Default: runs/TASK."""
     config: MaybePath = option(None, change="unsaved")
     """Read options from this TOML file. The command line overrides it."""
     epochs: int = option(20, 1)
@@ -91,15 +91,15 @@ class DataOptions:
     batch_size: int = option(64, 1)
     """Samples of one optimizer step, over all processes."""
     micro_batch: Annotated[int | Literal["auto"], tyro.conf.arg(metavar="N|auto")] = option(0, 0, change="warned")
-    """Samples that a process computes at a time, e.g. 16; auto: as fit into memory (0: one part per process)."""
+    """Samples that a process computes at a time, e.g. 16; auto: as many as fit (0: one part per process)."""
     micro_batches: int = option(0, 0, change="warned")
-    """Cut each step into this many micro-batches, instead of --micro-batch (0: see there)."""
+    """Number of micro-batches of a batch (0: by --micro-batch)."""
     num_workers: int = option(0, 0, 1024, change="free")
     """Data-loading processes per training process, e.g. 4 (0: load in the training process)."""
     other_data: Flag = option(False, change="unsaved")
     """Continue although the samples differ from those at the start of the run, or between processes."""
     validation: float = option(0.0, 0, BELOW_1)
-    """Keep this share of the training data for validation, e.g. 0.1; the test data is then for the end (0: none)."""
+    """Share of the training data to hold out for validation, e.g. 0.1; the test data is then for the end (0: none)."""
     limit_batches: int = option(0, 0)
     """For a quick trial: use only this many batches of training data, and as many test samples, e.g. 10 (0: all)."""
 
@@ -113,7 +113,7 @@ class ModelOptions:
     init_partial: Flag = False
     """Let --init-from load what fits, and list what stays random."""
     freeze: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")] = ()
-    """Modules or parameters that are not trained; * stands for any text, e.g. features.0 '*.bias'."""
+    """Do not train these modules or parameters, e.g. features.0 '*.bias'."""
     ema: float = option(0.0, 0, BELOW_1)
     """Evaluate and export a moving average of the weights with this decay, e.g. 0.999 (0 disables it)."""
     sync_batchnorm: Flag = False
@@ -141,7 +141,7 @@ class OptimizerOptions:
     lr: float = option(2e-3, 0, FINITE)
     """Peak learning rate, e.g. 0.001."""
     schedule: Annotated[Literal["constant", "linear", "cosine", "step", "poly"], NAME] = "cosine"
-    """Learning rate: constant; linear, cosine or poly (power 0.9) to 0; step: a tenth after each third of the run."""
+    """Learning rate: constant; linear, cosine or poly (power 0.9) down to 0; step: x 0.1 after each third of it."""
     warmup_steps: int = option(0, 0)
     """Raise the learning rate linearly from 0 over this many steps, e.g. 500."""
     weight_decay: float = option(0.01, 0, FINITE)
@@ -163,7 +163,7 @@ class PrecisionOptions:
 
 
 @dataclass(frozen=True)
-class CheckpointsOptions:
+class CheckpointOptions:
     """What is saved, and what happens when something goes wrong."""
 
     checkpoint_every: int = option(100, 0, change="free")
@@ -175,11 +175,11 @@ class CheckpointsOptions:
     hang_timeout: float = option(600.0, 0, WEEK, change="free")
     """Seconds without progress after which the job counts as hanging: it is saved and ended (0 disables it)."""
     keeper: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
-    """on: killed ranks start again in place; off: by torchrun, slower."""
+    """on: killed ranks restart in place; off: by torchrun."""
     keeper_restarts: int = option(3, 0, change="free")
-    """How often in a row they may, without progress."""
+    """Maximum consecutive in-place restarts without progress."""
     keeper_memory: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
-    """on: from the last step, left in memory, which takes its size for each rank; off: from the disk."""
+    """on: restart from the last step, kept in memory (one copy of the state per rank); off: from the disk."""
     on_nonfinite: Annotated[Literal["stop", "skip"], NAME] = option("stop", change="free")
     """If the loss or gradient is NaN or infinite: stop (end the run before that step) or skip (leave the step out)."""
 
@@ -201,9 +201,9 @@ class LoggingOptions:
     wandb_report: Flag = option(False, change="free")
     """Send the page of `evenkeel report` to Weights & Biases."""
     profile: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="")] = option("", change="unsaved")
-    """Trace some steps: 20:25 are the five after the 20th."""
+    """Trace these steps, e.g. 20:25 for the five after step 20."""
     memory_snapshot: Flag = option(False, change="unsaved")
-    """With --profile on GPUs: their memory too, for pytorch.org/memory_viz."""
+    """With --profile on GPUs: memory too, for pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True)
@@ -217,16 +217,16 @@ class ReproducibilityOptions:
     reduce: Annotated[Literal["ring", "tree"], NAME] = "ring"
     """How gradients are summed. ring: as usual in DDP; tree: with the same bits on any number of processes."""
     threads: int = option(0, 0, 4096, change="free")
-    """CPU threads of each process, e.g. 4 (0: as the run began; a new one divides the cores, or takes 1)."""
+    """CPU threads of each process, e.g. 4 (0: as when the run began; a new run divides the cores, or takes 1)."""
     strict_bits: Flag = option(False, change="free")
-    """Refuse to continue if machine, libraries or code differ from the checkpoint's, instead of a warning."""
+    """Refuse to continue if machine, libraries or code have changed."""
     digest_every: int = option(0, 0, change="free")
     """Record a digest of every tensor every N steps, for `python -m evenkeel compare` (0 disables it)."""
 
 
 @dataclass(frozen=True)
 class Config(
-    ReproducibilityOptions, LoggingOptions, CheckpointsOptions, PrecisionOptions, OptimizerOptions, ModelOptions,
+    ReproducibilityOptions, LoggingOptions, CheckpointOptions, PrecisionOptions, OptimizerOptions, ModelOptions,
     DataOptions, RunOptions,
 ):  # fmt: skip
     """Train a task. Runs under torchrun on any number of processes, or alone as `python train.py`.

@@ -33,7 +33,7 @@ REFUSED = {
     "--constraint none": "Slurm does not take the job: .*feature",
     "--mem 900G": "Slurm does not take the job: .*([Mm]emory|not available)",
     "-- --batch-size 0": "--batch-size 0: must be at least 1",
-    "-- --epoch 3": "Unrecognized options: --epoch, 3; perhaps --epochs",
+    "-- --epoch 3": "Unrecognized options: --epoch, 3; did you mean --epochs",
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.data import plan as plan_module
-from evenkeel.data.plan import MicroBatch, Plan, share
+from evenkeel.data.plan import ENDLESS, MicroBatch, Plan, share
 
 patient = settings(deadline=None)  # a busy machine is no failure
 
@@ -22,6 +22,21 @@ def plans(draw: st.DrawFn) -> Plan:
     samples, cut, epochs = draw(st.integers(1, 2_000)), draw(st.integers(1, global_batch)), draw(st.integers(1, 3))
     by_number = draw(st.booleans())
     return (Plan.by_number if by_number else Plan)(samples, global_batch, cut, epochs)
+
+
+@pytest.mark.parametrize(
+    ("samples", "max_steps", "told"),
+    [
+        (10, 0, ["epoch 1/3", "epoch 1/3", "epoch 2/3", "epoch 3/3"]),
+        (10, 6, ["epoch 1/3", "epoch 1/3", "epoch 2/3", "epoch 3/3"]),  # all of them
+        (10, 5, ["epoch 1", "epoch 1", "epoch 2", "epoch 3"]),
+        (10, 1, ["epoch 1"]),
+        (ENDLESS - ENDLESS % 8, 5, ["", "", "", ""]),
+    ],
+)
+def test_the_epoch_is_told_as_far_as_it_is_true(samples: int, max_steps: int, told: list[str]) -> None:
+    plan = Plan(samples, global_batch=8, micro_batch=8, epochs=3, max_steps=max_steps)
+    assert [plan.epoch_at(step) for step in (0, 2, 3, 5) if step <= plan.total_steps] == told
 
 
 def test_the_examples_of_the_module_run() -> None:

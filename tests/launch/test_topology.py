@@ -269,8 +269,21 @@ def test_without_evenkeel_the_checkouts_python_takes_over(elsewhere: Path) -> No
     assert subprocess.check_output(argv, text=True, timeout=LIMIT) == f"{elsewhere} -g 4\n"
 
 
-def test_without_any_environment_there_is_one_line(elsewhere: Path) -> None:
-    argv = [sys.executable, "-E", "-s", "-S", str(elsewhere)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT)
+@pytest.mark.parametrize("found", [False, True], ids=["nothing", "only src"])
+@pytest.mark.parametrize("typed", ["launch/single_node.py", "train.py", "-m evenkeel"])
+def test_without_the_environment_there_is_one_line_with_the_remedy(elsewhere: Path, typed: str, found: bool) -> None:
+    """Of a Python without packages, which may find our own through PYTHONPATH."""
+    shutil.copy(REPOSITORY / "train.py", elsewhere.parents[1])
+    source = {"PYTHONPATH": str(REPOSITORY / "src")} if found else {}
+    argv = [sys.executable, "-s", "-S", *typed.split()]
+    done = subprocess.run(
+        argv, cwd=elsewhere.parents[1], env=source, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
     assert done.returncode != 0
-    assert done.stderr.splitlines() == ["evenkeel: is not installed here; run: make setup"]
+    (line,) = done.stderr.splitlines()
+    if typed == "launch/single_node.py":
+        assert line == "evenkeel: is not installed here; run: make setup"
+    elif found or typed == "train.py":
+        assert "type `. .venv/bin/activate`, or first `make setup`" in line
+    else:
+        assert line.endswith(": No module named evenkeel"), "which Python itself says"

@@ -67,7 +67,7 @@ def test_real_help(tmp_path: Path) -> None:
     assert len(lines) < 140
     assert max(map(len, lines)) <= 100
     assert re.findall(r"─ (\w+) options ─", done.stdout) == [
-        "run", "data", "model", "optimizer", "precision", "checkpoints", "logging", "reproducibility", "task",
+        "run", "data", "model", "optimizer", "precision", "checkpoint", "logging", "reproducibility", "task",
     ]  # fmt: skip
 
 

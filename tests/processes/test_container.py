@@ -98,7 +98,10 @@ def test_orphans_are_buried(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([*PLAIN, "--epochz", 5], "Unrecognized options: --epochz, 5; perhaps --epochs? (--help lists all options)"),
+        (
+            [*PLAIN, "--epochz", 5],
+            "Unrecognized options: --epochz, 5; did you mean --epochs? (--help lists all options)",
+        ),
         (["launch", "-g", 2, "--dry-run", "--", "--lr", -1], "--lr -1.0: must be at least 0"),
         (["--nprocs=2", "train.py"], "unrecognized arguments: --nprocs=2 (torchrun's options, then train.py"),
         (["--nproc_per_node=2", "nothing.py"], "nothing.py: no such file in this container; mount it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import re
 import sys
@@ -9,8 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from evenkeel.common.display import Display
+from evenkeel.common.display import Display, Line
 from tests.support.terminal import CONTROL, Terminal
 
 TASK = """
@@ -61,10 +63,54 @@ def test_it_moves_by_time_and_ends_at_the_full_count(tmp_path: Path) -> None:
     assert "starting: data" in lines
     moves = [(int(found[1]), found[2]) for line in lines if (found := re.search(r"step (\d+)/10 ━\S* (\w+)", line))]
     assert {step for step, phase in moves if phase == "training"} >= set(range(1, 5)) | set(range(6, 10))
-    assert any("step 5/10" in line and "evaluating 1 of 3 micro-batches  epoch 2/2" in line for line in lines)
-    assert any(re.search(r"training  epoch 1/2  [\d,]+ samples/s  ETA 0:00:0\d", line) for line in lines)
+    assert any("step 5/10" in line and "evaluating 1 of 3 micro-batches  ETA " in line for line in lines)
+    assert any(re.search(r"training  ETA 0:00:0\d  [\d,]+ samples/s  epoch 1/2", line) for line in lines)
     assert any(re.fullmatch(r"step 10/10  test/loss \d\.\d{4}  test/accuracy \d\.\d{4}", line) for line in lines)
-    assert re.fullmatch(r"step 10/10 ━{16} finished  epoch 2/2  test/accuracy \d\.\d{4}", lines[-1])
+    assert re.fullmatch(r"step 10/10 ━{16} finished  test/accuracy \d\.\d{4}  epoch 2/2", lines[-1])
+
+
+def test_what_matters_most_is_shown_however_narrow_the_terminal_is(tmp_path: Path) -> None:
+    """Screens of one run at work. A metric is shown as a whole, or not at all."""
+    options = ["--pause", 0.1, "--log-every", 1, "--max-steps", 400, "--epochs", 20]
+    speed = r"step \d+/400 \S+ (?:training|evaluating 1 of \d+ micro-batches)  ETA 0:0\d:\d\d  [\d,]+ samples/s"
+    screens = {
+        120: r"  train/loss \d\.\d{4}  test/accuracy \d\.\d{4}  epoch \d",
+        100: r"  train/loss \d\.\d{4}  epoch \d",
+        80: r"  train/loss \d\.\d{4}",
+        66: r"(?:  epoch \d)?",
+    }
+    with Terminal(command(tmp_path, *options), columns=120) as terminal:
+        for columns, more in screens.items():
+            terminal.resize(columns)
+            terminal.output = ""
+            terminal.read_until(rf"{speed}{more} *step")  # which the next redraw begins with
+            shown = [line for line in drawn(terminal) if re.fullmatch(speed + more, line)]
+            assert shown
+            assert max(map(len, shown)) <= columns
+            print(columns, shown[-1])
+        terminal.press_ctrl_c()
+        assert terminal.end() == 75
+        assert "…" not in terminal.text
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (200, "training  ETA 0:01:00  9 samples/s  gan/loss -8.6988  gan/gradient_penalty 0.1234  epoch 1/20"),
+        (100, "training  ETA 0:01:00  9 samples/s  gan/loss -8.6988  epoch 1/20"),
+        (80, "training  ETA 0:01:00  9 samples/s  gan/loss -8.6988"),
+        (70, "training  ETA 0:01:00  9 samples/s  epoch 1/20"),
+        (60, "training  ETA 0:01:00  9 samples/s"),
+        (40, "training"),
+    ],
+)
+def test_facts_that_do_not_fit_are_left_out_as_a_whole(columns: int, shown: str) -> None:
+    facts = ["training", "ETA 0:01:00", "9 samples/s", "gan/loss -8.6988", "gan/gradient_penalty 0.1234", "epoch 1/20"]
+    console = Console(width=columns, file=io.StringIO())
+    console.print(Line(120, 4600, facts))
+    assert isinstance(console.file, io.StringIO)
+    (line,) = console.file.getvalue().splitlines()
+    assert re.fullmatch(rf"step 120/4600 +{re.escape(shown)}", line.rstrip())
 
 
 def test_a_stop_shows_at_which_step(tmp_path: Path) -> None:
@@ -73,7 +119,7 @@ def test_a_stop_shows_at_which_step(tmp_path: Path) -> None:
         terminal.press_ctrl_c()
         assert terminal.end() == 75
         *_, line, said = drawn(terminal)
-    step = re.match(r"step (\d+)/460 ━\S* stopped  epoch 1/20", line)
+    step = re.match(r"step (\d+)/460 ━\S* stopped  (train/loss \S+  )?epoch 1/20", line)
     assert step, line
     assert said.startswith(f"evenkeel: stopped by SIGINT; step {step[1]} is saved")
 

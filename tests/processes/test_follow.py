@@ -31,11 +31,17 @@ def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(tmp_path: 
     try:
         wait_for_step(run_dir, 3, job)
         with Terminal([*FOLLOW, str(run_dir)], columns=220) as terminal:
-            line = r"step (\d+)/10000 \S+ running  epoch \d+/10000  train/loss \d\.\d{4}  \d+ samples/s  ETA [\d:]+"
+            line = r"step (\d+)/10000 \S+ running  ETA [\d:]+  \d+ samples/s  train/loss \d\.\d{4}"
             terminal.read_until(line)
             first = int(re.findall(line, terminal.text)[-1])
             terminal.read_until(line.replace(r"(\d+)", rf"(?!{first}/)\d+"))
-            terminal.read_until(r"data wait \d+ %  goodput \d+ %")
+            terminal.read_until(r"epoch \d+  data wait \d+ %")
+            for columns in (120, 100, 80):  # on each the time left and the speed
+                terminal.resize(columns)
+                terminal.output = ""
+                terminal.read_until(line + ("  epoch " if columns == 120 else ""))
+                print(columns, terminal.text.strip().splitlines()[-1])
+            first = int(re.findall(line, terminal.text)[-1])
             terminal.press_ctrl_c()
             assert terminal.end() == 130
             assert terminal.text.endswith(f"continues; `python -m evenkeel follow {run_dir}` follows it again\n")

@@ -35,6 +35,7 @@ from tests.support.processes import (
     wait_until_gone,
 )
 from tests.support.small_runs import PLAN, SAMPLES, children, job, saved_step, trainer_of, wait_for_step, workers_of
+from tests.support.terminal import Terminal
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -53,6 +54,23 @@ def test_a_job_by_nohup_outlives_its_terminal_and_the_reader_of_its_output(tmp_p
     assert process.wait(120) == 0
     assert read(run_dir)["state"] == "finished"
     assert read(run_dir)["restarts"] == 0
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["torchrun", "launcher"])
+def test_ctrl_c_on_a_terminal_explains_the_traceback_that_torchrun_ends_with(tmp_path: Path, plain: bool) -> None:
+    options = job(tmp_path / "run", "--pause", 0.2)
+    launcher = [sys.executable, "launch/single_node.py", "-g", "2", "--", *options]
+    with Terminal(torchrun(2, TRAIN, *options) if plain else launcher, columns=200) as terminal:
+        terminal.read_until(r"step 2/")
+        terminal.press_ctrl_c()
+        assert terminal.end() == (1 if plain else STOPPED)
+    ours, _, after = terminal.text.partition("; the same command continues")
+    assert re.search(r"evenkeel: stopped by SIGINT; step \d+ is saved", ours)
+    assert "Traceback" not in ours
+    if plain:
+        assert after.startswith(" (torchrun may end with a traceback, which is no error)\nTraceback (most recent")
+    else:
+        assert "raceback" not in after
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,11 +133,20 @@ def test_the_printed_command_does_the_same(launched: Callable[..., Launched]) ->
     job = launched(REPORTER, ["-g", "1", "--dry-run"], ["a b", "$HOME"], OMP_NUM_THREADS="3")
     printed = job.run()
     assert (printed.returncode, printed.stderr, job.reports()) == (0, "", [])
-    assert job.run(["sh", "-c", printed.stdout]).returncode == 0
-    (report,) = job.reports()
-    assert report["argv"] == ["a b", "$HOME"]
-    assert report["environ"]["OMP_NUM_THREADS"] == "3"
-    assert report["environ"]["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    about, command, also, plain = printed.stdout.splitlines()
+    assert about.startswith("# torchrun, run by evenkeel's agent")
+    assert " -m evenkeel.launch.agent --nnodes 1 " in command
+    assert also.startswith("# the same by torchrun itself")
+    assert re.match(r"# TORCH_\S+ .*bin/torchrun --nnodes 1 ", plain)
+    for typed in (printed.stdout, plain.removeprefix("# ")):
+        assert job.run(["sh", "-c", typed]).returncode == 0
+        (report,) = job.reports()
+        assert report["argv"] == ["a b", "$HOME"]
+        environ = report["environ"]
+        assert environ["OMP_NUM_THREADS"] == "3"
+        assert environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+        assert "SIGUSR2" in environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+        (job.folder / "rank0.json").unlink()
 
 
 def test_a_restart_works_and_the_exit_code_says_how_it_ended(launched: Callable[..., Launched]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -36,4 +39,27 @@ def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(tmp_path: Path) -> N
     assert seconds["redone"] > 7 * 2 * 0.05, "two micro-batches of 0.05 s a step"
     assert seconds["start_up"] > 2, "two starts"
     assert 0 < summary["goodput"] < 1
-    assert f"({summary['goodput'] * 100:.0f} % training, " in done.stdout
+    at_work = sum(seconds.values()) - seconds["dead"]
+    assert f"({100 * seconds['productive'] / at_work:.0f} % training, " in done.stdout
+
+
+def test_the_hour_between_a_stop_and_the_next_start_is_told_apart(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05)]
+    process = start(command)
+    wait_for_step(run_dir, 2, process)
+    process.send_signal(signal.SIGTERM)
+    stopped = processes.finish(process)
+    assert stopped.returncode == 75
+    assert "train/loss" in stopped.stdout
+    assert "goodput" not in stopped.stdout, "which is mostly start-up in the first minute"
+    metrics = run_dir / "metrics.jsonl"
+    written = [json.loads(line) for line in metrics.read_text().splitlines()]
+    earlier = [{**record, "time": record["time"] - 3600} for record in written]
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in earlier))
+    out = processes.run(command).stdout
+    assert re.search(r"train/loss .* goodput 0 %$", out, re.MULTILINE)
+    took = re.search(r"finished in ([\d.]+) s \((\d+) % training, .*\) and 36\d\d s in which it stood still:", out)
+    assert took, out
+    assert float(took[1]) < 600
+    assert int(took[2]) > 1, "of the time at work"

@@ -79,6 +79,8 @@ def test_command(line: str, checkout: Path) -> None:
         assert read(checkout / "runs" / "Spirals")["metrics"]["test/accuracy"] > 0.95
     if "--help" in line:
         assert "--hidden" in done.stdout
+    if " chaos " in line:
+        assert re.search(r"faults +2: kill 2$", done.stdout, re.MULTILINE), "as typed it sends kill -9 twice"
 
 
 @pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/promises.md", 20)])

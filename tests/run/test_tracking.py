@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from evenkeel.config import Config
-from evenkeel.data.plan import Plan
+from evenkeel.data.plan import ENDLESS, Plan
 from evenkeel.distributed.world import World
 from evenkeel.run.trackers import INIT_TIMEOUT, wandb_mode
 from evenkeel.run.tracking import Tracker, start_logs
@@ -89,6 +89,14 @@ def test_each_event_is_a_line_of_json(run_dir: Path, capsys: pytest.CaptureFixtu
     assert "step 20/20  epoch 2/2  train/loss 0.5000  test/accuracy 0.5000" in shown
     assert "step 10/20  test/accuracy 0.5000  test/loss 1.2500\n" in shown
     assert "step 10/20  epoch 1/2" in shown, "the last step of the first epoch, in which one epoch is done"
+
+
+def test_a_stream_has_no_epoch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Plan(ENDLESS - ENDLESS % 8, global_batch=8, micro_batch=8, epochs=20, max_steps=50)
+    Tracker(Config(), stream, run_dir, attempt=1, world_size=2).train(10, 1.5, 2.5, 0.1)
+    (line,) = lines(run_dir)
+    assert "epoch" not in line
+    assert capsys.readouterr().out.startswith("step 10/50  train/loss 1.5000  ")
 
 
 def test_a_loss_that_is_no_number_does_not_spoil_the_file(run_dir: Path) -> None:

@@ -23,7 +23,7 @@ class Terminal:
 
     def __init__(self, command: Sequence[str], columns: int = 100, env: Mapping[str, str] | None = None) -> None:
         self._ours, its = os.openpty()
-        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        self.resize(columns)
         plain = environment({"TERM": "xterm", **(env or {})})
         plain.pop("COLUMNS", None)
         self.process = subprocess.Popen(
@@ -57,6 +57,9 @@ class Terminal:
         deadline = time.monotonic() + limit
         while not re.search(pattern, self.text):
             assert self._read(deadline), f"ended without {pattern}\n{self.text}"
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
 
     def press_ctrl_c(self) -> None:
         os.write(self._ours, b"\x03")

@@ -130,7 +130,7 @@ def test_an_option_of_another_tool_is_answered_as_the_page_says(there: str, here
         with pytest.raises(Refusal) as caught:
             parse([option, "1"])
         answer = str(caught.value).removesuffix(" (--help lists all options)")
-        assert name in BY_NAME or "; perhaps --" in answer, answer
-        if "here it is --" in answer or "; perhaps --" in answer:
-            named = long_options(answer.partition("here it is" if name in BY_NAME else "perhaps")[2])
+        assert name in BY_NAME or "; did you mean --" in answer, answer
+        if "here it is --" in answer or "; did you mean --" in answer:
+            named = long_options(answer.partition("here it is" if name in BY_NAME else "did you mean")[2])
             assert {*named} & {*long_options(here)}, f"{answer}; the page says {here}"

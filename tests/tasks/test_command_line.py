@@ -288,7 +288,9 @@ def test_help_lists_every_option_with_its_default(
     ("arguments", "expected"),
     [
         (["--nonsense"], ["--nonsense"]),
-        (["--batch-sise", "64"], ["--batch-sise", "perhaps --batch-size?"]),
+        (["--batch-sise", "64"], ["--batch-sise", "did you mean --batch-size?"]),
+        (["--leraning-rate", "0.1"], ["--leraning-rate", "did you mean --lr?"]),
+        (["--learnign_rate=0.1"], ["--learnign_rate=0.1; did you mean --lr?"]),
         (["--amp"], ["--amp: here it is --precision bf16 or --precision fp16"]),
         (["--learning_rate=3"], ["--learning_rate: here it is --lr ("]),
         (["--resume", "auto"], ["--resume: nothing to type: the same command continues where it stopped"]),
@@ -364,7 +366,7 @@ def test_what_a_synonym_names_exists_and_the_synonym_does_not() -> None:
 def test_what_no_table_has_to_say_is_said_by_its_spelling(refused: Refused) -> None:
     similar = {"--workers": "--num-workers", "--max-epochs": "--epochs", "--optim": "--optimizer"}
     for typed, here in {**similar, "--lr-scheduler": "--schedule", "--warmup": "--warmup-steps"}.items():
-        assert f"Unrecognized options: {typed}, 1; perhaps {here}?" in refused(typed, "1")
+        assert f"Unrecognized options: {typed}, 1; did you mean {here}?" in refused(typed, "1")
 
 
 def test_a_task_may_have_an_option_of_that_name(folder: Path) -> None:
@@ -412,7 +414,7 @@ def test_one_line_is_left_of_the_framed_message_on_any_terminal(
     monkeypatch.setattr(sys, "stdout", kind(io.BytesIO(), encoding=encoding))
     with pytest.raises(Refusal) as caught:
         parse(["--batch-sise", "4"])
-    expected = "Unrecognized options: --batch-sise, 4; perhaps --batch-size? (--help lists all options)"
+    expected = "Unrecognized options: --batch-sise, 4; did you mean --batch-size? (--help lists all options)"
     assert str(caught.value) == expected
     with pytest.raises(Refusal) as caught:
         parse(["--keep", "one"])

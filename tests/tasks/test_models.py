@@ -131,7 +131,7 @@ def test_the_small_cnn_of_the_digits_is_what_it_was() -> None:
 
 
 def test_an_unknown_network_names_those_that_look_like_it() -> None:
-    with pytest.raises(Refusal, match=r"^--model resnet19: is neither cnn nor .*; perhaps resnet1.* or "):
+    with pytest.raises(Refusal, match=r"^--model resnet19: is neither cnn nor .*; did you mean resnet1.* or "):
         check_model_name("resnet19")
     with pytest.raises(Refusal, match=r"^--model zzzzzz: .*examples: resnet18"):
         check_model_name("zzzzzz")

@@ -8,7 +8,6 @@ import os
 import shlex
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ import tyro
 from rich.console import Console, Group
 from rich.live import Live
 
-from ..common.display import bar, styled
+from ..common.display import Line, styled
 from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
-from ..common.naming import TRAIN, progress, shown, speeds
+from ..common.naming import TRAIN, eta, figures, in_epoch, progress, rates, shares, shown
 from ..resilience.interruption import KEYBOARD, STOPPED
-from ..run.records import is_run, read_config, values_of
+from ..run.records import YOUNG, is_run, read_config, values_of
 from .status import STYLES, Metrics, RunStatus, headline, status_of
 
 POLL = 0.5  # seconds between two looks at the run
@@ -73,7 +72,7 @@ class Records(Metrics):
 class _Follower:
     def __init__(self, path: Path) -> None:
         self.path, self.metrics = path, Records(path / "metrics.jsonl")
-        self.epochs = read_config(path / "config.toml").get("epochs", "?")
+        self.config = read_config(path / "config.toml")
         self.console = Console(highlight=False, soft_wrap=True)
         # on a terminal training moves a bar; elsewhere it prints lines
         self.drawn = self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -114,25 +113,28 @@ class _Follower:
         step, kind = record["step"], record["kind"]
         self.values |= headline(values_of(record))
         if kind == TRAIN:
-            return progress(step, run.total_steps, *self.facts(record, run))
+            at, metrics, speed, more = self.facts(record, run)
+            return progress(step, run.total_steps, at, *metrics, *speed, eta(run.eta), *more)
         if kind == "eval":
             return progress(step, run.total_steps, shown(values_of(record)))
         if kind == "start":
             return progress(step, run.total_steps, f"attempt {record.get('attempt')}")
         return f"step {step}: {kind}: {record['reason']}" if isinstance(record.get("reason"), str) else ""
 
-    def facts(self, record: dict[str, Any], run: RunStatus) -> list[str]:
-        """Epoch, metrics, speed and time left at a record of training."""
-        epoch, left = record.get("epoch"), run.eta
-        at = f"epoch {max(1, math.ceil(epoch))}/{self.epochs}" if isinstance(epoch, int | float) else ""
-        eta = None if left is None else timedelta(seconds=round(left))
-        return [at, shown(self.values), speeds(values_of(record), eta, run.goodput)]
+    def facts(self, record: dict[str, Any], run: RunStatus) -> tuple[str, list[str], list[str], list[str]]:
+        """Epoch, metrics, speed, and what becomes of the time, at a record of training."""
+        epoch, steps = record.get("epoch"), self.config.get("max_steps")
+        epochs = None if steps and steps == run.total_steps else self.config.get("epochs")
+        at = in_epoch(math.ceil(epoch), epochs) if isinstance(epoch, int | float) and epoch > 0 else ""
+        productive = run.goodput if run.seconds >= YOUNG else None
+        return at, figures(self.values), rates(record), shares(record, productive)
 
     def panel(self, run: RunStatus) -> Group:
         """The line with the bar, as on the job's own terminal; below it why the run is in its state, and the hints."""
-        facts = self.facts(self.metrics.latest[TRAIN], run) if TRAIN in self.metrics.latest else []
+        latest = self.metrics.latest.get(TRAIN)
+        at, metrics, speed, more = self.facts(latest, run) if latest else ("", [], [], [])
         notes = [(run.why, STYLES.get(run.state, "red"))] * bool(run.why) + [(f"hint: {it}", "") for it in run.hints]
-        line = bar(run.step, run.total_steps or 0, [run.state, *facts])
+        line = Line(run.step, run.total_steps or 0, [run.state, eta(run.eta), *speed, *metrics, at, *more])
         return Group(line, *(styled(text, style) for text, style in notes))
 
     def say(self, text: str) -> None:

@@ -26,15 +26,15 @@ class SampleCommand:
     run: tyro.conf.Positional[Path]
     """The run directory."""
     text: tyro.conf.Positional[str] = ""
-    """The beginning of a document; nothing: the model begins one."""
+    """Beginning of the text. Default: the model begins one."""
     tokens: int = option(200, 1, 10**6)
-    """The most tokens to add; a document may end before."""
+    """Maximum number of tokens to add; a document may end before."""
     temperature: float = option(0.8, 0, FINITE)
-    """Below 1: likelier tokens; 0: always the likeliest one."""
+    """Randomness: below 1 prefers likelier tokens, 0 always takes the likeliest."""
     top_k: int = option(0, 0)
     """Draw from the K likeliest tokens only (0: from all)."""
     seed: int = option(0, *SEEDS)
-    """Of the draws."""
+    """Seed of the random draws."""
     checkpoint: str = "last"
     """last, best or a step, e.g. 460."""
 

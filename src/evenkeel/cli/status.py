@@ -32,7 +32,7 @@ from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, shown
 from ..common.processes import stat
 from ..config import Flag
-from ..run.records import Tail, goodput, ledger, read_facts, values_of
+from ..run.records import YOUNG, Tail, goodput, ledger, read_facts, values_of
 from ..run.run_directory import ASIDE
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ class RunStatus:
     metrics: dict[str, float | None]
     """By full name: those of the last training line and of the last evaluation. None: not finite."""
     starts: int  # attempts so far
-    goodput: float | None  # productive share of the run's time, 0 .. 1
+    seconds: float  # of the run's time, over all its starts
+    goodput: float | None  # productive share of it, 0 .. 1
     hints: list[str]  # what would help it; see run/hints.py
     heard: float | None  # when the run last wrote something, in seconds since the epoch
     job_id: str | None
@@ -178,9 +179,9 @@ class Metrics(Tail):
         if kind in ("start", "train"):
             self._points.append((record["time"], record["step"]))
 
-    def goodput(self) -> float | None:
-        """The productive share of the run's time; None before there is a record of it."""
-        return goodput(ledger(self._ends)) if self._ends else None
+    def ledger(self) -> dict[str, float]:
+        """The seconds of the run so far, by account."""
+        return ledger(self._ends)
 
     def pace(self) -> float | None:
         """Seconds for each of the last steps."""
@@ -218,7 +219,7 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
     step = metrics.last.get("step", status.get("step", 0))
     if status.get("state") in ("finished", "stopped", "failed"):
         step = status.get("step", step)
-    total, pace = status.get("total_steps"), metrics.pace()
+    total, pace, seconds = status.get("total_steps"), metrics.pace(), metrics.ledger()
     left = math.nan if not total or pace is None else (total - step) * pace
     return RunStatus(
         run=str(run),
@@ -229,7 +230,8 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
         eta=left if state == "running" and 0 <= left <= MOST else None,
         metrics=values_of(metrics.latest.get("train", {})) | values_of(metrics.latest.get("eval", {})),
         starts=len(status.get("world_sizes", [])),
-        goodput=metrics.goodput(),
+        seconds=round(sum(seconds.values()), 3),
+        goodput=goodput(seconds) if any(seconds.values()) else None,
         heard=heard,
         hints=[text for text in status.get("hints", {}).values() if text],
         job_id=job_id,
@@ -348,5 +350,5 @@ def _cells(run: RunStatus) -> dict[str, str]:
         "METRICS": shown(headline(run.metrics)),
         "STARTS": str(run.starts),
         "REQUEUES": str(run.job.requeues) if run.job and run.job.requeues is not None else "",
-        "GOODPUT": "" if run.goodput is None else f"{run.goodput:.0%}",
+        "GOODPUT": "" if run.goodput is None or run.seconds < YOUNG else f"{run.goodput:.0%}",
     }

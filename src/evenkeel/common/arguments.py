@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from .errors import REFUSED, Refusal
@@ -57,8 +59,26 @@ def refuse_empty(words: Sequence[str], *classes: Any) -> None:
         raise Refusal(f"{option or 'an argument'} is empty (an unset shell variable?): give a value or leave it out")
 
 
-def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options") -> T:
-    """Run a tyro command line and turn its framed error message into a :class:`Refusal` of one line."""
+def refuse_unknown_command(word: str, known: Collection[str]) -> None:
+    """Refuse a command that does not exist, and suggest the one that is spelled alike.
+
+    >>> refuse_unknown_command("statsu", ["status", "plan"])
+    Traceback (most recent call last):
+    evenkeel.common.errors.Refusal: unknown command statsu; did you mean status? (--help lists all commands)
+    """
+    if word not in known and not word.startswith("-"):
+        near = difflib.get_close_matches(word, known, n=1)
+        there = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise Refusal(f"unknown command {word}; {there} (--help lists all commands)")
+
+
+def one_line_errors(
+    call: Callable[[], T], hint: str = "--help lists all options", synonyms: Mapping[str, str] = MappingProxyType({})
+) -> T:
+    """Run a tyro command line and turn its framed error message into a :class:`Refusal` of one line.
+
+    tyro suggests options that are spelled alike. Where it has none, so do `synonyms`: other names -> what to type.
+    """
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
@@ -75,6 +95,11 @@ def one_line_errors(call: Callable[[], T], hint: str = "--help lists all options
     message = next((" ".join(section.split()) for section in sections if section.strip()), title)
     _, _, suggested = "\n".join(sections).partition("Perhaps you meant:")
     # the last sentence names --help, which may begin a line
-    if names := re.findall(r"^--(?!help\b)[\w-]+", suggested, re.MULTILINE):
-        message += f"; perhaps {' or '.join(names)}?"
+    names = re.findall(r"^--(?!help\b)[\w-]+", suggested, re.MULTILINE)
+    typed = re.match(r"Unrecognized options: (--[\w-]+)", message)
+    if typed and not names:
+        near = difflib.get_close_matches(typed[1].replace("_", "-"), synonyms, n=1, cutoff=0.8)
+        names = [synonyms[name] for name in near]
+    if names:
+        message += f"; did you mean {' or '.join(names)}?"
     raise Refusal(f"{message} ({hint})")

@@ -1,4 +1,4 @@
-"""All text that goes to a terminal, and the live line of a run there: step, bar, phase, metrics, speed, time left.
+"""All text that goes to a terminal, and the live line of a run there: step, bar, phase, speed and time left, metrics.
 
 What commands and runs say goes through `say`, `styled` or `Lines`: names of folders, metrics and samples are other
 people's, and a terminal does what is asked in them.
@@ -17,15 +17,21 @@ import sys
 import threading
 import time
 from collections import deque
-from datetime import timedelta
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .arguments import lose_stdout
+from .naming import TRAIN, eta, rates
 from .phases import CHECKPOINT, COMPILATION, DATA, EVALUATION, HANGING, START_UP, activity
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
     from rich.text import Text
+
+BAR, NARROW_BAR, NARROW = 16, 8, 100
+"""Columns of the bar, and those of a terminal in which it is the narrow one."""
 
 BRIEF = 0.3
 """Seconds for which a wait for data or for a checkpoint still shows as training."""
@@ -118,10 +124,10 @@ class Display:
 
         # no colours for numbers, and no line breaks of rich's own
         console = Terminal(highlight=False, soft_wrap=True)
-        self.told = ""
+        self.metrics = list[str]()
         """The last metrics, as text."""
-        self.figures = ""
-        """What else is known of the speed, as text."""
+        self.more = list[str]()
+        """What else is known of the speed and the time, as text."""
         self._plan: Any = None
         self._end = ""
         self._seen = 0  # the step of the last redraw
@@ -146,40 +152,53 @@ class Display:
         if self._live.is_started:
             console.pop_render_hook()
 
-    def _line(self) -> Table:
+    def _line(self) -> Line:
         step = activity.step
-        return bar(step, self._plan.total_steps if self._plan else 0, [self._end or _doing(), *self._facts(step)])
+        return Line(step, self._plan.total_steps if self._plan else 0, [self._end or _doing(), *self._facts(step)])
 
     def _facts(self, step: int) -> list[str]:
-        """Epoch, metrics, speed and time left, as far as they are known."""
+        """Time left, speed, metrics and epoch, as far as they are known."""
         if not (plan := self._plan):
             return []
-        epoch, _ = plan.locate(min(step, plan.total_steps - 1))
-        facts = [f"epoch {epoch + 1}/{plan.epochs}", self.told]
+        speed = list[str]()
         if step != self._seen:
             self._seen = step
             self._points.append((time.monotonic(), step))
         if len(self._points) > 1 and not self._end:
             (then, first), (now, last) = self._points[0], self._points[-1]
-            speed = (plan.samples_seen(last) - plan.samples_seen(first)) / (now - then)
-            left = timedelta(seconds=round((plan.total_steps - last) * (now - then) / (last - first)))
-            facts += [f"{speed:,.0f} samples/s", f"ETA {left}", self.figures]
-        return facts
+            rate = (plan.samples_seen(last) - plan.samples_seen(first)) / (now - then)
+            left = (plan.total_steps - last) * (now - then) / (last - first)
+            speed = [eta(left), *rates({f"{TRAIN}/samples_per_s": rate})]
+        now_in = plan.epoch_at(min(step + 1, plan.total_steps))
+        return [*speed, *self.metrics, now_in, *(self.more if speed else [])]
 
 
-def bar(step: int, total: int, facts: list[str]) -> Table:
-    """Step, bar and facts in a row; no bar where the total is 0, unknown."""
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
+@dataclass(frozen=True)
+class Line:
+    """Step, bar and facts in a row of a terminal, for rich."""
 
-    line = Table.grid(padding=(0, 1), expand=True)
-    cells: list[Any] = [styled("  ".join(filter(None, facts)))]
-    if total:
-        cells = [styled(f"step {step}/{total}"), ProgressBar(total, step, width=16), *cells]
-    for cell in cells:  # only the text at the end may shrink in a narrow terminal
-        line.add_column(no_wrap=True, overflow="ellipsis", ratio=1 if cell is cells[-1] else None)
-    line.add_row(*cells)
-    return line
+    step: int
+    total: int  # 0: unknown, and no bar
+    facts: list[str]
+    """The most important first. Those that do not fit are left out; the first one is cut if need be."""
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        from rich.cells import cell_len
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        head, width = f"step {self.step}/{self.total}", NARROW_BAR if options.max_width < NARROW else BAR
+        before: list[Any] = [styled(head), ProgressBar(self.total, self.step, width=width)] if self.total else []
+        room = options.max_width - (len(head) + width + len(before) if self.total else 0)
+        text, *more = filter(None, self.facts)
+        for fact in more:
+            if cell_len(longer := f"{text}  {fact}") <= room:
+                text = longer
+        line = Table.grid(padding=(0, 1), expand=True)
+        for cell in (cells := [*before, styled(text)]):  # only the text at the end may shrink in a narrow terminal
+            line.add_column(no_wrap=True, overflow="ellipsis", ratio=1 if cell is cells[-1] else None)
+        line.add_row(*cells)
+        yield line
 
 
 def _doing() -> str:

@@ -28,10 +28,15 @@ def named(part: str, values: Mapping[str, V]) -> dict[str, V]:
     return {full_name(part, name): value for name, value in values.items()}
 
 
-def shown(values: Mapping[str, Any]) -> str:
-    """Metrics in a line; None is one that was not finite."""
+def figures(values: Mapping[str, Any]) -> list[str]:
+    """Metrics as text, each with its name; None is one that was not finite."""
     texts = {k: f"{v:.4f}" if isinstance(v, int | float) else str(v or "nan") for k, v in values.items()}
-    return "  ".join(f"{name} {text}" for name, text in texts.items())
+    return [f"{name} {text}" for name, text in texts.items()]
+
+
+def shown(values: Mapping[str, Any]) -> str:
+    """Metrics in a line."""
+    return "  ".join(figures(values))
 
 
 def progress(step: int, total: int | None, *facts: str) -> str:
@@ -39,14 +44,26 @@ def progress(step: int, total: int | None, *facts: str) -> str:
     return "  ".join([f"step {step}/{total or '?'}", *filter(None, facts)])
 
 
-def speeds(values: Mapping[str, Any], left: timedelta | None = None, goodput: float | None = None) -> str:
-    """How fast a run is, from the figures of a training line: "504 samples/s  ETA 0:00:57  data wait 3 %"."""
-    known = {name: values.get(f"{TRAIN}/{name}") for name in ("samples_per_s", "tokens_per_s", "mfu", "data_wait")}
-    rates = {"samples/s": known["samples_per_s"], "tokens/s": known["tokens_per_s"]}
-    shares = {"MFU": known["mfu"], "data wait": known["data_wait"], "goodput": goodput}
-    words = [f"{rate:,.0f} {unit}" for unit, rate in rates.items() if rate is not None]
-    words += [] if left is None else [f"ETA {left}"]
-    return "  ".join([*words, *(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share is not None)])
+def eta(seconds: float | None) -> str:
+    """The time left: "ETA 0:00:57"; empty if it is not known."""
+    return "" if seconds is None else f"ETA {timedelta(seconds=round(seconds))}"
+
+
+def rates(values: Mapping[str, Any]) -> list[str]:
+    """How fast a run is, from the figures of a training line: ["504 samples/s"]."""
+    known = {unit: values.get(f"{TRAIN}/{unit}_per_s") for unit in ("samples", "tokens")}
+    return [f"{rate:,.0f} {unit}/s" for unit, rate in known.items() if rate is not None]
+
+
+def shares(values: Mapping[str, Any], goodput: float | None) -> list[str]:
+    """What a run makes of its time, from the figures of a training line: ["data wait 3 %", "goodput 71 %"]."""
+    known = {"MFU": values.get(f"{TRAIN}/mfu"), "data wait": values.get(f"{TRAIN}/data_wait"), "goodput": goodput}
+    return [f"{name} {100 * share:.0f} %" for name, share in known.items() if share is not None]
+
+
+def in_epoch(epoch: int, epochs: int | None) -> str:
+    """Where a run is, from 1 on: "epoch 3/20"; without a total if it ends in the midst of an epoch."""
+    return f"epoch {epoch}" + f"/{epochs}" * (epochs is not None)
 
 
 def name_ranks(ranks: list[int]) -> str:

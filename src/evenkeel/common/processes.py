@@ -18,6 +18,7 @@ from typing import NamedTuple
 from . import kept
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+AGENT_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)  # which torchrun is to pass on to its ranks
 """From torchrun's agent or Docker, the keyboard, Slurm (two), and a terminal that is closed."""
 
 REFUSAL = signal.SIGALRM
@@ -113,6 +114,11 @@ def torchrun_agent() -> int | None:
     parent = os.getppid()
     named = process_name(parent) == "pt_elastic"  # `torch.distributed.run` names its thread so
     return parent if "TORCHELASTIC_RUN_ID" in os.environ and named else None
+
+
+def ends_with_traceback(launcher: int) -> bool:
+    """Whether a process is torchrun, which prints a traceback when a signal stops it, and not our agent around it."""
+    return process_name(launcher) == "pt_elastic" and not _in_mask(launcher, "SigCgt", REFUSAL)
 
 
 def can_lose_a_node(agent: int) -> bool:

@@ -20,8 +20,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..common.naming import in_epoch
+
 if TYPE_CHECKING:
     from ..config import Config
+
+
+ENDLESS = 2**60
+"""About as many samples has a stream, more than any run reads: it has no epochs."""
 
 
 class MicroBatch(NamedTuple):
@@ -90,6 +96,17 @@ class Plan:
     def max_world_size(self) -> int:
         """M, the micro-batches of a full step: more ranks than this have nothing to do."""
         return self._count(0)
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether there are epochs: not of a stream."""
+        return self.samples < ENDLESS // 2
+
+    def epoch_at(self, step: int) -> str:
+        """The epoch of the step that was done last, for people; empty for a stream."""
+        epoch, _ = self.locate(max(0, step - 1))
+        whole = self.total_steps == self.epochs * self.steps_per_epoch
+        return in_epoch(epoch + 1, self.epochs if whole else None) if self.has_epochs else ""
 
     def locate(self, step: int) -> tuple[int, int]:
         """(epoch, step within it) of a global step."""

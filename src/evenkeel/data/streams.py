@@ -28,14 +28,12 @@ from ..common.errors import Refusal
 from ..common.naming import kind_of
 from ..config import Config
 from .blocks import Blocks
-from .plan import Plan
+from .plan import ENDLESS, Plan
 from .shuffle import Array
 from .substream import Reader, Substream
 
 log = logging.getLogger(__name__)
 
-LENGTH = 2**60
-"""About as many samples has a stream by its `len`: more than any run reads."""
 STEPS = 32
 """Steps that are looked at for substreams with several readers, at most."""
 
@@ -139,7 +137,7 @@ class Numbered(Dataset[Any]):
         self._looks = 0
 
     def __len__(self) -> int:
-        return LENGTH - LENGTH % self.batch
+        return ENDLESS - ENDLESS % self.batch
 
     def __getitem__(self, number: int) -> Any:
         return self.__getitems__([number])[0]

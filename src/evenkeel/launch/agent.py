@@ -23,7 +23,7 @@ from typing import Any
 
 from ..common.errors import REFUSED
 from ..common.network import Waiting
-from ..common.processes import REFUSAL, STOP_SIGNALS, survives_the_terminal
+from ..common.processes import AGENT_SIGNALS, REFUSAL, survives_the_terminal
 from ..resilience.interruption import STOPPED
 
 KILLED = 128 + signal.SIGKILL  # exit code after a kill by the kernel (out of memory) or together with the node
@@ -62,7 +62,7 @@ def heed_signals() -> list[signal.Signals]:
         raise SystemExit(STOPPED)
 
     nohup = survives_the_terminal(os.getpid())
-    signals = [number for number in (*STOP_SIGNALS, signal.SIGQUIT) if not (nohup and number == signal.SIGHUP)]
+    signals = [number for number in AGENT_SIGNALS if not (nohup and number == signal.SIGHUP)]
     for number in signals:
         signal.signal(number, stop)
     signal.signal(REFUSAL, _refuse)

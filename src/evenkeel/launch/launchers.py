@@ -55,9 +55,9 @@ class MultiNode:
     """
 
     gpus: Gpus = option(None, 1, 1024)
-    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
+    """GPUs per node, each with a process (unless --place says otherwise). Default: all. Without GPUs: processes, 2."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
-    """How often a node may restart its processes after one of them, or another node, has died."""
+    """Maximum restarts of a node's processes, after one of them or another node has died."""
     script: MaybePath = None
     """Run this file instead of train.py."""
     dry_run: Flag = False
@@ -227,7 +227,7 @@ def main(argv: Sequence[str], train: Path) -> int:
     try:
         start = prepare(argv, train)
         if start.typed.dry_run:
-            print(start.command)
+            print(start.command.explained())
             return 0
         wait_for_master(start.topology)
     except KeyboardInterrupt:  # most likely while it waits for node 0

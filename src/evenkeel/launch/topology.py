@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from ..common.errors import Refusal
 from ..common.network import Link
-from ..common.processes import count_cores
+from ..common.processes import AGENT_SIGNALS, count_cores
 from ..config import LARGEST_WORLD
 
 DEFAULT_PORT = 29500
@@ -106,6 +106,18 @@ class Command:
     def __str__(self) -> str:
         """One line to paste into a shell."""
         return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)])
+
+    def explained(self) -> str:
+        """What --dry-run prints: the command, which a shell can run, and as a comment the same by plain torchrun."""
+        signals = ",".join(number.name for number in AGENT_SIGNALS)
+        torchrun_here = str(Path(sys.executable).with_name("torchrun"))
+        plain = Command((torchrun_here, *self.argv[3:]), {**self.env, "PET_SIGNALS_TO_HANDLE": signals})
+        return (
+            "# torchrun, run by evenkeel's agent: its exit code says how the job ended (0, 75, 2, 137)\n"
+            f"{self}\n"
+            "# the same by torchrun itself, which ends with 1 whatever went wrong:\n"
+            f"# {plain}"
+        )
 
     def execute(self) -> NoReturn:
         """Become the command: it gets signals directly, and its exit status is ours."""

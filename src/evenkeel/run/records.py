@@ -65,6 +65,10 @@ ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redon
 again; no process, or none that lived to tell."""
 
 
+YOUNG = 60.0
+"""Seconds of a run in which its goodput says nothing yet, as most of them are its start."""
+
+
 def read_facts(path: Path) -> tuple[dict[str, Any], str]:
     """The facts in one of a run's JSON files, and what is wrong with it; both empty where there is no such file.
 

@@ -27,6 +27,7 @@ from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory, keep_freed_memory
 from ..common.naming import TRAIN, VALIDATION, in_set, shown
 from ..common.phases import CHECKPOINT, LONGEST, START_UP, activity
+from ..common.processes import ends_with_traceback
 from ..config import Config, devices_per_rank, profile_window, validate
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
@@ -445,9 +446,11 @@ class Run:
                 f"{self.saver.checkpoints.newest_step()}; make room and run the same command again"
             ) from error
         self.tracker.event("finish", state.step)
-        seconds = sum(summary["ledger"].values())
-        training = round(100 * summary["goodput"])
+        dead = summary["ledger"]["dead"]
+        seconds = sum(summary["ledger"].values()) - dead
+        training = round(100 * summary["ledger"]["productive"] / max(seconds, 1e-9))
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
+        took += f" and {dead:.0f} s in which it stood still" * (dead >= 1)
         self._print(f"finished in {took}{f', {why}' * early}: {shown(metrics)}  -> {self.path / 'model.pt'}")
         self.tracker.close(best=self._best(metrics))
 
@@ -486,7 +489,10 @@ class Run:
             self._watch.end()
         self._await_last_line()
         self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
-        self._print(f"stopped by {reason}; {saved}{'; the same command continues' * (not going_on)}")
+        more = "" if going_on else "; the same command continues"
+        if more and ends_with_traceback(kept.launcher()):
+            more += " (torchrun may end with a traceback, which is no error)"
+        self._print(f"stopped by {reason}; {saved}{more}")
 
     def _await_last_line(self) -> None:
         """The signal may have come between the commit of the last step and its line of metrics, which soon follows."""

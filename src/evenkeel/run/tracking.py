@@ -11,20 +11,19 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ..common import display
 from ..common.arguments import lose_stdout
 from ..common.files import append_json
-from ..common.naming import TRAIN, count_ranks, named, progress, shown, speeds
+from ..common.naming import TRAIN, count_ranks, eta, figures, named, progress, rates, shares, shown
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import Plan
 from ..distributed.world import World
 from ..resilience.interruption import STOPPED
-from .records import attempt_ends, goodput, ledger
+from .records import YOUNG, attempt_ends, goodput, ledger
 from .trackers import MetricsLog, WandB, in_the_folder, wandb_mode
 
 log = logging.getLogger(__name__)
@@ -110,25 +109,26 @@ class Tracker:
         self._mark = (now, step, spent.get("data", 0.0))
         seconds, seen = max(now - then, 1e-9), self.plan.samples_seen
         speed = (seen(step) - seen(step_then)) / seconds
-        left = timedelta(seconds=round((self.plan.total_steps - step) * seconds / max(1, step - step_then)))
+        left = (self.plan.total_steps - step) * seconds / max(1, step - step_then)
         facts = {"loss": loss, "grad_norm": norm, "lr": lr, "samples_per_s": round(speed, 1)}
         facts |= (more or {}) | (parts or {})
         facts["data_wait"] = round(min(1.0, (self._mark[2] - waited) / seconds), 4)
         facts |= {name: round(factor * speed, 4) for name, factor in (self.per_sample or {}).items()}
-        values = {"epoch": round(step / self.plan.steps_per_epoch, 4)} | named(TRAIN, facts)
+        epoch = {"epoch": round(step / self.plan.steps_per_epoch, 4)} if self.plan.has_epochs else {}
+        values = epoch | named(TRAIN, facts)
         self.event("train", step, **values)
         self._each(lambda place: place.log(step, values))
 
         self._losses = {f"{TRAIN}/loss": loss, **(parts or {})}
         present = {"kind": "train", "time": time.time(), "spent": spent}
-        productive = goodput(ledger([*self._ends, present]))
+        spent_so_far = ledger([*self._ends, present])
+        productive = goodput(spent_so_far) if sum(spent_so_far.values()) >= YOUNG else None
         if self._display:
-            self._display.told = self._latest()
+            self._display.metrics = self._latest()
             # its own speed and time left are newer
-            self._display.figures = speeds(values | {f"{TRAIN}/samples_per_s": None}, None, productive)
+            self._display.more = rates(values | {f"{TRAIN}/samples_per_s": None}) + shares(values, productive)
         else:
-            epoch, _ = self.plan.locate(step - 1)
-            words = f"epoch {epoch + 1}/{self.plan.epochs}", self._latest(), speeds(values, left, productive)
+            words = self.plan.epoch_at(step), *self._latest(), *rates(values), eta(left), *shares(values, productive)
             self.say(progress(step, self.plan.total_steps, *words))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
@@ -138,7 +138,7 @@ class Tracker:
         if step != self._evaluated:
             self._each(lambda place: place.log(step, metrics))
         if self._display:
-            self._display.told = self._latest()
+            self._display.metrics = self._latest()
         self.say(progress(step, self.plan.total_steps, shown(metrics)))
 
     def event(self, kind: str, step: int, **facts: Any) -> None:
@@ -167,8 +167,10 @@ class Tracker:
         self._each(lambda place: place.finish(best or {}, exit_code))
         self._logs = []
 
-    def _latest(self) -> str:
-        return shown(self._losses | {name: value for name, value in self.metrics.items() if not name.endswith("/loss")})
+    def _latest(self) -> list[str]:
+        return figures(
+            self._losses | {name: value for name, value in self.metrics.items() if not name.endswith("/loss")}
+        )
 
     def _each(self, do: Callable[[MetricsLog], None]) -> None:
         for place in list(self._logs):

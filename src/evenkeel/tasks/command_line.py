@@ -102,7 +102,10 @@ def options_of(
     kinds = [hide_prefix[Annotated[type(box), tyro.conf.arg(help="")]] for box in boxes]
     form: Any = make_dataclass("Options", zip(names, kinds, strict=True))
     about = inspect.getdoc(Config)
-    chosen: Any = one_line_errors(lambda: tyro.cli(form, default=form(*boxes), args=list(arguments), description=about))
+    chosen: Any = one_line_errors(
+        lambda: tyro.cli(form, default=form(*boxes), args=list(arguments), description=about),
+        synonyms={name: here for name, here in BY_NAME.items() if here.startswith("--")},
+    )
     *groups, task_chosen = vars(chosen).values()
     config = Config(**{name: value for group in groups for name, value in vars(group).items()}).resolved()
     config = replace(config, run_dir=_filled(config, task_chosen))

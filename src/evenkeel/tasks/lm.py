@@ -26,9 +26,9 @@ class Lm(Task):
     text: MaybePath = None
     """A text: a file, a folder of .txt files, or tokens (FILE.bin, uint16 or uint32). Default: Austen's Persuasion."""
     tokenizer: str = "bytes"
-    """bytes; a tokenizer.json (extra `text`); or, for a FILE.bin, how many tokens there are, the last ends a text."""
+    """bytes; a tokenizer.json (extra `text`); or, for a FILE.bin, the number of tokens; the last one ends a text."""
     data_dir: Path = Path("data")
-    """Folder in which the tokens of --text are kept."""
+    """Folder for the tokens made from --text."""
     held_out: float = option(0.1, 1e-9, BELOW_1)
     """Share at the end of the text that is not trained on: half for validation, half for the test."""
     seq_len: int = option(128, 1, 2**24)
@@ -42,7 +42,7 @@ class Lm(Task):
     heads: int = option(4, 1, 2**12)
     """Attention heads."""
     dropout: float = option(0.0, 0, BELOW_1)
-    """Dropout probability of what a block adds."""
+    """Dropout probability of each block's output."""
     activation_checkpointing: Flag = False
     """Compute activations again in the backward pass: less memory, more time, the same bits."""
 

@@ -58,7 +58,7 @@ def check_model_name(name: str) -> None:
     if name in (names := torchvision.models.list_models(module=torchvision.models)):
         return
     near = difflib.get_close_matches(name.lower(), [OWN, *names], n=3)
-    hint = f"perhaps {' or '.join(near)}" if near else "examples: resnet18, vit_b_16"
+    hint = f"did you mean {' or '.join(near)}?" if near else "examples: resnet18, vit_b_16"
     raise Refusal(f"--model {name}: is neither {OWN} nor a classification model of torchvision; {hint}")
 
 

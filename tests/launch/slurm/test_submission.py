@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
         ("--max-requeues -1", "--max-requeues -1: must be at least 0"),
         ("--cpus-per-gpu 0", "--cpus-per-gpu 0: must be at least 1"),
         ("--mem much", "--mem much: give a number"),
-        ("--partitoin x", "perhaps --partition"),
+        ("--partitoin x", "did you mean --partition"),
     ],
 )
 def test_options_that_cannot_be_meant(words: str, line: str) -> None:
@@ -122,6 +123,33 @@ def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(Refusal, match="no Slurm on this machine: sinfo: not found"):
         submission.main(["-n", "2"], ROOT)
+
+
+SICK = '#!/bin/sh\nfor it in error: error: fatal:; do echo "sinfo: $it no answer" >&2; done\nexit 1\n'
+
+
+@pytest.mark.parametrize(("sinfo", "why"), [("", "sinfo: not found: "), (SICK, "sinfo: fatal: no answer;")])
+def test_a_dry_run_prints_the_script_without_any_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sinfo: str, why: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sinfo").write_text(sinfo)
+    (tmp_path / "bin" / "sinfo").chmod(0o755 if sinfo else 0o644)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/nowhere")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    run_dir = tmp_path / "a run"
+    words = ["-n", "2:4", "-g", "3", "--time", "2h", "--partition", "big", "--dry-run", "--", "--run-dir", str(run_dir)]
+    assert submission.main(words, ROOT) == 0
+    script, told = capsys.readouterr()
+    lines = ("#!/bin/bash", "#SBATCH --nodes=2-4", "#SBATCH --gpus-per-node=3", "#SBATCH --time=120")
+    assert {*lines, "#SBATCH --partition=big", "#SBATCH --requeue", "#SBATCH --signal=USR2@90"} <= {
+        *script.splitlines()
+    }
+    assert told.startswith(f"evenkeel: no Slurm on this machine: {why}")
+    assert told.count("\n") == 1
+    assert not run_dir.exists()
+    with pytest.raises(Refusal, match=r"^--lr -1.0: must be at least 0"):
+        submission.main([*words, "--lr", "-1"], ROOT)
 
 
 def test_a_command_that_hangs_or_fails_is_one_line() -> None:

@@ -42,11 +42,11 @@ class ChaosCommand:
     kill_every: Annotated[str, tyro.conf.arg(metavar="DURATION")] = "20s"
     """Mean time between two faults: 20s, 2m, or seconds. A fault also waits for a step since the one before."""
     minutes: float = option(5.0, 1e-3, 366 * 1440)
-    """No faults after this time."""
+    """Cause no faults after so many minutes."""
     count: int = option(0, 0)
-    """At most this many faults. 0: no limit."""
+    """Maximum number of faults (0: no limit)."""
     seed: int = option(0, *SEEDS)
-    """Decides which faults come in which order, and at which intervals."""
+    """Seed of the kinds of the faults, their order and intervals."""
     faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...")] = ""
     """kill, keeper, term, stop (ranks), truncate (checkpoints), agent, fill (the disk), node. Default: all but fill."""
     then: Literal["finish", "stop"] = "finish"

@@ -51,9 +51,9 @@ class ScalingCommand:
     """
 
     gpus: Annotated[str, tyro.conf.arg(aliases=["-g"], metavar="N,N,...")]
-    """Processes per node: GPUs, or on a machine without any number, e.g. 1,2,4. The fewest ranks are compared with."""
+    """Processes per node to compare, e.g. 1,2,4: one per GPU, any number without GPUs. The fewest are the baseline."""
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N,N,...")] = "1"
-    """Numbers of nodes, with one number of processes. A node that a run does not need waits for the next."""
+    """Numbers of nodes to compare, e.g. 1,2, with a single -g. A node that a run does not need waits for the next."""
     node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"], metavar="N")] = option(None, 0, 2**16)
     """Rank of this node, from 0. Node 0 is in every run and prints the tables."""
     master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]")] = ""
@@ -61,7 +61,7 @@ class ScalingCommand:
     steps: int = option(60, 24, 10**6)
     """Steps of each run. The first third is for warming up and does not count."""
     rounds: int = option(3, 1, 1000)
-    """How often all are run, in turn, so that a change of the machine's speed hits all alike. Medians count."""
+    """Repetitions, in turn, so that a change of the machine's speed affects all alike. Medians are reported."""
     output: MaybePath = None
     """Write a plot to this file: .svg or .png. Needs matplotlib."""
     json: Flag = False

@@ -48,7 +48,7 @@ def _launch(arguments: list[str]) -> int:
     start = prepare(arguments, TRAIN)
     check_host(start.config)
     if typed.dry_run:
-        print(start.command)
+        print(start.command.explained())
         return 0
     if start.topology.max_nodes > 1:
         hold_places(f"{topology.master_port} {topology.run_id}", start.link.address)

@@ -33,12 +33,14 @@ def slurm(*command: str, timeout: float = 60, env: Mapping[str, str] | None = No
     name = command[0]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         raise SlurmError(f"{name}: not found: is this a login node of the cluster?") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{name}: no answer within {timeout:g} s; is Slurm's controller up?") from None
     if done.returncode:
-        raise SlurmError(" ".join((done.stderr or done.stdout or f"{name}: exit code {done.returncode}").split()))
+        lines = (done.stderr or done.stdout or f"{name}: exit code {done.returncode}").splitlines()
+        telling = [line for line in lines if ": fatal: " in line] or lines  # the others lead to it
+        raise SlurmError(" ".join(" ".join(telling).split()))
     return done.stdout
 
 

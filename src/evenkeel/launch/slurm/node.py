@@ -212,11 +212,11 @@ class NodeCommand:
     """
 
     gpus: Gpus = option(None, 1, 1024)
-    """GPUs per node; one process each, or as --place says. Default: all. Without GPUs: processes, 2 by default."""
+    """GPUs per node, each with a process (unless --place says otherwise). Default: all. Without GPUs: processes, 2."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
-    """How often a node may restart its processes after one of them has died, within one start of the job."""
+    """Maximum restarts of a node's processes after one of them has died, within one start of the job."""
     max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = option(MAX_REQUEUES, 0)
-    """How often in a row the job may be requeued without finishing a step."""
+    """Maximum consecutive requeues without a finished step."""
     doctor: Flag = False
     """First check all nodes by `evenkeel doctor`; a FAIL ends the job."""
 

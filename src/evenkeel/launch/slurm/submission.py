@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -24,7 +25,7 @@ from ..launchers import check_train_options, parse_arguments
 from ..topology import parse_nodes
 from .cluster import DAY, Partition, choose, parse_time, partitions, show_time
 from .code import copy_code
-from .jobs import JobRecord
+from .jobs import JobRecord, SlurmError
 from .node import Node, NodeCommand, check_job
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Submit(NodeCommand):
     follow: Flag = False
     """Show the job's state and log until it ends. Ctrl-C leaves it running."""
     dry_run: Flag = False
-    """Print the script for sbatch, and submit nothing."""
+    """Print the script for sbatch and submit nothing. Works without Slurm too, and then checks no limits of it."""
 
 
 def main(argv: Sequence[str], repository: Path) -> int:
@@ -94,7 +95,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
     limit = (os.environ.get("SBATCH_TIMELIMIT") or None) if typed.time is None else typed.time
     minutes, most = None if limit is None else parse_time(limit), parse_nodes(typed.nodes)[1]
     name = typed.partition or os.environ.get("SBATCH_PARTITION")
-    partition = choose(partitions(), name, most, typed.gpus, minutes)
+    partition = _partition(typed, name, most, minutes)
     minutes, gpus = minutes or partition.minutes or DAY, typed.gpus or partition.gpus or None
     run_dir = _run_dir(check_train_options(train_args))
     members = _members(typed, train_args, run_dir)
@@ -136,6 +137,26 @@ def main(argv: Sequence[str], repository: Path) -> int:
 
         return follow(run_dir) or 0
     return 0
+
+
+def _partition(typed: Submit, name: str | None, nodes: int, minutes: int | None) -> Partition:
+    """The partition for the job; where --dry-run finds no Slurm, what is typed stands unchecked."""
+    try:
+        return choose(partitions(), name, nodes, typed.gpus, minutes)
+    except SlurmError as error:
+        if not typed.dry_run:
+            raise Refusal(f"no Slurm on this machine: {error}; launch/ starts a job on machines without it") from None
+        unchecked = "partition, nodes, -g (as GPUs) and --time are as typed, and not checked"
+        print(f"evenkeel: no Slurm on this machine: {error}; {unchecked}", file=sys.stderr, flush=True)
+        return Partition(name or "", default=name is None, nodes=nodes, gpus=typed.gpus or 0, minutes=None)
+
+
+class _Printer(submitit.SlurmExecutor):
+    """submitit's executor for --dry-run, which needs no `srun`."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
 
 
 def _check(typed: Submit) -> None:
@@ -209,10 +230,11 @@ def _executor(
         ]
     least, most = parse_nodes(typed.nodes)
     with redirect_stderr(io.StringIO()):
-        executor = submitit.SlurmExecutor(folder, python="python" if typed.container else None)
+        kind = _Printer if typed.dry_run else submitit.SlurmExecutor
+        executor = kind(folder, python="python" if typed.container else None)
         executor.update_parameters(
             job_name=typed.name or _run_dir(config).name,
-            partition=partition.name,
+            partition=partition.name or None,
             account=typed.account,
             qos=typed.qos,
             time=minutes,
