@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from recording_task import Recorded
@@ -129,6 +130,20 @@ class Exiting(Dataset[Any]):
 class ExitsInLoss(Usual):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         raise SystemExit(0)
+
+
+class Gathers(Usual):
+    """Its loss compares with what all ranks have in this micro-batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        mine = model(batch[0])
+        everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine.detach())
+        return torch.cdist(mine, torch.cat(everyone) + 1).mean()
+
+
+class GathersAndSaysSo(Gathers):
+    collectives = True
 
 
 class ExitsInModel(Usual):

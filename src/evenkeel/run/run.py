@@ -198,7 +198,7 @@ class Run:
         self._models += 1 if loss in (None, self.task.loss) else 2
         return DistributedLoss(
             loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
-            config.strategy, self.task.unused_parameters, network, self.arrivals,
+            config.strategy, self.task.unused_parameters, network, self.arrivals, self.task.collectives,
         )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:

@@ -26,6 +26,7 @@ from ..common.phases import COMPUTING, DATA, REDUCTION, activity
 from ..data.plan import Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
+from ..distributed.collectives import no_collectives
 from ..distributed.data_parallel import Parallel, parallel
 from ..distributed.reduction import Ring, Tree
 from ..distributed.sync_batchnorm import peers_of
@@ -60,6 +61,7 @@ class Loss(nn.Module):
         precision: of forward.
         network: the part of the model that learns from this loss; default: all of it.
         unused: whether some parameters get no gradient in some steps.
+        collectives: whether the loss may call collectives of its own.
     """
 
     def __init__(
@@ -69,11 +71,12 @@ class Loss(nn.Module):
         precision: Precision = "fp32",
         network: nn.Module | None = None,
         unused: bool = False,
+        collectives: bool = False,
     ) -> None:
         super().__init__()
         self.model = network or model
         self._whole = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
-        self._loss, self._precision = loss, precision
+        self._loss, self._precision, self._collectives = loss, precision, collectives
         self._told = takes(loss, "step")
         self.step = 0
         """The number of the step, from 0."""
@@ -98,8 +101,8 @@ class Loss(nn.Module):
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
         model = self._whole[0] if self._whole else self.model
-        # autocast is here, so that every replica has it
-        with autocast(self._precision, self._device_type):
+        # here, so that every replica has them
+        with autocast(self._precision, self._device_type), no_collectives("" if self._collectives else "loss()"):
             loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._told else {})))
         if not self.parts:
             self.parts.append(tuple(parts))
@@ -138,6 +141,7 @@ class DistributedLoss:
         network: the part of the model that learns from this loss; default: all of it. With several losses, networks
             take turns, a step for each.
         arrivals: times the steps of this rank; default: nobody does.
+        collectives: the loss may call collectives of its own.
     """
 
     def __init__(
@@ -153,6 +157,7 @@ class DistributedLoss:
         unused: bool = False,
         network: nn.Module | None = None,
         arrivals: Arrivals | None = None,
+        collectives: bool = False,
     ) -> None:
         self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
         self._network = network or state.model
@@ -160,7 +165,7 @@ class DistributedLoss:
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
         self.reduction = Tree(self._network, world, unused) if reduce == "tree" else Ring(world)
-        self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp")
+        self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp", collectives)
         module = parallel(self._loss, strategy, world.device)
         self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)

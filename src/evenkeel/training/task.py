@@ -49,6 +49,10 @@ class Task(ABC):
     unused_parameters: ClassVar[bool] = False
     """Whether some parameters get no gradient in some steps; DDP then looks for them, which takes time."""
 
+    collectives: ClassVar[bool] = False
+    """Whether loss and metrics may call collectives of torch.distributed. Their result then depends on the number of
+    ranks, and a job in which a rank has a micro-batch more than another breaks."""
+
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Options of the task, as config.toml names them, that may change when a run is continued because they do not
     change the result. `data_dir` always may."""
