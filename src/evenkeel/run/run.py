@@ -28,6 +28,7 @@ from ..common.memory import is_out_of_memory, keep_freed_memory
 from ..common.naming import TRAIN, VALIDATION, in_set, shown
 from ..common.phases import CHECKPOINT, LONGEST, START_UP, activity
 from ..config import Config, devices_per_rank, profile_window, validate
+from ..data.changes import Changes
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.loader import loader, start_workers
@@ -65,6 +66,8 @@ log = logging.getLogger(__name__)
 
 MANY_OVERFLOWS = 10
 """Steps in a row that float16's loss scaling may leave out without a warning: the first scale is a guess."""
+
+POWERS_OF_FOUR = frozenset(4**power for power in range(32))
 
 LAST_LINE_SECONDS = 0.5
 """How long a stop waits for the line of metrics of the last step. It takes a millisecond, where it comes at all."""
@@ -109,7 +112,8 @@ class Run:
         self.arrivals = Arrivals(self.world)
         self._stragglers = Stragglers(self.path / "ranks.jsonl", attempt.hosts) if self.tracker else None
         self._metrics: dict[str, float] = {}
-        self._progressed = False
+        self._changes: Changes | None = Changes(self.config, attempt.sets, attempt.digests)
+        self._steps_here = 0
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
@@ -262,9 +266,12 @@ class Run:
             norm: the gradient's.
         """
         state = self.state
-        if not self._progressed:
-            self._progressed = True
+        self._steps_here += 1
+        if self._steps_here == 1:
             kept.tell("progress", str(state.step))
+        # after 1, 4, 16, 64, ... steps of this attempt, so that what it costs goes to nothing, and at the end
+        if state.is_over() or self._steps_here in POWERS_OF_FOUR:
+            self._check_data()
         if self.directory and self.directory.fruitless:
             self.directory.note(fruitless=0)  # this attempt has finished a step
         if state.step % self.config.log_every == 0:
@@ -276,6 +283,23 @@ class Run:
             self._metrics = {}
             if not state.is_over():
                 self.checkpoint({})
+
+    def _check_data(self) -> None:
+        """End the run on all ranks if its data has changed since the attempt began; with --other-data warn, once."""
+        if not self._changes:
+            return
+        with activity.during(CHECKPOINT):
+            everywhere = self.world.gather((self._changes(), self.config.other_data))
+        if not (changed := next(filter(None, (line for line, _ in everywhere)), "")):
+            return
+        if not any(accepted for _, accepted in everywhere):
+            raise Ended(
+                f"{changed}: its result then depends on the ranks and on --num-workers, and a stop loses the change; "
+                "make the data before the job, and begin another one with other data (--init-from), or, if you accept "
+                "that, add --other-data"
+            )
+        self._changes = None
+        log.warning("--other-data: %s", changed)
 
     def _evaluate_and_save(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others."""
