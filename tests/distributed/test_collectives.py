@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -25,6 +26,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     yield
+    gc.collect()  # a traceback that holds the group, which must not be freed in a fork of a later test
     dist.destroy_process_group()
 
 
