@@ -27,6 +27,12 @@ from tests.support.small_runs import ODD_TASKS, odd_job, the_line
             2,
             "model() returned a Linear without a parameter that needs a gradient (requires_grad is False for",
         ),
+        ("Sparse", 2, "the model is an Embedding with sparse=True, and ranks add up dense gradients only: leave"),
+        ("SparseLoss", 1, "a gradient is sparse, and ranks add up dense gradients only"),
+        ("ItemLoss", 1, "loss() returned a float: it must return one scalar tensor; leave out .item() or float()"),
+        ("NoFolder", 2, "train_dataset(): No such file or directory: no/such/folder/train.csv at "),
+        ("TooLong", 2, "the training data has 100 samples by its __len__, but not all that a start reads are there"),
+        ("NegativeLength", 2, "test_dataset() returned an OfLength whose __len__ fails: ValueError: __len__() should"),
         ("NoModule", 2, "model() returned a Tensor: it must return an nn.Module"),
         (
             "Endless",

@@ -144,6 +144,59 @@ class Fills(Usual):
         return super().loss(model, batch)
 
 
+class Sparse(Usual):
+    def model(self) -> nn.Module:
+        return nn.Embedding(13, 2, sparse=True)
+
+
+class SparseLoss(Sparse):
+    """Sparse in a function, which is not seen before the gradient."""
+
+    def model(self) -> nn.Module:
+        return nn.Embedding(13, 2)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(F.embedding(batch[1], model.weight, sparse=True), batch[1])
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": model(batch[1]).sum(1)}
+
+
+class ItemLoss(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch).item()
+
+    metrics = Task.metrics
+
+
+class NoFolder(Usual):
+    def train_dataset(self) -> Any:
+        return Path("no/such/folder/train.csv").read_text()
+
+
+class TooLong(Usual):
+    def train_dataset(self) -> Any:
+        return OfLength(lambda: 100)
+
+
+class NegativeLength(Usual):
+    def test_dataset(self) -> Any:
+        return OfLength(lambda: -1)
+
+
+class OfLength:
+    """13 samples that say to be others."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length()
+
+    def __getitem__(self, index: int) -> Any:
+        return ([torch.ones(3)] * 13)[index], 0
+
+
 class Gathers(Usual):
     """Its loss compares with what all ranks have in this micro-batch."""
 

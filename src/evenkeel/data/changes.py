@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from ..common.errors import Refusal
 from ..config import Config
 from .data_digest import OFTEN, ONCE, Digests, alike, look
 from .dataset import SizedDataset
@@ -63,7 +64,10 @@ class Changes:
 
     def _differs(self, times: int) -> list[str]:
         """Names of sets that are not as they were. Those that differ between reads are not compared any more."""
-        found, unsteady = look(self.config, {name: self.sets[name] for name in self._digests}, times)
+        try:
+            found, unsteady = look(self.config, {name: self.sets[name] for name in self._digests}, times)
+        except Refusal:  # samples are missing
+            return [*self._digests]
         self._digests = {name: digest for name, digest in self._digests.items() if name not in unsteady}
         return [name for name, digest in self._digests.items() if not alike(found.get(name, digest), digest)]
 

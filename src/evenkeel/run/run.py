@@ -81,8 +81,8 @@ class Run:
     ...     for step in run.steps():
     ...         for batch in model.micro_batches(step):
     ...             model.backward(model(batch))
-    ...         model.step(norm := clip_grad_norm(run.state.parameters, max_norm=0.0))
-    ...         run.after_step(model, norm)
+    ...         model.step()
+    ...         run.after_step(model)
     Weights & Biases is off
     1 rank, step 0/2 -> ...
     step 2/2  test/loss ...
@@ -133,6 +133,7 @@ class Run:
             Refusal: bad input, before the process group exists and before anything is written.
             Ended: the run cannot go on.
         """
+        config = config.resolved()  # it may not come from `parse`
         interruption = Interruption(config.grace)  # takes the signals from here on
         with no_exit():
             recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know better
@@ -258,12 +259,12 @@ class Run:
                 if self.state.is_over():
                     break
 
-    def after_step(self, model: DistributedLoss, norm: Tensor) -> None:
+    def after_step(self, model: DistributedLoss, norm: Tensor | None = None) -> None:
         """Log, evaluate and save, as far as it is time for each.
 
         Args:
             model: that has taken the step. Its loss is asked for only to log it, as that may cost an exchange.
-            norm: the gradient's.
+            norm: the gradient's; None: as `model.step` had it.
         """
         state = self.state
         self._steps_here += 1
@@ -276,7 +277,7 @@ class Run:
             self.directory.note(fruitless=0)  # this attempt has finished a step
         if state.step % self.config.log_every == 0:
             self._note_arrivals(self.arrivals.exchange(state.step))
-            self._log_step(model, norm)
+            self._log_step(model, model.norm if norm is None else norm)
         if state.due_for_evaluation:
             self._evaluate_and_save()
         else:
@@ -325,9 +326,9 @@ class Run:
             self._skipped_told = state.skipped
             log.warning("step %d was not finite and is left out, %d so far", state.last_skipped, state.skipped)
             self.tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
-        more = {}
+        more = {name: float(rate) for name, rate in state.rates.items()}
         if state.scaler:  # of the next step, and how many the run has left out for it
-            more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
+            more |= {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
             self._tell_overflows(state.step, int(more["overflows"]))
         if self.tracker.per_sample is None:
             # another loss, or networks that take turns, cost something else
@@ -337,7 +338,7 @@ class Run:
                 else {}
             )
         parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
-        self.tracker.train(state.step, loss.item(), norm.item(), float(state.lr), more, parts)
+        self.tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
         self._logged = state.step
         self._tell_hints()
 

@@ -35,8 +35,9 @@ from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, Arrivals
 from .arrivals import DATA as LOADING
-from .checks import checked_losses, explain, missing_gradients, same_parts, takes
+from .checks import check_dense, checked_losses, explain, missing_gradients, same_parts, takes
 from .oom import note_batch
+from .optimization import clip_grad_norm
 from .precision import Precision, autocast
 from .state import State
 from .task import Losses
@@ -178,6 +179,8 @@ class DistributedLoss:
             counts = [_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
             # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
             self._peers.connect(counts, None if unused else self.reduction.catch_up)
+        self.norm = torch.zeros(())
+        """The gradient's in the last step."""
         self._batch: Any = None
         self._samples = 0
         self._weight = 0.0
@@ -225,6 +228,7 @@ class DistributedLoss:
             if not (self._unused or self._has_all()):
                 raise missing_gradients(self._network)
             if self._names is None:  # once; a rank without a micro-batch knows none
+                check_dense(self._learning)
                 told = [names[0] for names in self.world.gather(self._loss.parts) if names]
                 for names in told:
                     same_parts(told[0], names, Ended)
@@ -282,12 +286,13 @@ class DistributedLoss:
             self._explain(error)
             raise
 
-    def step(self, norm: Tensor) -> None:
+    def step(self, norm: Tensor | None = None) -> None:
         """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks hold the same state.
 
         Args:
-            norm: the gradient's, from `clip_grad_norm`.
+            norm: the gradient's, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
+        self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
         self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None)
 
     @property
