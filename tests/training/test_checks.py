@@ -21,7 +21,7 @@ from evenkeel.common.errors import Ended, EndedByData, Refusal
 from evenkeel.common.memory import is_out_of_memory
 from evenkeel.data.batch import explain_samples
 from evenkeel.training.checks import check_metrics, checked_loss, checked_losses, checked_optimizers, explain
-from evenkeel.training.optimization import Rates
+from evenkeel.training.optimization import Rates, rate_names
 from tests.support.processes import (
     free_port,
 )
@@ -139,6 +139,25 @@ def test_a_learning_rate_of_numpys_would_be_saved_and_never_read() -> None:
     saved.seek(0)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         torch.load(saved, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([["a", "b"]], ["lr"]),
+        ([["a"], ["b"]], ["lr", "lr_b"]),
+        ([["a"], ["b"], ["c"]], ["lr", "lr_b", "lr_c"]),
+        ([["a"], ["b", "c"]], ["lr", "lr_1"]),
+        ([["0"], ["2"], ["1", "3"]], ["lr", "lr_1", "lr_2"]),
+        ([], []),
+    ],
+)
+def test_each_optimizers_rate_has_a_name_of_its_own(parts: list[list[str]], expected: list[str]) -> None:
+    model = nn.ModuleDict({name: nn.Linear(1, 1) for names in parts for name in names})
+    optimizers = [SGD([p for name in names for p in model[name].parameters()]) for names in parts]
+    assert rate_names(optimizers, model) == expected
+    halves = [SGD([parameter]) for parameter in nn.ModuleDict({"a": nn.Linear(1, 1)}).parameters()]
+    assert rate_names(halves, nn.ModuleDict()) == ["lr", "lr_1"]
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
