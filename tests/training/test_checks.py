@@ -21,6 +21,7 @@ from evenkeel.common.errors import Ended, EndedByData, Refusal
 from evenkeel.common.memory import is_out_of_memory
 from evenkeel.data.batch import explain_samples
 from evenkeel.training.checks import check_metrics, checked_loss, checked_losses, checked_optimizers, explain
+from evenkeel.training.distributed_loss import Loss
 from evenkeel.training.optimization import Rates, rate_names
 from tests.support.processes import (
     free_port,
@@ -129,6 +130,17 @@ def test_a_number_in_place_of_a_loss_is_blamed_on_the_loss() -> None:
     for trains in (True, False):
         with pytest.raises(Ended, match=r"^loss\(\) returned a float: .*; leave out \.item\(\) or float\(\), which"):
             checked_losses((0.5, {"a": 1.0}), trains)
+
+
+def test_a_loss_calls_collectives_only_if_it_may() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model(batch).sum() / dist.get_world_size()
+
+    network, batch = nn.Linear(2, 1), torch.ones(1, 2)
+    with pytest.raises(Ended, match=r"^loss\(\) calls get_world_size of torch.distributed at "):
+        Loss(network, loss)(batch)
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        Loss(network, loss, collectives=True)(batch)
 
 
 def test_a_learning_rate_of_numpys_would_be_saved_and_never_read() -> None:
