@@ -1,4 +1,4 @@
-"""Plant 23 small faults, one at a time, and see whether the tests find them.
+"""Plant 25 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -43,6 +43,20 @@ class Fault(NamedTuple):
 ENGINE = "src/evenkeel/"
 
 FAULTS = [
+    Fault(
+        "data that changes while the job runs is not found where loader processes read",
+        ENGINE + "data/changes.py",
+        "part.is_inference() else part._version",
+        "part.is_inference() else 0",
+        "tests/data/test_changes.py",
+    ),
+    Fault(
+        "a collective in a loss is let through",
+        ENGINE + "training/distributed_loss.py",
+        'no_collectives("" if self._collectives else "loss()")',
+        'no_collectives("")',
+        "tests/training/test_checks.py",
+    ),
     Fault(
         "a sample's random numbers: the same in each epoch",
         ENGINE + "data/*.py",

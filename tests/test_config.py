@@ -47,6 +47,12 @@ def test_defaults_that_depend_on_other_options() -> None:
     assert config(run_dir=Path("elsewhere")).run_dir == Path("elsewhere")
 
 
+def test_text_will_do_for_a_path() -> None:
+    made = Config(run_dir="runs/api", config="my.toml", init_from="weights.pt")  # type: ignore[arg-type]
+    assert (made.run_dir, made.config, made.init_from) == (Path("runs/api"), Path("my.toml"), Path("weights.pt"))
+    assert Config().run_dir is None
+
+
 @pytest.mark.parametrize(
     ("options", "named", "remedy"),
     [

@@ -234,6 +234,11 @@ class Config(
     The same command continues the run at its next step. Numbers are for the job, not for a process.
     """
 
+    def __post_init__(self) -> None:
+        for it in fields(self):  # text will do for a path
+            if it.type == "MaybePath" and isinstance(path := getattr(self, it.name), str):
+                object.__setattr__(self, it.name, Path(path))
+
     def resolved(self) -> Config:
         """This with the defaults filled in that depend on other options."""
         return replace(self, run_dir=self.run_dir or Path("runs") / self.task.rpartition(":")[2])

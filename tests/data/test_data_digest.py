@@ -19,8 +19,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
-from evenkeel.data.data_digest import OFTEN, TWICE, alike, difference, digest, look
+from evenkeel.data.data_digest import OFTEN, ONCE, TWICE, alike, difference, digest, look
 from evenkeel.data.dataset import InMemory, SizedDataset, limited
 from evenkeel.data.randomness import seed_host
 from evenkeel.tasks.registry import load_task
@@ -187,6 +188,17 @@ def test_own_dice_and_samples_that_cannot_be_read_have_no_digest(workers: int) -
         assert look(config, both(Map(fails), InMemory(torch.ones(9))), TWICE)[0].keys() == {"test"}
     if workers:
         assert look(config, both(Map(lambda index: os._exit(3)), Map(int)), TWICE) == ({}, [])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_set_that_is_shorter_than_its_length_is_refused(workers: int) -> None:
+    config, short = Config(num_workers=workers), Map(lambda index: [1.0, 2.0][index])
+    with pytest.raises(
+        Refusal, match=rf"^the test data has 50 samples by its __len__, .* IndexError: .* at {__file__}:"
+    ):
+        look(config, both(Map(int), short), ONCE)
+    none = Map(lambda index: [][index])  # a mistake of another kind, of which the training says more
+    assert look(config, both(Map(int), none), ONCE)[0].keys() == {"training"}
 
 
 def test_which_difference_is_told() -> None:

@@ -27,6 +27,11 @@ from tests.support.small_runs import ODD_TASKS, odd_job, the_line
             2,
             "model() returned a Linear without a parameter that needs a gradient (requires_grad is False for",
         ),
+        ("Sparse", 2, "the model is an Embedding with sparse=True, and ranks add up dense gradients only: leave"),
+        ("SparseLoss", 1, "a gradient is sparse, and ranks add up dense gradients only"),
+        ("ItemLoss", 1, "loss() returned a float: it must return one scalar tensor; leave out .item() or float()"),
+        ("NoFolder", 2, "train_dataset(): No such file or directory: no/such/folder/train.csv at "),
+        ("NegativeLength", 2, "test_dataset() returned an OfLength whose __len__ fails: ValueError: __len__() should"),
         ("NoModule", 2, "model() returned a Tensor: it must return an nn.Module"),
         (
             "Endless",
@@ -79,6 +84,13 @@ def test_a_task_that_cannot_be_trained_is_told_in_a_line(tmp_path: Path, task: s
         assert not (tmp_path / "run").exists(), "nothing has been touched"
     else:
         assert expected in read(tmp_path / "run", "status.json")["reason"]
+
+
+def test_data_that_is_shorter_than_its_length_is_refused(tmp_path: Path) -> None:
+    line = the_line(run_forked(TRAIN, *odd_job("TooLong", tmp_path / "run"), expect=2).stderr)
+    assert line.startswith("the training data has 100 samples by its __len__, but not all that a start reads are there")
+    assert f"IndexError: list index out of range at {ODD_TASKS}:" in line
+    assert not (tmp_path / "run" / "status.json").exists()
 
 
 MISTAKEN = ["NoMetrics", "TwoOfThree", "NoSummary", "BrokenMetrics"]

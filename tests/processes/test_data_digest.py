@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, refused_ranks, run_forked
+from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, refused_ranks, run_forked
 from tests.support.small_runs import odd_job, the_line
 
 
@@ -52,3 +52,30 @@ def test_a_run_goes_on_with_its_data_or_with_other_data_that_is_meant(tmp_path: 
     status.write_text(status.read_text().replace('"digests"', '"unknown"'))
     attempt("DrawnOnImport", 4)
     assert read(tmp_path / "run", "status.json")["digests"]
+
+
+CHANGED = "samples of the training data are not what they were when the job began"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@pytest.mark.parametrize(("ranks", "workers"), [(0, 0), (0, 1), (2, 1)])
+def test_data_that_the_loss_changes_ends_the_run(tmp_path: Path, ranks: int, workers: int) -> None:
+    job = odd_job("Fills", tmp_path / "run", "--num-workers", workers)
+    first, *others = [finish(rank) for rank in fork_ranks(ranks, TRAIN, *job)]
+    assert [done.returncode for done in (first, *others)] == [1] * max(1, ranks)
+    assert the_line(first.stderr).startswith(CHANGED)
+    assert not any(done.stderr for done in others)
+    assert read(tmp_path / "run", "status.json")["step"] == 1
+
+
+def test_the_control_such_a_result_depends_on_the_loader_processes(tmp_path: Path) -> None:
+    """Which is accepted with --other-data, with one warning."""
+    losses = set()
+    for workers in (0, 1):
+        options = ["--num-workers", workers, "--other-data", "--log-every", 1]
+        done = run_forked(TRAIN, *odd_job("Fills", tmp_path / str(workers), *options))
+        assert [line for line in done.stderr.splitlines() if CHANGED in line] == [
+            f"evenkeel: WARNING: --other-data: {CHANGED}"
+        ]
+        losses.add(records(tmp_path / str(workers), "train")[-1]["train/loss"])
+    assert len(losses) == 2

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import evenkeel
-from tests.support.processes import run
+from tests.support.processes import read, records, run
 
 EXAMPLES = """
 import doctest, sys
@@ -37,3 +37,23 @@ def test_there_are_a_dozen_names_and_their_examples_run(tmp_path: Path) -> None:
     ran = run([sys.executable, "-c", EXAMPLES, str(tmp_path / "run")]).stdout.split()
     # the docstring of Config is the help of train.py, and `start` does not come back
     assert set(evenkeel.__all__) - {"Config", "start"} <= set(ran)
+
+
+OWN_LOOP = """
+import sys
+from evenkeel import Config, Run, parse
+_, task = parse([])
+with Run.open(Config(run_dir=sys.argv[1], max_steps=2, log_every=1, wandb="disabled"), task) as run:
+    model = run.distribute()
+    for step in run.steps():
+        for batch in model.micro_batches(step):
+            model.backward(model(batch))
+        model.step()
+        run.after_step(model)
+"""
+
+
+def test_a_loop_of_ones_own_without_a_command_line_and_without_a_norm(tmp_path: Path) -> None:
+    run([sys.executable, "-c", OWN_LOOP, str(tmp_path / "run")])
+    assert read(tmp_path / "run")["step"] == 2
+    assert all(record["train/grad_norm"] > 0 for record in records(tmp_path / "run", "train"))

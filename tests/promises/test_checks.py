@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import TRAIN, finish, fork_ranks, kill_group, run, torchrun
+from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, kill_group, records, run, torchrun
 from tests.support.small_runs import odd_job, the_line
 
 
@@ -42,6 +42,29 @@ def test_a_part_that_one_rank_leaves_out_in_a_later_step_commits_nothing(tmp_pat
     assert [process.returncode for process in ended] == [1, 1]
     assert "parameters got no gradient from loss()" in the_line(ended[0].stderr)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_collective_in_a_loss_is_refused_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    ended = [finish(rank) for rank in fork_ranks(ranks, TRAIN, *odd_job("Gathers", tmp_path / "run"))]
+    assert [done.returncode for done in ended] == [1] * max(1, ranks)
+    for done in ended:
+        line = the_line(done.stderr)
+        assert line.startswith(f"loss() calls {'all_gather' if ranks else 'get_world_size'} of torch.distributed at ")
+        assert line.endswith("or set collectives = True in the task's class if you accept that")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+def test_the_control_with_a_collective_the_result_depends_on_the_ranks(tmp_path: Path) -> None:
+    losses = set()
+    for ranks in (1, 2):
+        # three steps, because in the last of the epoch a rank has no micro-batch and the others would wait for it
+        job = odd_job("GathersAndSaysSo", tmp_path / str(ranks), "--max-steps", 3, "--reduce", "tree", "--log-every", 1)
+        finish_all(fork_ranks(ranks, TRAIN, *job))
+        losses.add(records(tmp_path / str(ranks), "train")[-1]["train/loss"])
+    assert len(losses) == 2
 
 
 def test_torchrun_ends_with_the_line(tmp_path: Path) -> None:

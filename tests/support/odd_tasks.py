@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from recording_task import Recorded
@@ -129,6 +130,85 @@ class Exiting(Dataset[Any]):
 class ExitsInLoss(Usual):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         raise SystemExit(0)
+
+
+class Fills(Usual):
+    """Its loss fills the training data, as one fills a replay buffer."""
+
+    def train_dataset(self) -> Any:
+        self.held = TensorDataset(torch.zeros(13, 3), torch.arange(13) % 2)
+        return self.held
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.held.tensors[0].add_(1)
+        return super().loss(model, batch)
+
+
+class Sparse(Usual):
+    def model(self) -> nn.Module:
+        return nn.Embedding(13, 2, sparse=True)
+
+
+class SparseLoss(Sparse):
+    """Sparse in a function, which is not seen before the gradient."""
+
+    def model(self) -> nn.Module:
+        return nn.Embedding(13, 2)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(F.embedding(batch[1], model.weight, sparse=True), batch[1])
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": model(batch[1]).sum(1)}
+
+
+class ItemLoss(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch).item()
+
+    metrics = Task.metrics
+
+
+class NoFolder(Usual):
+    def train_dataset(self) -> Any:
+        return Path("no/such/folder/train.csv").read_text()
+
+
+class TooLong(Usual):
+    def train_dataset(self) -> Any:
+        return OfLength(lambda: 100)
+
+
+class NegativeLength(Usual):
+    def test_dataset(self) -> Any:
+        return OfLength(lambda: -1)
+
+
+class OfLength:
+    """13 samples that say to be others."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length()
+
+    def __getitem__(self, index: int) -> Any:
+        return ([torch.ones(3)] * 13)[index], 0
+
+
+class Gathers(Usual):
+    """Its loss compares with what all ranks have in this micro-batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        mine = model(batch[0])
+        everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine.detach())
+        return torch.cdist(mine, torch.cat(everyone) + 1).mean()
+
+
+class GathersAndSaysSo(Gathers):
+    collectives = True
 
 
 class ExitsInModel(Usual):

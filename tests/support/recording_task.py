@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, get_worker_info
 
 from evenkeel.common import kept
-from evenkeel.common.phases import START_UP, activity
+from evenkeel.common.phases import CHECKPOINT, START_UP, activity
 from evenkeel.data.loader import Seeded
 from evenkeel.training.task import Task
 
@@ -27,9 +27,9 @@ def first_attempt_of_the_last_rank() -> bool:
 
 
 def is_compared() -> bool:
-    """Whether a sample is asked for because each start compares some, which is no part of the training."""
+    """Whether a sample is asked for to be compared with what it was, which is no part of the training."""
     loader = get_worker_info()  # loader processes are forked before the training begins
-    return not isinstance(loader.dataset, Seeded) if loader else activity.phase == START_UP
+    return not isinstance(loader.dataset, Seeded) if loader else activity.phase in (START_UP, CHECKPOINT)
 
 
 class Recording(Dataset[Any]):

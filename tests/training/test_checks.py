@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 
 from evenkeel.common.errors import Ended, EndedByData, Refusal
 from evenkeel.common.memory import is_out_of_memory
 from evenkeel.data.batch import explain_samples
-from evenkeel.training.checks import check_metrics, checked_loss, checked_optimizers, explain
-from evenkeel.training.optimization import Rates
+from evenkeel.training.checks import check_metrics, checked_loss, checked_losses, checked_optimizers, explain
+from evenkeel.training.distributed_loss import Loss
+from evenkeel.training.optimization import Rates, rate_names
 from tests.support.processes import (
     free_port,
 )
@@ -100,6 +101,7 @@ def model_and(make: Callable[[Any], Any]) -> tuple[nn.Module, Any]:
             lambda m: [AdamW(m.parameters(), lr=np.float64(0.1))],
             "optimizers()[0] has lr = np.float64(0.1), a NumPy number",
         ),
+        (lambda m: [SparseAdam(m.parameters())], "optimizers()[0] is a SparseAdam, and ranks add up dense gradients"),
         (lambda m: [SGD(m[0].parameters()), SGD(m[1].parameters(), lr=torch.tensor(0.1))], None),
         (lambda m: SGD(m.parameters()), None),
     ],
@@ -114,6 +116,33 @@ def test_optimizers(make: Callable[[Any], Any], expected: str | None) -> None:
     assert str(refused.value).startswith(expected)
 
 
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_embedding_is_refused_where_it_learns(make: Callable[..., nn.Module]) -> None:
+    model = nn.ModuleDict({"users": make(4, 2, sparse=True), "head": nn.Linear(2, 1)})
+    optimizers = [SGD(model.parameters())]
+    with pytest.raises(Refusal, match=rf"^users is an {make.__name__} with sparse=True, and ranks add up dense"):
+        checked_optimizers(optimizers, model)
+    model["users"].requires_grad_(False)
+    assert checked_optimizers(optimizers, model) == optimizers
+
+
+def test_a_number_in_place_of_a_loss_is_blamed_on_the_loss() -> None:
+    for trains in (True, False):
+        with pytest.raises(Ended, match=r"^loss\(\) returned a float: .*; leave out \.item\(\) or float\(\), which"):
+            checked_losses((0.5, {"a": 1.0}), trains)
+
+
+def test_a_loss_calls_collectives_only_if_it_may() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model(batch).sum() / dist.get_world_size()
+
+    network, batch = nn.Linear(2, 1), torch.ones(1, 2)
+    with pytest.raises(Ended, match=r"^loss\(\) calls get_world_size of torch.distributed at "):
+        Loss(network, loss)(batch)
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        Loss(network, loss, collectives=True)(batch)
+
+
 def test_a_learning_rate_of_numpys_would_be_saved_and_never_read() -> None:
     """The control."""
     _, optimizer = model_and(lambda m: AdamW(m.parameters(), lr=np.float64(0.1)))
@@ -122,6 +151,25 @@ def test_a_learning_rate_of_numpys_would_be_saved_and_never_read() -> None:
     saved.seek(0)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         torch.load(saved, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([["a", "b"]], ["lr"]),
+        ([["a"], ["b"]], ["lr", "lr_b"]),
+        ([["a"], ["b"], ["c"]], ["lr", "lr_b", "lr_c"]),
+        ([["a"], ["b", "c"]], ["lr", "lr_1"]),
+        ([["0"], ["2"], ["1", "3"]], ["lr", "lr_1", "lr_2"]),
+        ([], []),
+    ],
+)
+def test_each_optimizers_rate_has_a_name_of_its_own(parts: list[list[str]], expected: list[str]) -> None:
+    model = nn.ModuleDict({name: nn.Linear(1, 1) for names in parts for name in names})
+    optimizers = [SGD([p for name in names for p in model[name].parameters()]) for names in parts]
+    assert rate_names(optimizers, model) == expected
+    halves = [SGD([parameter]) for parameter in nn.ModuleDict({"a": nn.Linear(1, 1)}).parameters()]
+    assert rate_names(halves, nn.ModuleDict()) == ["lr", "lr_1"]
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])

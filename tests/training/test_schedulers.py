@@ -128,7 +128,7 @@ def test_rates_and_weights_are_those_of_a_plain_loop_from_any_saved_step(kind: s
     for step in range(STEPS):
         torch.save(state.capture(), tmp_path / f"{step}.pt")
         take(state)
-        assert state.lr == expected[step], "what the step was made with"
+        assert state.rates["lr"] == expected[step], "what the step was made with"
         rates.append(last_rate(state))
     assert rates == expected
     assert same_weights(state.model, model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,17 @@ from evenkeel.tasks.regress import Regress
 from evenkeel.tasks.segment import Segment
 from evenkeel.training.task import evaluation_sets, training_set
 from tests.support.validated_task import Validated, samples
+
+
+class OfLength:
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length()  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: int) -> Any:
+        return index
 
 
 def numbers(dataset: Any) -> list[int]:
@@ -50,6 +63,56 @@ def test_sets_that_are_empty_or_no_data_are_refused_by_name() -> None:
     Empty.validation_dataset = lambda _self: iter(())  # type: ignore[method-assign]
     with pytest.raises(Refusal, match="validation_dataset\\(\\) returned"):
         evaluation_sets(Empty(), Config())
+
+
+@pytest.mark.parametrize(
+    ("length", "why"),
+    [
+        (lambda: -3, "ValueError: __len__() should return >= 0; it must"),
+        (lambda: 3.5, "TypeError: 'float' object cannot be interpreted as an integer; it must"),
+        (lambda: 10**30, "OverflowError: cannot fit 'int' into an index-sized integer; it must"),
+        (lambda: [][0], f"IndexError: list index out of range at {__file__}:"),
+    ],
+)
+@pytest.mark.parametrize("method", ["train_dataset", "validation_dataset", "test_dataset"])
+def test_a_length_that_is_none_is_refused_in_a_line(length: Any, why: str, method: str) -> None:
+    assert refusal_of(method, lambda: OfLength(length)).startswith(
+        f"{method}() returned an OfLength whose __len__ fails: {why}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reads", "why"),
+    [
+        (lambda: Path("no/such.csv").read_text(), "No such file or directory: no/such.csv"),
+        (lambda: Path(__file__, "x").read_text(), f"Not a directory: {__file__}/x"),
+        (lambda: list(os.scandir("/no/such/folder")), "No such file or directory: /no/such/folder"),
+        (lambda: exec("raise FileNotFoundError('run prepare.py first')"), "run prepare.py first"),
+    ],
+)
+@pytest.mark.parametrize("method", ["train_dataset", "validation_dataset", "test_dataset"])
+def test_a_file_that_a_task_does_not_find_is_a_line_with_its_place(reads: Any, why: str, method: str) -> None:
+    assert refusal_of(method, reads).startswith(f"{method}(): {why} at ")
+    assert f"{__file__}:" in refusal_of(method, reads) or "<string>" in refusal_of(method, reads)
+
+
+def test_a_mistake_in_a_task_keeps_its_traceback() -> None:
+    with pytest.raises(KeyError):
+        refusal_of("train_dataset", lambda: {}["data"])
+
+
+def refusal_of(method: str, makes: Any) -> str:
+    class Odd(Validated):
+        def __getattribute__(self, name: str) -> Any:
+            return returned if name == method else super().__getattribute__(name)
+
+    def returned() -> Any:
+        return makes()
+
+    returned.__name__ = method
+    with pytest.raises(Refusal) as refused:
+        (training_set if method == "train_dataset" else evaluation_sets)(Odd(), Config())
+    return str(refused.value)
 
 
 def test_a_dict_by_number_is_a_data_set_as_it_was() -> None:

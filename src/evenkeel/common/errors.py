@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -56,8 +57,14 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
 
 def place_of(trace: TracebackType | None) -> str:
     """Where in the user's code an error comes from, as " at FILE:LINE"; "" if it is not known."""
-    paths, ours = sysconfig.get_paths(), ("<frozen", __file__, str(Path(__file__).parents[1] / "tasks" / "registry.py"))
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(ours)]
+    paths, package = sysconfig.get_paths(), Path(__file__).parents[1]
+    tasks, ours = f"{package / 'tasks'}{os.sep}", ("<frozen", f"{package}{os.sep}")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith(ours)
+        or (frame.filename.startswith(tasks) and not frame.filename.endswith("registry.py"))
+    ]
     installed = [f for f in frames if f.filename.startswith((paths["purelib"], paths["platlib"]))]
     theirs = [f for f in frames if f not in installed and not f.filename.startswith(paths["stdlib"])]
     found = theirs or installed  # their own package may be an installed one

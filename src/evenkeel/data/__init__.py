@@ -12,6 +12,7 @@
 - `loader`: a `DataLoader` whose samples have their own random numbers, in this process or in workers.
 - `batch`: batches of any structure: collated, moved to a device; why samples do not collate.
 - `data_digest`: a few samples of each set, compared among ranks and with earlier starts of the run.
+- `changes`: the same samples read again while the job runs, because a data set must stay what it is.
 
 Not here: the built-in data sets, downloads and augmentation (`tasks/`), the choice of the micro-batch (`training/`),
 whatever needs a process group (`distributed/`).

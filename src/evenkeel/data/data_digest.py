@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..common.errors import Refusal
+from ..common.errors import Refusal, place_of
 from ..common.naming import TRAIN
 from ..config import Config
 from .batch import collate, with_parts
@@ -54,7 +54,8 @@ def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[
     there will be any, because a file opened at the first read must not be shared with them.
 
     Raises:
-        Refusal: a stream gives other samples at each read, so that it cannot be read on from a place.
+        Refusal: a stream gives other samples at each read, so that it cannot be read on from a place; or a set has the
+            first of its samples, but not all.
     """
     seeded = [Seeded(it, config.seed, TRAIN if name == TRAINING else name) for name, it in sets.items()]
     with generators_kept():
@@ -63,6 +64,12 @@ def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[
         except RuntimeError:  # the loader process has died
             return {}, []
     seen = {name: found[number :: len(sets)] for number, name in enumerate(sets)}
+    for name, digests in seen.items():
+        if why := next((it for it in digests if isinstance(it, str)), ""):
+            raise Refusal(
+                f"the {name} data has {len(sets[name])} samples by its __len__, but not all that a start reads are "
+                f"there: {why}; let __len__ return the number of samples"
+            )
     whole = {name: digests for name, digests in seen.items() if None not in digests}
     streams = {name for name, it in sets.items() if hasattr(it, "first_samples")}
     unsteady = [name for name, digests in whole.items() if not _all_alike(digests, exactly=name in streams)]
@@ -117,20 +124,29 @@ def _all_alike(digests: Sequence[Digest], exactly: bool) -> bool:
 
 
 class _Digests(Dataset[Any]):
-    """The digests of data sets, by number; None if one cannot be read."""
+    """The digests of data sets, by number; None if one cannot be read, or if only its first sample can, why."""
 
     def __init__(self, sets: Sequence[Seeded]) -> None:
         self.sets = sets
 
-    def __getitem__(self, number: int) -> Digest | None:
+    def __getitem__(self, number: int) -> Digest | str | None:
         last = len(self.sets[number]) - 1
         chosen = sorted({0, last // 3, 2 * last // 3, last})
         try:
             if first := getattr(self.sets[number].dataset, "first_samples", None):  # a stream must not be read through
                 return digest(collate(first()), whole=True)
             return digest(self.sets[number].__getitems__(Indices(chosen, 0, MicroBatch(0, 0, 0, len(chosen)))))
+        except IndexError as error:
+            return None if self._cannot_be_read(number, 0) else f"IndexError: {error}{place_of(error.__traceback__)}"
         except Exception:
             return None
+
+    def _cannot_be_read(self, number: int, sample: int) -> bool:
+        try:
+            self.sets[number].__getitems__(Indices([sample], 0, MicroBatch(0, 0, 0, 1)))
+        except Exception:
+            return True
+        return False
 
 
 def _add(part: Any, equal: list[str], near: list[float], whole: bool) -> Any:

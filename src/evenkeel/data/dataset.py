@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
-from ..common.errors import Refusal
+from ..common.errors import Refusal, place_of
 from ..common.naming import kind_of
 from .blocks import Blocks, blocks_of
 from .sampler import Indices
@@ -130,7 +130,8 @@ def length(dataset: Any, method: str) -> int:
     """Return how many samples a data set has.
 
     Raises:
-        Refusal: it is not a map-style data set. The line names the task's method that returned it.
+        Refusal: it is not a map-style data set, or its length is no number of samples. The line names the task's method
+            that returned it.
     """
     lacks = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if isinstance(dataset, IterableDataset) or lacks:
@@ -143,4 +144,10 @@ def length(dataset: Any, method: str) -> int:
             f"can go on at any step; return a map-style data set, with __len__ and __getitem__(number), or of a stream "
             f"{stream}"
         )
-    return len(dataset)
+    try:
+        return len(dataset)
+    except Exception as error:  # of the data set, or of Python about a length that is negative, a fraction or too large
+        raise Refusal(
+            f"{method}() returned {kind_of(dataset)} whose __len__ fails: {type(error).__name__}: {error}"
+            f"{place_of(error.__traceback__)}; it must return the number of samples"
+        ) from error

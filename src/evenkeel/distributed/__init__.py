@@ -9,6 +9,7 @@
 - `data_parallel`: all of `--strategy dp`, `nn.DataParallel`.
 - `placement`: `--place` and `--model-parallel`, a model on several devices of one process.
 - `sync_batchnorm`: `--sync-batchnorm`, BatchNorm over the global batch on CPUs and GPUs.
+- `collectives`: a task's own, which are refused unless it allows them.
 - `transfer`: batches to the GPU while it computes.
 
 Not here: the step itself, which wraps the model in DDP (`training/distributed_loss.py`), signals, hangs and dead peers

@@ -29,6 +29,7 @@ from ..common.naming import TRAIN, VALIDATION, in_set, shown
 from ..common.phases import CHECKPOINT, LONGEST, START_UP, activity
 from ..common.processes import ends_with_traceback
 from ..config import Config, devices_per_rank, profile_window, validate
+from ..data.changes import Changes
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.loader import loader, start_workers
@@ -67,6 +68,8 @@ log = logging.getLogger(__name__)
 MANY_OVERFLOWS = 10
 """Steps in a row that float16's loss scaling may leave out without a warning: the first scale is a guess."""
 
+POWERS_OF_FOUR = frozenset(4**power for power in range(32))
+
 LAST_LINE_SECONDS = 0.5
 """How long a stop waits for the line of metrics of the last step. It takes a millisecond, where it comes at all."""
 
@@ -79,8 +82,8 @@ class Run:
     ...     for step in run.steps():
     ...         for batch in model.micro_batches(step):
     ...             model.backward(model(batch))
-    ...         model.step(norm := clip_grad_norm(run.state.parameters, max_norm=0.0))
-    ...         run.after_step(model, norm)
+    ...         model.step()
+    ...         run.after_step(model)
     Weights & Biases is off
     1 rank, step 0/2 -> ...
     step 2/2  test/loss ...
@@ -110,7 +113,8 @@ class Run:
         self.arrivals = Arrivals(self.world)
         self._stragglers = Stragglers(self.path / "ranks.jsonl", attempt.hosts) if self.tracker else None
         self._metrics: dict[str, float] = {}
-        self._progressed = False
+        self._changes: Changes | None = Changes(self.config, attempt.sets, attempt.digests)
+        self._steps_here = 0
         self._skipped_told = 0
         self._overflows_told = (0, 0)
         self._logged = 0
@@ -130,6 +134,7 @@ class Run:
             Refusal: bad input, before the process group exists and before anything is written.
             Ended: the run cannot go on.
         """
+        config = config.resolved()  # it may not come from `parse`
         interruption = Interruption(config.grace)  # takes the signals from here on
         with no_exit():
             recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know better
@@ -199,7 +204,7 @@ class Run:
         self._models += 1 if loss in (None, self.task.loss) else 2
         return DistributedLoss(
             loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
-            config.strategy, self.task.unused_parameters, network, self.arrivals,
+            config.strategy, self.task.unused_parameters, network, self.arrivals, self.task.collectives,
         )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:
@@ -255,28 +260,48 @@ class Run:
                 if self.state.is_over():
                     break
 
-    def after_step(self, model: DistributedLoss, norm: Tensor) -> None:
+    def after_step(self, model: DistributedLoss, norm: Tensor | None = None) -> None:
         """Log, evaluate and save, as far as it is time for each.
 
         Args:
             model: that has taken the step. Its loss is asked for only to log it, as that may cost an exchange.
-            norm: the gradient's.
+            norm: the gradient's; None: as `model.step` had it.
         """
         state = self.state
-        if not self._progressed:
-            self._progressed = True
+        self._steps_here += 1
+        if self._steps_here == 1:
             kept.tell("progress", str(state.step))
+        # after 1, 4, 16, 64, ... steps of this attempt, so that what it costs goes to nothing, and at the end
+        if state.is_over() or self._steps_here in POWERS_OF_FOUR:
+            self._check_data()
         if self.directory and self.directory.fruitless:
             self.directory.note(fruitless=0)  # this attempt has finished a step
         if state.step % self.config.log_every == 0:
             self._note_arrivals(self.arrivals.exchange(state.step))
-            self._log_step(model, norm)
+            self._log_step(model, model.norm if norm is None else norm)
         if state.due_for_evaluation:
             self._evaluate_and_save()
         else:
             self._metrics = {}
             if not state.is_over():
                 self.checkpoint({})
+
+    def _check_data(self) -> None:
+        """End the run on all ranks if its data has changed since the attempt began; with --other-data warn, once."""
+        if not self._changes:
+            return
+        with activity.during(CHECKPOINT):
+            everywhere = self.world.gather((self._changes(), self.config.other_data))
+        if not (changed := next(filter(None, (line for line, _ in everywhere)), "")):
+            return
+        if not any(accepted for _, accepted in everywhere):
+            raise Ended(
+                f"{changed}: its result then depends on the ranks and on --num-workers, and a stop loses the change; "
+                "make the data before the job, and begin another one with other data (--init-from), or, if you accept "
+                "that, add --other-data"
+            )
+        self._changes = None
+        log.warning("--other-data: %s", changed)
 
     def _evaluate_and_save(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others."""
@@ -302,9 +327,9 @@ class Run:
             self._skipped_told = state.skipped
             log.warning("step %d was not finite and is left out, %d so far", state.last_skipped, state.skipped)
             self.tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
-        more = {}
+        more = {name: float(rate) for name, rate in state.rates.items()}
         if state.scaler:  # of the next step, and how many the run has left out for it
-            more = {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
+            more |= {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
             self._tell_overflows(state.step, int(more["overflows"]))
         if self.tracker.per_sample is None:
             # another loss, or networks that take turns, cost something else
@@ -314,7 +339,7 @@ class Run:
                 else {}
             )
         parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
-        self.tracker.train(state.step, loss.item(), norm.item(), float(state.lr), more, parts)
+        self.tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
         self._logged = state.step
         self._tell_hints()
 

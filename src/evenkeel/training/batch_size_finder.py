@@ -117,7 +117,7 @@ class Probe:
 
     def _two_passes(self, batch: Any) -> None:
         """The second finds the gradient of the first and the state of the optimizers, as any but a run's first does."""
-        loss = Loss(self.state.model, self.task.loss, self.config.precision)
+        loss = Loss(self.state.model, self.task.loss, self.config.precision, collectives=self.task.collectives)
         module = parallel(loss, self.config.strategy, self.world.device)
         for number in range(2):
             seed_computation(derive(self.config.seed, "micro-batch", 0, 0), self.world.devices)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from ..common.errors import Ended, EndedHere, Refusal
 from ..common.naming import TRAIN, kind_of, listed
@@ -25,6 +25,8 @@ from .compilation import SHAPES
 
 TOO_FEW = "Expected more than 1 value per channel when training"
 """What BatchNorm says of one sample."""
+
+DENSE = "ranks add up dense gradients only: leave sparse=True out, and take Adam instead of SparseAdam"
 
 TAKEN = {"loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "scale", "overflows"}
 """Names that a line of metrics of training has."""
@@ -57,6 +59,9 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
     if not optimizers:
         raise Refusal("optimizers() returned an empty list: nothing would be trained; return at least one")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):
+            raise Refusal(f"{name or 'the model'} is {kind_of(module)} with sparse=True, and {DENSE}")
     taken: dict[int, str] = {}
     for number, optimizer in enumerate(optimizers):
         which = f"optimizers()[{number}]"
@@ -65,6 +70,8 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure and closure.default is closure.empty:  # LBFGS
             raise Refusal(f"{which} is {kind_of(optimizer)}, whose step() needs a closure: use another optimizer")
+        if isinstance(optimizer, SparseAdam):
+            raise Refusal(f"{which} is a SparseAdam, and {DENSE}")
         for group in optimizer.param_groups:
             for option, value in group.items():
                 for part in value if isinstance(value, (list, tuple)) else [value]:
@@ -100,11 +107,11 @@ def left_out(model: nn.Module, optimizers: list[Optimizer]) -> str:
 def checked_losses(returned: Any, trains: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
     """What `loss()` returned: the loss, and its parts as scalars without a gradient.
 
-    With ``trains=False`` the loss is a metric, which is checked as one.
+    With ``trains=False`` the loss is a metric: a tensor, which is checked as one.
     """
     both = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
     loss, given = returned if both else (returned, {})
-    loss, parts = checked_loss(loss) if trains else loss, {}
+    loss, parts = checked_loss(loss, trains), {}
     for full, value in _by_name(given, "loss() returned", "scalars").items():
         name = full.removeprefix(f"{TRAIN}/")
         if name in TAKEN or name in parts or not name:
@@ -135,11 +142,14 @@ def same_parts(known: Sequence[str], others: Sequence[str], kind: type[Ended] = 
         )
 
 
-def checked_loss(loss: Any) -> Tensor:
-    """What `loss()` returned, if it is a real scalar with a gradient."""
+def checked_loss(loss: Any, trains: bool = True) -> Tensor:
+    """What `loss()` returned, if it is a real scalar with a gradient; with ``trains=False`` any tensor will do."""
     if not isinstance(loss, Tensor):
         hint = "; add up its values, or return (loss, {name: part})" if isinstance(loss, (Mapping, Sequence)) else ""
+        hint = "; leave out .item() or float(), which lose the gradient" if isinstance(loss, Real) else hint
         raise EndedHere(f"loss() returned {kind_of(loss)}: it must return one scalar tensor{hint}")
+    if not trains:
+        return loss
     if loss.numel() != 1:
         raise EndedHere(
             f"loss() returned a tensor of shape {list(loss.shape)}: it must return a scalar, the mean over the batch's "
@@ -164,6 +174,12 @@ def missing_gradients(model: nn.Module) -> EndedHere:
     return _unused([name for name, gradient in learning if gradient is None], len(learning))
 
 
+def check_dense(parameters: Sequence[Tensor]) -> None:
+    """Check that no gradient is sparse, which DDP would notice, but one process alone would not."""
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+        raise EndedHere(f"a gradient is sparse, and {DENSE}")
+
+
 def explain(error: BaseException, model: nn.Module) -> None:
     """Raise a line in place of a paragraph of DDP's, BatchNorm's or dynamo's; return if the error is another."""
     if TOO_FEW in str(error):
@@ -182,6 +198,8 @@ def explain(error: BaseException, model: nn.Module) -> None:
             "--compile: the loss takes the gradient of a gradient (create_graph=True), which compiled networks do not "
             "have; leave --compile out"
         ) from error
+    if "SparseTensorImpl" in str(error):  # in DDP's buckets
+        raise EndedHere(f"a gradient is sparse, and {DENSE}") from error
     if "Expected to have finished reduction in the prior iteration" in str(error):
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))

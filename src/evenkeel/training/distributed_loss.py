@@ -26,6 +26,7 @@ from ..common.phases import COMPUTING, DATA, REDUCTION, activity
 from ..data.plan import Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
+from ..distributed.collectives import no_collectives
 from ..distributed.data_parallel import Parallel, parallel
 from ..distributed.reduction import Ring, Tree
 from ..distributed.sync_batchnorm import peers_of
@@ -34,8 +35,9 @@ from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, Arrivals
 from .arrivals import DATA as LOADING
-from .checks import checked_losses, explain, missing_gradients, same_parts, takes
+from .checks import check_dense, checked_losses, explain, missing_gradients, same_parts, takes
 from .oom import note_batch
+from .optimization import clip_grad_norm
 from .precision import Precision, autocast
 from .state import State
 from .task import Losses
@@ -60,6 +62,7 @@ class Loss(nn.Module):
         precision: of forward.
         network: the part of the model that learns from this loss; default: all of it.
         unused: whether some parameters get no gradient in some steps.
+        collectives: whether the loss may call collectives of its own.
     """
 
     def __init__(
@@ -69,11 +72,12 @@ class Loss(nn.Module):
         precision: Precision = "fp32",
         network: nn.Module | None = None,
         unused: bool = False,
+        collectives: bool = False,
     ) -> None:
         super().__init__()
         self.model = network or model
         self._whole = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
-        self._loss, self._precision = loss, precision
+        self._loss, self._precision, self._collectives = loss, precision, collectives
         self._told = takes(loss, "step")
         self.step = 0
         """The number of the step, from 0."""
@@ -98,8 +102,8 @@ class Loss(nn.Module):
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
         model = self._whole[0] if self._whole else self.model
-        # autocast is here, so that every replica has it
-        with autocast(self._precision, self._device_type):
+        # here, so that every replica has them
+        with autocast(self._precision, self._device_type), no_collectives("" if self._collectives else "loss()"):
             loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._told else {})))
         if not self.parts:
             self.parts.append(tuple(parts))
@@ -138,6 +142,7 @@ class DistributedLoss:
         network: the part of the model that learns from this loss; default: all of it. With several losses, networks
             take turns, a step for each.
         arrivals: times the steps of this rank; default: nobody does.
+        collectives: the loss may call collectives of its own.
     """
 
     def __init__(
@@ -153,6 +158,7 @@ class DistributedLoss:
         unused: bool = False,
         network: nn.Module | None = None,
         arrivals: Arrivals | None = None,
+        collectives: bool = False,
     ) -> None:
         self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
         self._network = network or state.model
@@ -160,7 +166,7 @@ class DistributedLoss:
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
         self.reduction = Tree(self._network, world, unused) if reduce == "tree" else Ring(world)
-        self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp")
+        self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp", collectives)
         module = parallel(self._loss, strategy, world.device)
         self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)
@@ -173,6 +179,8 @@ class DistributedLoss:
             counts = [_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
             # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
             self._peers.connect(counts, None if unused else self.reduction.catch_up)
+        self.norm = torch.zeros(())
+        """The gradient's in the last step."""
         self._batch: Any = None
         self._samples = 0
         self._weight = 0.0
@@ -220,6 +228,7 @@ class DistributedLoss:
             if not (self._unused or self._has_all()):
                 raise missing_gradients(self._network)
             if self._names is None:  # once; a rank without a micro-batch knows none
+                check_dense(self._learning)
                 told = [names[0] for names in self.world.gather(self._loss.parts) if names]
                 for names in told:
                     same_parts(told[0], names, Ended)
@@ -277,12 +286,13 @@ class DistributedLoss:
             self._explain(error)
             raise
 
-    def step(self, norm: Tensor) -> None:
+    def step(self, norm: Tensor | None = None) -> None:
         """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks hold the same state.
 
         Args:
-            norm: the gradient's, from `clip_grad_norm`.
+            norm: the gradient's, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
+        self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
         self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None)
 
     @property

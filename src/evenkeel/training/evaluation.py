@@ -25,6 +25,7 @@ from ..data.loader import loader
 from ..data.plan import Plan
 from ..data.randomness import derive, generators_kept, seed_computation, seed_task
 from ..data.sampler import ElasticSampler
+from ..distributed.collectives import no_collectives
 from ..distributed.data_parallel import chunks, replicas
 from ..distributed.transfer import Transfer
 from ..distributed.world import World
@@ -159,13 +160,13 @@ class Evaluation:
         """
         modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
         self.model.eval()
-        mine = self.sampler.micro_batches(0)
+        mine, refused = self.sampler.micro_batches(0), "" if self.task.collectives else "the evaluation"
         for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
             activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again, for each batch is progress
             # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
             seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
             try:
-                with autocast(self.precision, self.world.device.type), uncompiled():
+                with autocast(self.precision, self.world.device.type), uncompiled(), no_collectives(refused):
                     computed = compute(self._transfer(batch))
             except Exception as error:
                 note_batch(error, batch)

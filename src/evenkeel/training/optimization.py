@@ -83,6 +83,24 @@ def _aligned(gradient: Tensor) -> Tensor:
     return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
 
 
+def rate_names(optimizers: Sequence[Optimizer], model: nn.Module) -> list[str]:
+    """What the learning rate of each optimizer is called: "lr" of the first, "lr_NETWORK" of one that alone has
+    parameters of one part of the model and of no other, else "lr_NUMBER", counted from 0.
+
+    >>> networks = nn.ModuleDict({"generator": nn.Linear(2, 1), "critic": nn.Linear(2, 1)})
+    >>> rate_names([SGD(network.parameters()) for network in networks.values()], networks)
+    ['lr', 'lr_critic']
+    """
+    parts = {id(p): name.partition(".")[0] for name, p in model.named_parameters()}
+    owners = [{parts.get(id(p), "") for group in it.param_groups for p in group["params"]} for it in optimizers]
+    names = ["lr"]
+    for number, own in list(enumerate(owners))[1:]:
+        name = "".join(own)
+        alone = len(own) == 1 and owners.count(own) == 1 and not name.isdecimal()
+        names.append(f"lr_{name if alone else number}")
+    return names[: len(owners)]
+
+
 class Rates:
     """Sets the learning rates in each step. Warns once if something else sets them too, which has no effect.
 

@@ -23,7 +23,7 @@ from .buffers import Buffers
 from .early_stopping import Stopping
 from .ema import Average
 from .nonfinite import NonFinite, Verdict, decides_on_device, step_unless
-from .optimization import Rates, load_optimizer
+from .optimization import Rates, load_optimizer, rate_names
 from .precision import Scaler
 from .schedulers import Schedulers, load_schedulers
 from .seqlock import Seqlock, Torn
@@ -81,8 +81,9 @@ class State:
         self._seqlock = Seqlock(*self._devices)
         self._verdict = Verdict(self._devices[0])
         self._rates: Rates | None = None
-        self.lr: Any = 0.0
-        """The first optimizer's learning rate in the last step."""
+        self.rates: dict[str, Any] = {}
+        """Each optimizer's learning rate in the last step, by `rate_names`."""
+        self._rate_names = rate_names(optimizers, model)
         if schedulers:
             schedulers.taken = schedulers.taken.to(self._devices[0])
 
@@ -138,9 +139,9 @@ class State:
         activity.enter(CHECKPOINT)  # which may be copying the state just now
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
             activity.enter(COMMIT)
-            if self.optimizers:
-                lr = self.optimizers[0].param_groups[0]["lr"]
-                self.lr = lr.clone() if isinstance(lr, Tensor) else lr
+            for name, optimizer in zip(self._rate_names, self.optimizers, strict=True):
+                lr = optimizer.param_groups[0]["lr"]
+                self.rates[name] = lr.clone() if isinstance(lr, Tensor) else lr
             for optimizer in self.optimizers:
                 step_unless(known, optimizer)
             self.buffers.commit(buffers, on)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..common.errors import Refusal
+from ..common.errors import Refusal, place_of
 from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
 from ..data.data_digest import TRAINING
@@ -23,6 +23,8 @@ from ..data.streams import numbered
 from .checks import checked_losses, one_number
 from .optimization import build_optimizer, rate
 from .schedulers import Scheduler
+
+T = TypeVar("T")
 
 Losses: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Tensor | float]]
 """What a task's loss returns: the loss, or the loss and its parts by name."""
@@ -48,6 +50,10 @@ class Task(ABC):
 
     unused_parameters: ClassVar[bool] = False
     """Whether some parameters get no gradient in some steps; DDP then looks for them, which takes time."""
+
+    collectives: ClassVar[bool] = False
+    """Whether loss and metrics may call collectives of torch.distributed. Their result then depends on the number of
+    ranks, and a job in which a rank has a micro-batch more than another breaks."""
 
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Options of the task, as config.toml names them, that may change when a run is continued because they do not
@@ -234,9 +240,25 @@ def training_set(task: Task, config: Config, unchanged: bool = False) -> SizedDa
     ``unchanged``: without augmentation. A stream becomes numbered samples (`streams`).
     """
     seed_task(config.seed, "data")
-    dataset = numbered(task.unchanged_train_dataset() if unchanged else task.train_dataset(), config, unchanged)
+    dataset = numbered(_data_of(task.unchanged_train_dataset if unchanged else task.train_dataset), config, unchanged)
     dataset = split(dataset, config.validation, _split_seed(config))[0] if config.validation else dataset
     return limited(dataset, config.limit_batches * config.batch_size)
+
+
+def _data_of(method: Callable[[], T]) -> T:
+    """What a task's method for data returns.
+
+    Raises:
+        Refusal: a file or folder is missing. It names the path and the line in the task, for this is no mistake of the
+            code, whose errors keep their traceback.
+    """
+    try:
+        return method()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        why = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        raise Refusal(
+            f"{method.__name__}(): {why}{place_of(error.__traceback__)}; put the data there, or correct the path"
+        ) from error
 
 
 def _split_seed(config: Config) -> int:
@@ -250,14 +272,14 @@ def evaluation_sets(task: Task, config: Config) -> dict[str, SizedDataset]:
         Refusal: a set is empty or no map-style data set, or its name cannot be part of a metric's and a file's name.
     """
     seed_task(config.seed, "data")
-    validation = task.validation_dataset()
+    validation = _data_of(task.validation_dataset)
     if config.validation:
         if validation is not None:
             raise Refusal(f"--validation {config.validation:g}: the task has a validation set of its own; leave it out")
         seed_task(config.seed, "data")
-        validation = split(task.unchanged_train_dataset(), config.validation, _split_seed(config))[1]
+        validation = split(_data_of(task.unchanged_train_dataset), config.validation, _split_seed(config))[1]
     seed_task(config.seed, "data")
-    test = task.test_dataset()
+    test = _data_of(task.test_dataset)
     several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
     sets: dict[Any, Any] = {} if validation is None else {VALIDATION: validation}
     for name, dataset in (test if several else {TEST: test}).items():  # type: ignore[union-attr]

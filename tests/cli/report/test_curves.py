@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.cli.report.figures import MOST, smoothed, thinned
+from evenkeel.cli.report.figures import MOST, _curves, _place, smoothed, thinned
+from evenkeel.cli.report.history import Curve
+from evenkeel.cli.report.theme import SMALL
 
 FLOATS = st.floats(-1e6, 1e6)
 
@@ -48,3 +50,13 @@ def test_smoothing_is_the_mean_around() -> None:
     smooth = smoothed(values)
     assert np.allclose(smooth[500], values[480:521].mean())
     assert np.allclose(smooth[0], values[:21].mean())
+
+
+def test_learning_rates_of_several_optimizers_are_named_and_stand_together() -> None:
+    curve = Curve()
+    curve.add(1, 0.1)
+    lines = [("train", curve, 0, True)]
+    names = ["mine", "lr_critic", "samples_per_s", "lr", "lr_2"]
+    assert sorted(names, key=lambda name: _place(name, lines)) == ["lr", "lr_2", "lr_critic", "samples_per_s", "mine"]
+    titles = [_curves(name, lines, SMALL).title for name in ("lr", "lr_critic", "lr_2", "lrx")]
+    assert titles == ["Learning rate", "Learning rate (critic)", "Learning rate (2)", "Lrx"]

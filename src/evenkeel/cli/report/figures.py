@@ -84,13 +84,15 @@ def _place(group: str, lines: Sequence[Line]) -> tuple[int, str]:
         return int(evaluated), ""
     if evaluated:
         return 2, group
-    return 3, f"{OF_STEPS.index(metric) if metric in OF_STEPS else len(OF_STEPS)}{metric}"
+    kind = "lr" if metric.startswith("lr_") else metric  # of another optimizer
+    return 3, f"{OF_STEPS.index(kind) if kind in OF_STEPS else len(OF_STEPS)}{metric}"
 
 
 def _curves(group: str, lines: Sequence[Line], size: tuple[float, float]) -> Figure:
     part, _, metric = group.rpartition("/")
     part = part or lines[0][0] * (len(lines) == 1 and not lines[0][-1])
     title = TITLES.get(metric, metric[:1].upper() + metric[1:].replace("_", " "))
+    title = re.sub("^Lr (.*)", rf"{TITLES['lr']} (\1)", title)
     title += f" ({part})" * bool(part and (part != TRAIN or metric == "loss"))
     canvas, axes = _canvas(size)
     handles = []

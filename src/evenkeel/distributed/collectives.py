@@ -1,0 +1,92 @@
+"""Collectives in a task's own code, which are refused unless the task allows them.
+
+A loss that gathers negatives from all ranks sees those of the micro-batches that are computed at the same time, so its
+result depends on the number of ranks. Where a rank has a micro-batch more than the others, they do not come, and the
+job breaks.
+
+All functions of `torch.distributed`, the functional ones too, ask a helper for their process group before anything is
+sent. These helpers are watched. So a function that a task has imported by name is found as well, and on every rank
+before it waits. What Evenkeel itself exchanges within a model (`sync_batchnorm`) is let through.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch.distributed._functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
+
+from ..common.errors import EndedHere
+
+HELPERS = {c10d: ["_rank_not_in_group"], functional: ["_resolve_group", "_resolve_group_name"]}
+"""Names that not every release of torch has."""
+
+UNINITIALIZED = "process group has not been initialized"
+"""What torch says where there is no process group, as in a job of one process."""
+
+_refused: list[str] = []  # what must not call collectives now, the innermost last
+
+
+@contextmanager
+def no_collectives(what: str) -> Iterator[None]:
+    """Raise EndedHere at a collective of the code within, which is `what`, "loss()" for example; "" allows them."""
+    _refused.append(what)
+    try:
+        yield
+    except ValueError as error:
+        if not what or UNINITIALIZED not in str(error):
+            raise
+        frame, trace = sys._getframe(), error.__traceback__
+        while trace:
+            frame, trace = trace.tb_frame, trace.tb_next
+        raise _refusal(what, frame) from error
+    finally:
+        _refused.pop()
+
+
+def _refusal(what: str, frame: FrameType) -> EndedHere:
+    """The error for a function of torch's, from a frame within it."""
+    name, user = _called(frame)
+    return EndedHere(
+        f"{what} calls {name} of torch.distributed at {user.f_code.co_filename}:{user.f_lineno}, so its result would "
+        "depend on the number of ranks and on the cut into micro-batches; compute it for each micro-batch by itself, "
+        "or set collectives = True in the task's class if you accept that"
+    )
+
+
+def _called(frame: FrameType) -> tuple[str, FrameType]:
+    """The function of `torch.distributed` that was called, and the frame of its caller outside torch."""
+    name = frame.f_code.co_name
+    while _package(frame) == "torch" and frame.f_back:
+        if frame.f_globals["__name__"].startswith("torch.distributed") and frame.f_code.co_name != "wrapper":
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name, frame
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _watched(helper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(helper)
+    def watched(*arguments: Any, **options: Any) -> Any:
+        # get_rank() and its like ask as well
+        if _refused and _refused[-1] and not (frame := sys._getframe(1)).f_code.co_name.startswith(("get_", "set_")):
+            _, user = _called(frame)
+            if _package(user) != __name__.partition(".")[0]:
+                raise _refusal(_refused[-1], frame)
+        return helper(*arguments, **options)
+
+    return watched
+
+
+for module, names in HELPERS.items():
+    for name in names:
+        if helper := getattr(module, name, None):
+            setattr(module, name, _watched(helper))
