@@ -50,6 +50,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     known = subcommands()
+    if not known:
+        raise Refusal("there are no commands: all of them have been deleted from this copy")
     refuse_empty(arguments[:cut], *known.values())
     prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"
     command: Callable[..., int] = one_line_errors(
