@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
 import pytest
 
 from evenkeel.__main__ import run, subcommands
-from evenkeel.moved import MOVED
 from tests.support.processes import ROOT
 
 
@@ -66,16 +63,8 @@ def test_the_help_has_a_sentence_for_each_command(
     assert "Example: " not in text, "which the help of the command has"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("old", MOVED)
-def test_a_module_by_its_old_name_is_the_same_module(old: str) -> None:
-    pytest.importorskip(f"evenkeel.{MOVED[old]}")  # of a room that may be gone
-    module = importlib.import_module(f"evenkeel.{old}")
-    assert module is importlib.import_module(f"evenkeel.{MOVED[old]}")
-    assert module.__spec__
-    assert module.__spec__.name == f"evenkeel.{MOVED[old]}"
-
-
-def test_an_old_name_runs_as_a_program() -> None:
-    done = subprocess.run([sys.executable, "-m", "evenkeel.heartbeat"], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("evenkeel: ")
+def test_without_any_command_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("evenkeel.__main__.COMMANDS", {"gone": "cli.gone.Gone"})
+    monkeypatch.setattr(sys, "argv", ["evenkeel", "gone"])
+    assert run() == 2
+    assert capsys.readouterr().err == "evenkeel: there are no commands: all of them have been deleted from this copy\n"

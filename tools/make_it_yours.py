@@ -4,19 +4,30 @@
     tools/make_it_yours.py mytrainer
     tools/make_it_yours.py mytrainer --without slurm docker
 
-It works on its own checkout and commits nothing. Earlier runs continue: what they wrote does not depend on the name.
-`EVENKEEL_...` variables keep their names, because shells' start-up files and jobs in a queue may set them.
+It works on its own checkout and commits nothing. All is computed before anything is written, and a failure or Ctrl-C
+leaves the checkout as it was. Earlier runs continue: what they wrote does not depend on the name. `EVENKEEL_...`
+variables keep their names, because shells' start-up files and jobs in a queue may set them.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
+import contextlib
+import functools
 import importlib.util
 import keyword
+import os
+import pkgutil
 import re
+import shutil
+import signal
 import subprocess
 import sys
-from pathlib import Path
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,9 +42,9 @@ ROOMS = {
     "data": "src/evenkeel/cli/data.py tests/cli/test_data.py",
     "predict": "src/evenkeel/cli/predict.py tests/cli/test_predict.py tests/processes/test_predict.py",
     "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
-    "scaling": "src/evenkeel/cli/scaling tests/cli/test_scaling.py tests/processes/test_scaling.py docs/scaling.*",
+    "scaling": "src/evenkeel/cli/scaling tests/*/test_scaling.py docs/scaling.*",
     "report": "src/evenkeel/cli/report src/evenkeel/assets/report.css tests/cli/report tests/support/reports.py "
-    "docs/report.md",
+    "docs/report.*",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
     "doctor": "src/evenkeel/cli/doctor tests/cli/doctor tests/*/test_doctor.py docs/doctor.md",
     "slurm": "src/evenkeel/launch/slurm slurm tests/launch/slurm tests/cluster docs/slurm.md",
@@ -45,116 +56,340 @@ ROOMS = {
     "examples": "examples tests/processes/test_examples.py tests/processes/test_adapters.py docs/nanogpt.md",
     "benchmarks": "benchmarks tests/processes/test_benchmarks.py",
 }
-"""What can be taken out: these files and folders are deleted, and so are all tests that import any of them."""
+"""What can be taken out: these files and folders are deleted, and so is what imports any of them in USERS."""
 
-TARGETS = {"docker": "test-docker", "benchmarks": "bench-smoke"}  # of the Makefile
+USERS = ("tests/", "benchmarks/", "examples/")
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Texts = Mapping[str, str]  # the contents of text files, by their paths below the root
 
 
-def refuse(line: str) -> NoReturn:
-    """End with a line on stderr and exit code 2."""
+def refuse(line: str, code: int = 2) -> NoReturn:
+    """End with a line on stderr."""
     print(f"make_it_yours: {line}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def git(*arguments: str) -> str:
-    """What git says here."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout  # noqa: S607
+    """What git says here; raises OSError if it fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)  # noqa: S607
+    if done.returncode:
+        raise OSError(f"git {arguments[0]}: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def tracked(*patterns: str) -> set[str]:
+    """The files that git tracks, all or those of some patterns."""
+    return set(git("ls-files", "-z", "--", *patterns).split("\0")) - {""}
 
 
 def texts() -> dict[str, str]:
     """All tracked text files and their contents, but not the runs that an earlier version has left for tests."""
-    listed = git("grep", "-lIe", "", "--", ".", ":!tests/fixtures").splitlines()
-    return {name: (ROOT / name).read_text() for name in listed}
+    found = {}
+    for name in git("grep", "-lzIe", "", "--", ".", ":!tests/fixtures").split("\0"):
+        with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):  # not ours
+            found[name] = (ROOT / name).read_bytes().decode()
+    return found
 
 
-def check(name: str, without: list[str]) -> None:
-    """Refuse what cannot be done, before anything is changed."""
-    if not name.isidentifier() or keyword.iskeyword(name):
-        refuse(f"{name}: is no name of a package; use letters, digits and _, as in mytrainer")
-    sys.path.insert(0, str(ROOT))
-    if name != NAME and importlib.util.find_spec(name):
+def check_name(name: str, files: Texts) -> None:
+    """Refuse a name that a package here cannot have."""
+    if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
+        refuse(f"{name}: is no name of a package; use small letters, digits and _, as in mytrainer")
+    if keyword.issoftkeyword(name) or name in dir(builtins):
+        refuse(f"{name}: is a word of Python; choose another, as mytrainer")
+    installed = pkgutil.iter_modules([*sys.path, *map(str, ROOT.glob(".venv/lib/*/site-packages"))])
+    taken = {*sys.stdlib_module_names, *folders(files), *(module.name for module in installed)}
+    taken |= {Path(file).stem for file in files if file.endswith(".py") and not file.startswith(("src/", "tests/"))}
+    taken |= set(re.findall(r"^([\w-]+)==", files.get("requirements.lock", ""), re.MULTILINE))
+    if name in {other.lower().replace("-", "_") for other in taken} or importlib.util.find_spec(name):
         refuse(f"{name}: there is a module of this name already; choose another")
-    for room in without:
-        if room not in ROOMS:
-            refuse(f"--without {room}: unknown; choose from {', '.join(ROOMS)}")
-        if not (ROOT / ROOMS[room].split()[0]).exists():
-            refuse(f"--without {room}: has been taken out already")
+    for file, text in files.items():
+        if file.endswith(".py") and re.search(rf"\b{name}\b", text):
+            for node in ast.walk(ast.parse(text, file)):
+                if name in {getattr(node, field, None) for field in ("id", "arg", "name", "asname")}:
+                    refuse(f"{name}: {file} has a variable of this name, which would hide the package; choose another")
+
+
+def check_git() -> None:
+    """Refuse where git could not undo it all."""
     try:
         changed = git("status", "--porcelain").splitlines()
-    except (OSError, subprocess.CalledProcessError):
+    except OSError:
         refuse(f"{ROOT} is not a git checkout, so nothing could be undone; run: git init && git add . && git commit")
     if changed:
         refuse(f"git status names {len(changed)} changed or new files; commit them, so that this can be undone")
 
 
-def belongs(room: str) -> list[str]:
-    """The files of a room and the tests that import them, in order of their names."""
-    tests = {name: text for name, text in texts().items() if name.startswith("tests/") and name.endswith(".py")}
-    gone = set(git("ls-files", "--", *ROOMS[room].split()).splitlines())
+def module(name: str) -> str:
+    """The dotted name of a Python file."""
+    return name.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@functools.cache
+def needed(name: str, text: str) -> set[str]:
+    """Dotted names that a Python file imports whenever it is imported itself.
+
+    Not those in a function, a `try` or a `with`, where it may do without, and not those for type checkers only.
+    """
+    package = module(name).split(".")[: None if name.endswith("/__init__.py") else -1]
+    found = set[str]()
+    left: list[ast.stmt] = ast.parse(text, name).body
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            left += node.body + node.orelse
+    return found
+
+
+def folders(names: Iterable[str]) -> set[str]:
+    """All folders that have any of these files."""
+    return {str(folder) for name in names for folder in PurePosixPath(name).parents} - {"."}
+
+
+def closure(gone: set[str], names: set[str], imports: Mapping[str, set[str]]) -> set[str]:
+    """Some files and what goes with them: what imports them, a conftest.py's folder, an `__init__.py` left alone."""
+    users = {name for name in names if name.startswith(USERS)}
     more = gone
     while more:
-        modules = [
-            name.removeprefix("src/").removesuffix(".py").replace("/", ".") for name in gone if name[-3:] == ".py"
-        ]
-        imports = re.compile(rf"^(?:from|import) (?:{'|'.join(map(re.escape, modules))})\b", re.MULTILINE)
-        fixtures = tuple(name.removesuffix("conftest.py") for name in gone if name.endswith("/conftest.py"))
-        more = {
-            name for name in tests if imports.search(tests[name]) or (fixtures and name.startswith(fixtures))
-        } - gone
-        gone |= more
-    return sorted(gone)
+        gone = gone | more
+        modules = {module(name) for name in gone if name.endswith(".py")}
+        kept = users - gone
+        more = {name for name in kept if imports.get(name, set()) & modules}
+        heads = tuple(name.removesuffix("conftest.py") for name in gone if name.endswith("/conftest.py"))
+        more |= {name for name in kept if name.startswith(heads)}
+        inits = {name for name in kept if name.endswith("/__init__.py")}
+        filled = folders(kept - more - inits)
+        more |= {name for name in inits if name.removesuffix("/__init__.py") not in filled}
+    return gone
 
 
-def take_out(room: str) -> None:
-    """Delete a room, and what Makefile, pyproject.toml and Markdown say of it."""
-    gone = belongs(room)
-    git("rm", "-q", *gone)
-    for name, text in texts().items():
-        new = text
-        if name == "Makefile" and room in TARGETS:
-            new = re.sub(rf"^{TARGETS[room]}:.*\n(\t.*\n)+\n|(?<=.) {TARGETS[room]}\b", "", text, flags=re.MULTILINE)
-        elif name == "pyproject.toml":  # the folders that mypy reads
-            new = re.sub(rf'^(files = .*), "{room}"', r"\1", text, flags=re.MULTILINE)
+def goes(rooms: Mapping[str, str], files: Texts) -> set[str]:
+    """All files that go with some rooms; refuses if anything else would be left with an import of them."""
+    gone = set[str]()
+    for room, patterns in rooms.items():
+        if not (own := tracked(*patterns.split())):
+            refuse(f"--without {room}: has been taken out already")
+        gone |= own
+    imports = {name: needed(name, text) for name, text in files.items() if name.endswith(".py")}
+    gone = closure(gone, tracked(), imports)
+    modules = {module(name) for name in gone if name.endswith(".py")}
+    for name in sorted(imports.keys() - gone):
+        if wanted := imports[name] & modules:
+            refuse(f"{name} imports {min(wanted)}, which would go; change it, or keep that room")
+    return gone
+
+
+TARGET = re.compile(r"^([a-z][\w-]*):.*\n((?:\t.*\n)+)\n?", re.MULTILINE)
+FENCE = re.compile(r"^((?:(?!```|[#|]).+\n)*(?!```|[#|]).+:\n\n)?```(.*)\n((?:.*\n)*?)```\n\n?", re.MULTILINE)
+"""A fenced block of Markdown with the paragraph above that leads to it, if that ends with a colon."""
+
+
+class Gone:
+    """What goes, and how text names it."""
+
+    def __init__(self, rooms: Iterable[str], gone: set[str], files: Texts) -> None:
+        self.rooms = set(rooms)
+        self.paths = gone | (folders(gone) - folders(tracked() - gone))
+        spelled = "|".join(re.escape(path) for path in sorted(self.paths) if "/" in path or path in gone)
+        self.path = re.compile(rf"(?<![\w./-])(?:\./)?(?:{spelled or '(?!)'})/?(?![\w-]|[./]\w)")
+        listed = re.findall(r'^    "(\w+)": "([\w.]+)\.\w+",$', files.get(f"src/{NAME}/__main__.py", ""), re.MULTILINE)
+        calls = [f"{NAME} {name}" for name, place in listed if f"src/{NAME}/{place.replace('.', '/')}.py" in gone]
+        self.targets = [name for name, recipe in TARGET.findall(files.get("Makefile", "")) if self.path.search(recipe)]
+        calls += [f"make {target}" for target in self.targets]
+        self.call = re.compile(rf"(?<![\w-])(?:{'|'.join(calls) or '(?!)'})(?![\w-])")
+
+    def named(self, text: str) -> bool:
+        """Whether a text names a path or a command that goes."""
+        return bool(self.path.search(text) or self.call.search(text))
+
+
+def makefile(text: str, gone: Gone, project: str) -> str:
+    """The Makefile without the targets whose recipe names what goes, and without extras that the project has not."""
+    text = TARGET.sub(lambda target: "" if target[1] in gone.targets else target[0], text)
+    text = re.sub(r" --extra (\w+)", lambda it: it[0] if f"\n{it[1]} = [" in project else "", text)
+    return re.sub(rf"(?<=.) (?:{'|'.join(gone.targets) or '(?!)'})(?= |$)", "", text, flags=re.MULTILINE)
+
+
+def script(text: str, gone: Gone) -> str:
+    """A shell script without the lines that name what goes, and without each `if` whose first line does."""
+    text = re.sub(r"^if (.*)\n(?:.*\n)*?fi\n", lambda it: "" if gone.named(it[1]) else it[0], text, flags=re.MULTILINE)
+    return "".join(line for line in text.splitlines(keepends=True) if not gone.named(line))
+
+
+def docstring(name: str, text: str, gone: Gone) -> str:
+    """An `__init__.py` without the lines of its docstring about a file that goes."""
+    here = name.removesuffix("__init__.py")
+    names = [re.escape(path.removeprefix(here)) for path in gone.paths if path.startswith(here)]
+    return re.sub(rf"^(?: +|- `)(?:{'|'.join(names) or '(?!)'})(?![\w.]).*\n", "", text, flags=re.MULTILINE)
+
+
+def page(name: str, text: str, gone: Gone) -> str:
+    """A Markdown page without links, commands, promises and rows of tables that have nothing behind them any more."""
+
+    def fence(match: re.Match[str]) -> str:
+        language, *about = match[2].split() or [""]
+        commands = re.findall(r"(?:.*\\\n)*.*\n", match[3])
+        left = [command for command in commands if not gone.named(command)]
+        if gone.rooms & set(about):
+            return ""
+        if language not in ("", "bash") or left == commands:
+            return match[0]
+        empty = all(re.match(r" *(#.*)?\n", command) for command in left)
+        return lead(match) if empty else match[0].replace(match[3], "".join(left))
+
+    def lead(match: re.Match[str]) -> str:  # its last sentence leads to the block
+        whole = re.match(r"(.*[.?!)])\s", match[1] or "", re.DOTALL)
+        return f"{whole[1]}\n\n" if whole else ""
+
+    def link(match: re.Match[str]) -> str:
+        target = os.path.normpath(PurePosixPath(name).parent / match[3])
+        return match[0] if target not in gone.paths else "" if match[1] else match[2]
+
+    def row(match: re.Match[str]) -> str:
+        return "" if any(gone.named(code) for code in re.findall("`[^`]* [^`]*`", match[0])) else match[0]
+
+    text = re.sub(r"(!?)\[([^]]*)\]\(([^):#]+)(?:#[^)]*)?\)", link, FENCE.sub(fence, text))
+    text = re.sub(r"`pytest [^`]*`", lambda proof: re.sub(f" {gone.path.pattern}", "", proof[0]), text)
+    text = re.sub(r"^\|.*`pytest( -k \w+)?`.*\n", "", text, flags=re.MULTILINE)  # a promise without a proof
+    return re.sub(r"^\|.*\n", row, text, flags=re.MULTILINE)
+
+
+@functools.cache
+def imported(text: str) -> set[str]:
+    """Names of packages that a Python file imports, or asks for."""
+    found = re.compile(r'^ *(?:from|import) (\w+)|(?:importorskip|import_module|find_spec)\("(\w+)', re.MULTILINE)
+    return {word for pair in found.findall(text) for word in pair}
+
+
+def project(text: str, gone: Gone, unused: set[str]) -> str:
+    """pyproject.toml without packages that nothing imports any more, and without folders that go."""
+    for package in re.findall(r'"([\w-]+)>=', text):
+        if package.replace("-", "_") in unused:
+            text = re.sub(rf'^ *"{package}>=[^"]*",.*\n|"{package}>=[^"]*"(, )?', "", text, flags=re.MULTILINE)
+    text = text.replace(", ]", "]")
+    for extra in re.findall(r"^(\w+) = \[(?: *#.*\n)?\]", text, re.MULTILINE):
+        listed = rf"(?<=\[){extra},|,{extra}\b(?=.*\]\",$)"
+        text = re.sub(rf"^{extra} = \[[^\]]*\].*\n|{listed}", "", text, flags=re.MULTILINE)
+    for folder in map(re.escape, gone.paths):
+        text = re.sub(rf', "{folder}"(?=.*\]$)|^"{folder}/\*\*" = .*\n', "", text, flags=re.MULTILINE)
+    return text
+
+
+def edited(files: Texts, gone: Gone) -> dict[str, str]:
+    """What is left of all text files."""
+    left = {name: text for name, text in files.items() if name not in gone.paths}
+    before, after = ({name for it in some for name in imported(some[it]) if it[-3:] == ".py"} for some in (files, left))
+    packages = project(files.get("pyproject.toml", ""), gone, before - after)
+    for name, text in left.items():
+        if name == "pyproject.toml":
+            left[name] = packages
+        elif name == "Makefile":
+            left[name] = makefile(text, gone, packages)
         elif name.endswith(".md"):
-            for file in gone:
-                new = new.replace(f" {file}", "") if file.startswith("tests/") else new
-            if new != text:  # a promise without a proof
-                new = re.sub(r"^\|.*`pytest( -k \w+)?`.*\n", "", new, flags=re.MULTILINE)
-            for link, words, target in re.findall(r"(\[([^]]*)\]\(([^):#]+)\))", new):
-                new = new if (ROOT / name).parent.joinpath(target).exists() else new.replace(link, words)
-        if new != text:
-            (ROOT / name).write_text(new)
-    print(f"took out {room}: {len(gone)} files")
+            left[name] = page(name, text, gone)
+        elif name.endswith("/__init__.py"):
+            left[name] = docstring(name, text, gone)
+        elif name == "tests/planted_faults.py":
+            left[name] = re.sub(r' \|(?=")', "", re.sub(f" {gone.path.pattern}", "", text))
+        elif re.match(r"#!.*\bbash\n", text):
+            left[name] = script(text, gone)
+    return left
 
 
-def rename(name: str) -> None:
-    """Give the package another name."""
-    changed = {file: text.replace(NAME, name) for file, text in texts().items() if NAME in text}
-    if len(name) > len(NAME):  # the linter is to accept the lines that become too long
-        changed["pyproject.toml"] = changed["pyproject.toml"].replace("\nignore = [\n", '\nignore = [\n  "E501",\n', 1)
-    for file, text in changed.items():
-        (ROOT / file).write_text(text)
-    git("mv", f"src/{NAME}", f"src/{name}")
-    for file in git("ls-files", f"*{NAME}*").splitlines():
-        git("mv", file, file.replace(NAME, name))
-    print(f"renamed {NAME} to {name} in {len(changed)} files")
+def renamed(files: Texts, name: str) -> dict[str, str]:
+    """The contents of all files, with the package's other name."""
+    changed = {file: text.replace(NAME, name) for file, text in files.items()}
+    if len(name) > len(NAME) and (project := changed.get("pyproject.toml")):  # accept lines that become too long
+        changed["pyproject.toml"] = project.replace("\nignore = [\n", '\nignore = [\n  "E501",\n', 1)
+    return changed
+
+
+def apply(files: Texts, gone: set[str], left: Texts, name: str) -> int:
+    """Make the checkout so, and stage it; returns how many files are new or changed.
+
+    All is written beside first, and then moved. If a move or git fails, or a signal comes, all is moved back.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # for git as well; they are asked for below
+    names = {file: file.replace(NAME, name) for file in tracked() - gone}  # with those that they will have
+    fresh = {file: to for file, to in names.items() if file != to or files.get(file) != left.get(file)}
+    with tempfile.TemporaryDirectory(prefix=".make_it_yours-", dir=ROOT) as folder:
+        (Path(folder) / ".gitignore").write_text("*\n")
+        before, after = Path(folder, "before"), Path(folder, "after")
+        for file, to in fresh.items():
+            (after / to).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, after / to, follow_symlinks=False)
+            if file in left:
+                (after / to).write_bytes(left[file].encode())
+        moves = [(ROOT / file, before / file) for file in sorted(gone | fresh.keys())]
+        moves += [(after / to, ROOT / to) for to in fresh.values()]
+        done = []
+        try:
+            for here, there in moves:
+                if signal.sigpending() & set(STOPS):
+                    raise KeyboardInterrupt
+                there.parent.mkdir(parents=True, exist_ok=True)
+                done.append((here.rename(there), here))
+            git("add", "--all", ".")
+        except BaseException:
+            for there, here in reversed(done):
+                there.rename(here)
+            tidy(folders(names.values()) - folders(names))
+            raise
+    tidy(folders([*gone, *names]) - folders(names.values()))
+    return len(fresh)
+
+
+def tidy(empty: Iterable[str]) -> None:
+    """Delete folders that have no file of git's any more; what Python has left in one would make it a package."""
+    for folder in sorted(empty, reverse=True):
+        shutil.rmtree(ROOT / folder / "__pycache__", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (ROOT / folder).rmdir()
+
+
+def make_it(name: str, without: list[str]) -> None:
+    """Check, compute, write, and say what has been done."""
+    for room in without:
+        if room not in ROOMS:
+            refuse(f"--without {room}: unknown; choose from {', '.join(ROOMS)}")
+    check_git()
+    files, rooms = texts(), {room: ROOMS[room] for room in without}
+    now = dict(files)
+    if name != NAME:
+        check_name(name, files)
+        if (old := f"src/{NAME}/moved.py") in files:  # no document or job has old names of a new package
+            rooms["old names"], start = old, f"src/{NAME}/__init__.py"
+            now[start] = re.sub(r"\nfrom \. import moved .*\n", "", files[start])
+    gone = goes(rooms, now)
+    left = edited(now, Gone(rooms, gone, now)) if gone else now
+    count = apply(files, gone, renamed(left, name) if name != NAME else left, name)
+    if gone:
+        print(f"took out {', '.join(rooms)}: {len(gone)} files")
+    if name != NAME:
+        print(f"renamed {NAME} to {name}")
+    print(f"{count} files are new or changed. Nothing is committed; git reset --hard undoes it. Next:")
+    print("  write your task (docs/tasks.md), and keep of README.md and docs/ what is true of your job")
+    print("  make format lint test")
 
 
 def main() -> None:
-    """Check, take out, rename, and say what comes next."""
+    """Do it, or say in a line why not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", metavar="NAME", help="what you will import, e.g. mytrainer")
     parser.add_argument("--without", metavar="ROOM", nargs="+", default=[], help=", ".join(ROOMS))
     options = parser.parse_args()
-    check(options.name, options.without)
-    for room in options.without:
-        take_out(room)
-    if options.name != NAME:
-        rename(options.name)
-    print("Nothing is committed; git diff HEAD shows all, git reset --hard undoes it. Next:")
-    print(f"  delete src/{options.name}/moved.py, its import in __init__.py and its tests: you have no old names")
-    print("  write your task (docs/tasks.md), and keep of README.md and docs/ what is true of your job")
-    print("  make format lint test")
+    try:
+        make_it(options.name, options.without)
+    except KeyboardInterrupt:
+        refuse("stopped; nothing has been changed", 130)
+    except (OSError, SyntaxError) as error:
+        refuse(f"{error}; nothing has been changed")
 
 
 if __name__ == "__main__":

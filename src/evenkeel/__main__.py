@@ -54,6 +54,8 @@ def main() -> int:
         logging.lastResort.setFormatter(Lines())
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     known = subcommands()
+    if not known:
+        raise Refusal("there are no commands: all of them have been deleted from this copy")
     refuse_empty(arguments[:cut], *known.values())
     _refuse_unknown(arguments[:cut], known)
     prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"

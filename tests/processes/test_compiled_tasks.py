@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evenkeel.tasks.registry import BUILT_IN
 from tests.processes.test_examples import GAN, GPT, kill
 from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, read, records
 from tests.support.small_runs import saved_step
@@ -36,6 +37,8 @@ def job(name: str, run_dir: Path) -> list[object]:
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", JOBS)
 def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(name: str, tmp_path: Path) -> None:
+    if name in BUILT_IN:
+        pytest.importorskip(f"evenkeel.tasks.{name}")
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     finish_all(fork_ranks(0, *job(name, whole)), COMPILED)
     kill(fork_ranks(2, *job(name, run_dir), "--keeper", "off"), run_dir, 2, signal.SIGKILL, COMPILED)

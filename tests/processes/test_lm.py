@@ -60,8 +60,8 @@ def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
     assert the_line(sample(trained, "--checkpoint", 7, expect=2)).startswith("--checkpoint 7: is none of last, best")
     assert the_line(sample(trained, "--temperature", -1, expect=2)) == "--temperature -1.0: must be at least 0"
     assert the_line(sample(tmp_path, "x", expect=2)) == f"{tmp_path}: no checkpoint there; name a run directory"
-    linear = tmp_path / "linear"
-    run_forked(TRAIN, *options("regress", linear, "--max-steps", 1))
-    assert the_line(sample(linear, "x", expect=2)).endswith(
-        "its task regress generates no text; name a run of --task lm"
+    digits = tmp_path / "digits"
+    run_forked(TRAIN, *options("classify", digits, "--max-steps", 1))
+    assert the_line(sample(digits, "x", expect=2)).endswith(
+        "its task classify generates no text; name a run of --task lm"
     )

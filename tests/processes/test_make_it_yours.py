@@ -1,22 +1,27 @@
-"""tools/make_it_yours.py: a copy by another name and without the optional rooms trains, continues and passes tests."""
+"""tools/make_it_yours.py: a copy by another name and without optional rooms trains, continues and passes its tests; a
+failure changes nothing."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support import processes
-from tests.support.copies import copy_of_the_template, rooms
-from tests.support.processes import TRAIN, read, records, run, torchrun
+from tests.support.copies import copy_of_the_template, needs_all_rooms, rooms, some_rooms
+from tests.support.processes import TRAIN, finish, read, records, run, start, torchrun
+
+pytestmark = needs_all_rooms
 
 SMALL = ["--batch-size", 16, "--limit-batches", 4, "--log-every", 1, "--wandb", "disabled", "--schedule", "constant"]
 
 
-def make_it_yours(copy: Path, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, str(copy / "tools" / "make_it_yours.py"), *arguments], cwd=copy, expect=expect)
+def command(copy: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(copy / "tools" / "make_it_yours.py"), *arguments]
 
 
 @pytest.fixture
@@ -24,13 +29,24 @@ def copy(tmp_path: Path) -> Path:
     return copy_of_the_template(tmp_path / "copy")
 
 
-def test_a_renamed_copy_without_optional_rooms(copy: Path, tmp_path: Path) -> None:
+def state(copy: Path) -> dict[str, tuple[int, bytes]]:
+    """All files of a copy with their modes and contents, but not git's own."""
+    files = {str(path.relative_to(copy)): path for path in copy.rglob("*") if path.is_file()}
+    return {
+        name: (path.stat().st_mode, path.read_bytes()) for name, path in files.items() if not name.startswith(".git/")
+    }
+
+
+def test_a_renamed_copy_without_most_rooms(copy: Path, tmp_path: Path) -> None:
     run_dir = ["--run-dir", tmp_path / "run"]
     run(torchrun(2, TRAIN, *SMALL, *run_dir, "--max-steps", 2))  # begun under the old name
-    without = ["slurm", "docker", "chaos", "examples", "segment", "regress", "benchmarks"]
-    said = make_it_yours(copy, "mytrainer", "--without", *without).stdout
-    assert "renamed evenkeel to mytrainer in " in said
-    assert all(f"took out {room}: " in said for room in without)
+    without = some_rooms(0)[1]
+    left_by_python = copy / "src" / "evenkeel" / "cli" / "chaos" / "__pycache__"
+    left_by_python.mkdir()
+    said = run(command(copy, "mytrainer", "--without", *without), cwd=copy).stdout
+    assert f"took out {', '.join(without)}, old names: " in said
+    assert "renamed evenkeel to mytrainer" in said
+    assert not (copy / "src" / "evenkeel").exists(), "or it would be a package still"
     left = processes.run(["git", "grep", "-l", "evenkeel", "--", ":!tests/fixtures"], cwd=copy, expect=None)
     assert left.stdout == ""
 
@@ -44,21 +60,75 @@ def test_a_renamed_copy_without_optional_rooms(copy: Path, tmp_path: Path) -> No
     assert plan.stdout.startswith("usage: python -m mytrainer plan ")
     for words in ("check --fix -q", "format -q", "check"):  # as `make format lint` does
         run([sys.executable, "-m", "ruff", *words.split(), "."], cwd=copy)
-    tests = ["tests/common", "tests/data/test_plan.py"]
+    tests = ["tests/common", "tests/data/test_plan.py", "tests/test_main.py", "tests/test_rooms.py"]
     run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], cwd=copy, env=own)
 
 
-def test_what_cannot_be_undone_or_imported_is_refused(copy: Path) -> None:
-    def refusal(*arguments: str) -> str:
-        done = make_it_yours(copy, *arguments, expect=2)
-        assert done.stdout == ""
-        (line,) = done.stderr.splitlines()
-        return line.removeprefix("make_it_yours: ")
+def test_another_name_after_the_first(copy: Path) -> None:
+    run(command(copy, "mytrainer"), cwd=copy)
+    run(["git", "-c", "user.name=N", "-c", "user.email=n@localhost", "commit", "-qam", "Mine"], cwd=copy)
+    run(command(copy, "ourtrainer", "--without", "docker"), cwd=copy)
+    assert (copy / "src" / "ourtrainer" / "cli" / "plan.py").exists()
+    assert not (copy / "docker").exists()
+    run([sys.executable, "-c", "import ourtrainer"], cwd=copy, env={"PYTHONPATH": str(copy / "src")})
 
-    assert refusal("my-trainer") == "my-trainer: is no name of a package; use letters, digits and _, as in mytrainer"
-    assert refusal("class").startswith("class: is no name of a package")
-    assert refusal("torch") == "torch: there is a module of this name already; choose another"
-    assert refusal("mine", "--without", "tests") == f"--without tests: unknown; choose from {', '.join(rooms())}"
+
+def refusal(copy: Path, *arguments: str) -> str:
+    done = run(command(copy, *arguments), cwd=copy, expect=2)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line.removeprefix("make_it_yours: ")
+
+
+def test_what_cannot_be_undone_or_imported_is_refused(copy: Path) -> None:
+    before = state(copy)
+    for name in ("match", "print", "__init__", "torch", "tests", "src", "train"):
+        assert refusal(copy, name).startswith(f"{name}: ")
+    assert refusal(copy, "mine", "--without", "tests") == f"--without tests: unknown; choose from {', '.join(rooms())}"
+    assert state(copy) == before
     (copy / "new.py").touch()
-    assert refusal("mytrainer") == "git status names 1 changed or new files; commit them, so that this can be undone"
-    assert (copy / "src" / "evenkeel" / "cli" / "plan.py").exists()
+    said = refusal(copy, "mytrainer")
+    assert said == "git status names 1 changed or new files; commit them, so that this can be undone"
+
+
+def locked(copy: Path) -> None:
+    """As another git at work leaves it, or one that was killed."""
+    (copy / ".git" / "index.lock").touch()
+
+
+def in_the_way(copy: Path) -> None:
+    with (copy / ".git" / "info" / "exclude").open("a") as file:
+        file.write("mytrainer\n")
+    (copy / "src" / "mytrainer").touch()
+
+
+@pytest.mark.parametrize(("trouble", "said"), [(locked, "index.lock"), (in_the_way, "Not a directory")])
+def test_a_failure_in_the_middle_changes_nothing(trouble, said: str, copy: Path) -> None:  # type: ignore[no-untyped-def]
+    trouble(copy)
+    before = state(copy)
+    line = refusal(copy, "mytrainer", "--without", *rooms())
+    assert said in line
+    assert line.endswith("; nothing has been changed")
+    assert state(copy) == before
+    (copy / ".git" / "index.lock").unlink(missing_ok=True)
+    assert run(["git", "status", "--porcelain"], cwd=copy).stdout == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["after", "before"], ids=["while it is written", "while it is moved"])
+def test_a_signal_leaves_all_or_nothing_done(number: signal.Signals, moment: str, copy: Path) -> None:
+    before = state(copy)
+    process: subprocess.Popen[str] = start(command(copy, "mytrainer", "--without", *rooms()), cwd=copy)
+    while not [*copy.glob(f".make_it_yours-*/{moment}")] and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(number)
+    done = finish(process)
+    if done.returncode == 0:
+        assert not (copy / "src" / "evenkeel").exists()
+        assert "renamed evenkeel to mytrainer" in done.stdout
+        assert moment == "before", "a signal while it is written was not heeded"
+    else:
+        assert done.returncode == 130
+        assert done.stderr == "make_it_yours: stopped; nothing has been changed\n"
+        assert state(copy) == before
+    assert not [*copy.glob(".make_it_yours-*")]

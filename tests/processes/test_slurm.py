@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from evenkeel.launch import agent
-from tests.cli.doctor.test_local import torchvision_that_needs
 from tests.support import processes
 from tests.support.processes import ROOT
+from tests.support.small_files import torchvision_that_needs
 
 
 def test_the_agent_tells_how_a_job_ended_where_torchrun_does_not(tmp_path: Path) -> None:
@@ -64,6 +64,7 @@ def test_scripts_are_plain_bash() -> None:
 def test_a_node_starts_nothing_after_a_failure_of_its_doctor(tmp_path: Path) -> None:
     """A node's share of a job of one node, as Slurm starts it. The fault: a torchvision for another torch."""
     pytest.importorskip("evenkeel.launch.slurm")
+    pytest.importorskip("evenkeel.cli.doctor")
     torchvision_that_needs(tmp_path, "torch==1.9.0")
     slurm = dict.fromkeys(("SLURM_JOB_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"), "1")
     slurm |= {"SLURM_STEP_NODELIST": "here", "SLURM_NODEID": "0"}

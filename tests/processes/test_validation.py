@@ -40,6 +40,7 @@ def job(run_dir: Path, *more: object, name: str = "Validated") -> list[str]:
 
 def best(run_dir: Path) -> tuple[int, dict[str, float]]:
     """Step and metrics of the best checkpoint, as its manifest and `checkpoint list` say."""
+    pytest.importorskip("evenkeel.cli.checkpoint")
     out = run_forked("-m", "evenkeel", "checkpoint", "list", run_dir).stdout
     (line,) = [line for line in out.splitlines() if "(best)" in line]
     step = int(line.split()[0])

@@ -89,3 +89,11 @@ def write_folder(root: Path, bad: tuple[str, ...] = ()) -> list[Path]:
 
 def md5(path: Path) -> str:
     return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def torchvision_that_needs(folder: Path, requirement: str) -> None:
+    """An installed torchvision, as far as its metadata says."""
+    info = folder / "torchvision-0.10.0.dist-info"
+    info.mkdir()
+    text = f"Metadata-Version: 2.1\nName: torchvision\nVersion: 0.10.0\nRequires-Dist: {requirement}\n"
+    (info / "METADATA").write_text(text)

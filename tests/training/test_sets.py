@@ -13,10 +13,11 @@ from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory, split
 from evenkeel.tasks.classify import Classify
-from evenkeel.tasks.regress import Regress
-from evenkeel.tasks.segment import Segment
 from evenkeel.training.task import evaluation_sets, training_set
+from tests.support.rooms import optional
 from tests.support.validated_task import Validated, samples
+
+OTHERS = [task() for name in ("regress.Regress", "segment.Segment") for task in optional(f"tasks.{name}")]
 
 
 class OfLength:
@@ -127,7 +128,7 @@ def test_a_dict_by_number_is_a_data_set_as_it_was() -> None:
     }
 
 
-@pytest.mark.parametrize("task", [Classify(), Classify(augment="basic"), Regress(), Segment()])
+@pytest.mark.parametrize("task", [Classify(), Classify(augment="basic"), *OTHERS])
 def test_the_option_validation_splits_the_training_data_of_any_task_and_leaves_the_test_data(task: Any) -> None:
     config = Config(validation=0.25)
     train, sets, everything = training_set(task, config), evaluation_sets(task, config), training_set(task, Config())

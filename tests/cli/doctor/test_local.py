@@ -14,6 +14,7 @@ from evenkeel.cli.doctor import devices, host, network, software, storage
 from evenkeel.cli.doctor.collectives import judge_claims, judge_clocks, judge_speeds
 from evenkeel.cli.doctor.findings import Finding, Level
 from tests.support.processes import free_port
+from tests.support.small_files import torchvision_that_needs
 
 
 def levels(found: Iterator[Finding]) -> dict[str, Level]:
@@ -24,13 +25,6 @@ def levels(found: Iterator[Finding]) -> dict[str, Level]:
 def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test waits for one."""
     monkeypatch.setenv("RES_OPTIONS", "attempts:1 timeout:1")
-
-
-def torchvision_that_needs(folder: Path, requirement: str) -> None:
-    info = folder / "torchvision-0.10.0.dist-info"
-    info.mkdir()
-    text = f"Metadata-Version: 2.1\nName: torchvision\nVersion: 0.10.0\nRequires-Dist: {requirement}\n"
-    (info / "METADATA").write_text(text)
 
 
 @pytest.mark.parametrize(

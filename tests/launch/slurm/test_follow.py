@@ -7,12 +7,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from evenkeel.launch.slurm.follow import BACKLOG, Logs
 from evenkeel.launch.slurm.jobs import JobRecord, load
 from tests.support.processes import LIMIT, run, start
+from tests.support.rooms import has
 from tests.support.terminal import Terminal
 
 FOLLOW = [sys.executable, "-m", "evenkeel", "follow"]
+needs_follow = pytest.mark.skipif(not has("follow"), reason="this copy has left out the command")
 
 
 NO_SLURM = {"PATH": str(Path(sys.executable).parent)}
@@ -41,6 +45,7 @@ def refusal(*arguments: object) -> str:
     return line.removeprefix("evenkeel: ")
 
 
+@needs_follow
 def test_a_record_that_cannot_be_read(tmp_path: Path) -> None:
     for text in ("{", '{"job_id": "17"}', "[1]"):
         (tmp_path / "slurm").mkdir(exist_ok=True)
@@ -54,6 +59,7 @@ def test_a_record_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert load(tmp_path) == record
 
 
+@needs_follow
 def test_without_an_answer_the_log_is_shown_and_slurm_asked_again_until_ctrl_c(tmp_path: Path) -> None:
     """A controller that is down for a while ends nothing."""
     run_dir = tmp_path / "it's mine"
@@ -87,6 +93,7 @@ def test_of_a_long_log_the_end_is_shown(tmp_path: Path) -> None:
     assert len(out.getvalue()) <= BACKLOG, "nothing is new"
 
 
+@needs_follow
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     """`follow | head` ends at the next line, without a traceback."""
     record = submitted(tmp_path)

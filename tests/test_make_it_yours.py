@@ -1,0 +1,87 @@
+"""What tools/make_it_yours.py computes before it writes: the names it takes, what goes with a room, what names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.copies import dangling, how_many, needs_all_rooms, rooms, some_rooms, taken_out, tool
+
+pytestmark = needs_all_rooms
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    return tool()
+
+
+@pytest.fixture(scope="module")
+def files(made: Any) -> dict[str, str]:
+    texts: dict[str, str] = made.texts()
+    return texts
+
+
+NAMES = {
+    "my-trainer class True 9lives __init__ _mine mine_ MyTrainer Torch größe": "is no name of a package",
+    "match case type print len list": "is a word of Python",
+    "torch torchvision pil yaml test tests src train json launch slurm docker docs examples tools submit interpreter "
+    "nanogpt run": "there is a module of this name already",
+    "world rank model name": "which would hide the package",
+}
+
+
+@pytest.mark.parametrize(("name", "why"), [(name, why) for names, why in NAMES.items() for name in names.split()])
+def test_a_name_that_no_package_can_have_here(
+    name: str, why: str, made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        made.check_name(name, files)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"make_it_yours: {name}: ")
+    assert why in line
+
+
+@pytest.mark.parametrize("name", ["mytrainer", "speech2text", "acme_vision"])
+def test_a_name_that_a_package_can_have(name: str, made: Any, files: dict[str, str]) -> None:
+    made.check_name(name, files)
+
+
+@pytest.mark.parametrize("without", some_rooms(3), ids=how_many)
+def test_nothing_that_is_left_imports_or_names_what_goes(without: list[str], made: Any, files: dict[str, str]) -> None:
+    gone, left = taken_out(made, files, without)
+    assert dangling(left, made.tracked() - gone, gone) == []
+    control = dangling({name: files[name] for name in left}, made.tracked() - gone, gone)
+    assert control, "as it was"
+
+
+def test_the_order_of_rooms_does_not_matter(made: Any, files: dict[str, str]) -> None:
+    names = some_rooms(1)[-1]
+    assert taken_out(made, files, names) == taken_out(made, files, names[::-1])
+
+
+def test_a_package_goes_with_the_last_file_that_imports_it(made: Any, files: dict[str, str]) -> None:
+    def listed(*without: str) -> str:
+        return taken_out(made, files, without)[1]["pyproject.toml"]
+
+    assert "matplotlib" in listed("report")
+    without = listed("report", "scaling")
+    assert "matplotlib" not in without
+    assert '"evenkeel[tensorboard,parquet,text,examples]"' in without
+    assert "submitit>=" not in listed("slurm")
+    bare = listed(*rooms())
+    assert '"evenkeel[tensorboard,parquet]"' in bare
+    assert "bench = [" not in bare
+    assert 'files = ["src", "tools", "train.py", "launch"]' in bare
+
+
+def test_a_file_of_the_users_that_imports_a_room_is_refused(
+    made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = files | {"src/evenkeel/tasks/mine.py": "from .lm import LM\n"}
+    with pytest.raises(SystemExit, match="2"):
+        made.goes({"lm": rooms()["lm"]}, mine)
+    said = "src/evenkeel/tasks/mine.py imports evenkeel.tasks.lm, which would go; change it, or keep that room"
+    assert capsys.readouterr().err == f"make_it_yours: {said}\n"
+    maybe = mine | {"src/evenkeel/tasks/mine.py": "try:\n    from .lm import LM\nexcept ImportError:\n    pass\n"}
+    made.goes({"lm": rooms()["lm"]}, maybe)
