@@ -87,8 +87,8 @@ def in_place(model: nn.Module) -> nn.Module:
 def _call(network: nn.Module) -> Any:
     """What `nn.Module.compile` compiles: the call of a network, with its hooks.
 
-    dynamo passes over the frames of torch's own files. torch 2.8 to 2.11 so compile nothing of an `nn.Sequential`, unless
-    a frame of another file is around its call.
+    dynamo passes over the frames of torch's own files. So torch 2.8 to 2.11 compile nothing of an `nn.Sequential`,
+    unless a frame of another file is around its call.
     """
     call: Any = network._call_impl
     if not type(network).forward.__module__.startswith("torch.nn."):
