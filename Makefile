@@ -2,8 +2,11 @@
 # Pass options to the job with ARGS:               make train ARGS="--epochs 5 --batch-size 128"
 
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+# `make test-versions` sets these two
+VENV := .venv
+CONSTRAINTS := requirements.lock
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 # three files of tests at a time, also on two cores: much of their time is waiting; four with a cluster and containers
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # folders all of whose tests are slow: where none of them is run, none need be collected
@@ -11,16 +14,17 @@ SLOW := bare cluster docker nodes processes gpu
 GATE := cluster docker nodes promises processes/test_readme.py
 ARGS ?=
 
-.PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker bench-smoke lint format lock
+.PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
+  lock
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: $(INSTALLED)  ## create .venv with the locked versions
 
 # The lock is applied as constraints, so that packages which one platform does not need are not installed there.
-$(INSTALLED): pyproject.toml requirements.lock
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --constraint requirements.lock --editable '.[dev]'
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
 train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU processes
@@ -47,6 +51,9 @@ test-bare: $(INSTALLED)  ## `make train` and `make test` on a bare machine: Debi
 
 test-docker: $(INSTALLED)  ## build the image and run it, with an engine of the tests' own (needs root)
 	$(BIN)/pytest tests/docker $(ARGS)
+
+test-versions:  ## train, and the unit tests, with the oldest torch and Python, the newest and one between
+	$(PYTHON) tests/versions.py $(ARGS)
 
 bench-smoke: $(INSTALLED)  ## two minutes: is a step still no slower than a bare DDP loop's? (for a quiet machine)
 	$(BIN)/python benchmarks/smoke.py $(ARGS)

@@ -89,7 +89,7 @@ def test_an_open_file_is_not_shared_with_loader_processes(tmp_path: Path) -> Non
 
     data = Numbered(Streams(Lines, 1), 4)
     assert data.__getitems__(range(8)) == [*range(8)]
-    options: dict[str, Any] = {"collate_fn": list, "num_workers": 2}
+    options: dict[str, Any] = {"collate_fn": list, "num_workers": 2, "multiprocessing_context": "fork"}
     batches = DataLoader(data, batch_sampler=[range(n, n + 4) for n in range(8, 400, 4)], **options)
     assert [n for batch in batches for n in batch] == [*range(8, 400)]
 

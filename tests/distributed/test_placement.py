@@ -29,7 +29,7 @@ from evenkeel.training.nonfinite import Verdict
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.precision import Scaler
 from evenkeel.training.state import State
-from tests.support.fake_devices import DEVICES, fake, spread
+from tests.support.fake_devices import DEVICES, MEET, fake, spread
 from tests.support.steps import passes
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_a_cut_network_of_torchvision_computes_on_each_device_what_is_there(
     with fake():
         spread(net, found)
         images = torch.rand(2, 3, *([299] * 2 if name == "inception_v3" else [224] * 2), device=DEVICES[0])
-        with pytest.raises(RuntimeError, match=r"on the same device"):
+        with pytest.raises(RuntimeError, match=MEET):
             net(images)
         found.connect(net, DEVICES)
         out = net(images)
@@ -109,7 +109,7 @@ def test_a_cut_that_the_flow_forbids_is_an_error_on_these_devices() -> None:
         spread(net, wrong)
         wrong.connect(net, DEVICES)
         images = torch.rand(2, 3, 64, 64, device=DEVICES[0])
-        with pytest.raises(RuntimeError, match="on the same device"):
+        with pytest.raises(RuntimeError, match=MEET):
             net(images)
 
 

@@ -17,6 +17,9 @@ from evenkeel.distributed.placement import Placement
 
 DEVICES = [torch.device("lazy", number) for number in range(3)]
 
+MEET = "on the same device|two different devices"
+"""What the error says; the second in torch 2.8 to 2.11."""
+
 
 def fake() -> FakeTensorMode:
     """A context in which all tensors are fake."""

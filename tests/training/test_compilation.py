@@ -209,3 +209,27 @@ def test_what_a_task_has_compiled_stays_compiled_without_a_name_of_its_own() -> 
     graphs.clear()
     plain(torch.ones(2, 3))
     assert not graphs
+
+
+def test_networks_of_torchs_own_classes_are_compiled_like_others_each_for_itself() -> None:
+    """torch 2.8 to 2.11 leave out what `nn.Sequential(...).compile()` is called on."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(len(module.graph.nodes))
+        return module.forward
+
+    class Own(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).relu()
+
+    layers = [nn.Linear(3, 4), nn.Linear(4, 2)]
+    networks = [nn.Linear(3, 4), nn.Sequential(*layers), nn.Sequential(nn.Linear(3, 4), nn.Tanh()), Own(*layers)]
+    values = torch.ones(2, 3)
+    for number, network in enumerate(networks, 1):
+        expected = network(values)
+        network._compiled_call_impl = torch.compile(compilation._call(network), backend=backend)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert torch.equal(network(values), expected)
+        assert len(graphs) == number

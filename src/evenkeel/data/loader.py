@@ -7,6 +7,7 @@ import copy
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -157,11 +158,21 @@ class _Loader(DataLoader[Any]):
     """A `DataLoader` whose workers end with this process, although they ignore SIGTERM.
 
     With `_Endless` its workers go on from one epoch to the next, if that is what the sampler is set to.
+
+    On Linux they are forks of this process on every version of Python. From 3.14 on the default is a server that forks
+    them: a data set would have to be pickled, each start would import torch, and the signals that Slurm sends to all
+    processes would end the server. `multiprocessing.set_start_method("spawn")` still chooses another way.
     """
 
     _stream: Iterator[Any] | None = None
     """Batches of the next epoch, if the last one was read to its end."""
     _stream_epoch = -1
+
+    def __init__(self, dataset: Dataset[Any], num_workers: int, **options: Any) -> None:
+        chosen = multiprocessing.get_start_method(allow_none=True)
+        if num_workers and sys.platform == "linux" and chosen in (None, multiprocessing.get_all_start_methods()[0]):
+            options["multiprocessing_context"] = "fork"
+        super().__init__(dataset, num_workers=num_workers, **options)
 
     def __iter__(self) -> Any:
         if not isinstance(self.batch_sampler, _Endless):

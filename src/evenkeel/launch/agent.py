@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ..common.errors import REFUSED
@@ -54,11 +55,14 @@ def main(arguments: list[str]) -> int:
 def heed_signals() -> list[signal.Signals]:
     """Make stop signals end this process with exit code 75; returns them.
 
-    torchrun installs its own handlers only once it has workers, and torch 2.8 none for USR1 and USR2. The exception
-    raised here makes torchrun stop its workers as its own handlers do.
+    torchrun installs its own handlers only once it has workers, and torch 2.8 none for USR1 and USR2. There the one for
+    SIGTERM hands these to the workers.
     """
 
-    def stop(_number: int, _frame: object) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not stop and callable(handler):
+            handler(number, frame)
         raise SystemExit(STOPPED)
 
     nohup = survives_the_terminal(os.getpid())

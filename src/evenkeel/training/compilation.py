@@ -64,7 +64,7 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
     torch._dynamo.callback.callback_handler.register_start_callback(progress.begin)
     torch._dynamo.callback.callback_handler.register_end_callback(progress.end)
     for network in model.children() if isinstance(model, nn.ModuleDict) else [model]:
-        network.compile(dynamic=False)
+        network._compiled_call_impl = torch.compile(_call(network), dynamic=False)
 
 
 def in_place(model: nn.Module) -> nn.Module:
@@ -73,7 +73,7 @@ def in_place(model: nn.Module) -> nn.Module:
     if "_orig_mod" in model._modules:
         wrapper: Any = model
         found = in_place(wrapper._orig_mod)
-        found._compiled_call_impl = wrapper.dynamo_ctx(found._call_impl)
+        found._compiled_call_impl = wrapper.dynamo_ctx(_call(found))
         for name, hooks in vars(wrapper).items():  # registered on the wrapper
             if name.endswith("_hooks") and hooks:
                 getattr(found, name).update(hooks)
@@ -82,6 +82,18 @@ def in_place(model: nn.Module) -> nn.Module:
         if child is not None and (found := in_place(child)) is not child:
             model._modules[name] = found
     return model
+
+
+def _call(network: nn.Module) -> Any:
+    """What `nn.Module.compile` compiles: the call of a network, with its hooks.
+
+    dynamo passes over the frames of torch's own files. So torch 2.8 to 2.11 compile nothing of an `nn.Sequential`,
+    unless a frame of another file is around its call.
+    """
+    call: Any = network._call_impl
+    if not type(network).forward.__module__.startswith("torch.nn."):
+        return call
+    return lambda *args, **kwargs: call(*args, **kwargs)
 
 
 def _require_compiler(device: torch.device) -> None:
