@@ -153,7 +153,8 @@ def refusal(batch: int, micro: Any, samples: int, task: Classify = TINY, model: 
     """What is said of a cut; empty if it is let in."""
     config = Config(batch_size=batch, micro_batch=micro).resolved()
     try:
-        refuse_single_samples(config, task, model or task.model(), Plan.of(config, samples), ALONE)
+        plan, data = Plan.of(config, samples), task.train_dataset()
+        refuse_single_samples(config, task.loss, model or task.model(), plan, ALONE, data)
     except Refusal as refused:
         return str(refused)
     return ""
@@ -179,7 +180,7 @@ def test_only_what_would_fail_is_refused() -> None:
         TINY.model()(images[:, :, :32, :32])
     assert refusal(8, 4, 101, Classify()) == "", "no BatchNorm"
     for task in optional("tasks.segment.Segment"):
-        assert task(backbone="small").takes_one_sample(nn.BatchNorm1d(1)), "a task that sees to it, or says nothing"
+        assert refusal(8, 4, 101, task(backbone="small", canvas=32, digit_size=16, samples=8)) == "", "it sees to it"
     frozen = TINY.model()
     freeze(frozen, ["conv1", "stage*", "conv5"])
     assert refusal(8, 4, 101, TINY, frozen) == ""
