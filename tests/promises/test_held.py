@@ -318,24 +318,27 @@ def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(tmp_path
     assert done.stderr.count("NOT SAVED") == (kills == TRIES)
 
 
-PRESSES = {
-    "one": ([0.0], "SIGINT: waiting "),
-    "one that is delivered twice": ([0.0, 0.005], "SIGINT: waiting "),
-    "two": ([0.0, 1.3], "second Ctrl-C: exiting, step 3 is NOT SAVED"),
+INT, TERM = signal.SIGINT, signal.SIGTERM
+STOPS = {
+    "one Ctrl-C": ([(0.0, INT)], "SIGINT: waiting "),
+    "one that is delivered twice": ([(0.0, INT), (0.005, INT)], "SIGINT: waiting "),
+    "two SIGTERMs, as from a scheduler": ([(0.0, TERM), (1.3, TERM)], "SIGTERM: waiting "),
+    "two": ([(0.0, INT), (1.3, INT)], "SIGINT: waiting "),
+    "two, as torchrun sends them on": ([(0.0, INT), (1.3, TERM)], "SIGINT: waiting "),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRESSES)
+@pytest.mark.parametrize("name", STOPS)
 def test_a_second_ctrl_c_ends_the_wait_for_the_disk(tmp_path: Path, name: str) -> None:
-    """The others are the control."""
-    run_dir, (presses, line) = tmp_path / "run", PRESSES[name]
+    """The first three are the control."""
+    run_dir, (stops, line), ends = tmp_path / "run", STOPS[name], name in list(STOPS)[3:]
     with slow_checkpoint(run_dir, "--keeper-restarts", 0) as process:
         writer = killed(process)
-        for pause in presses:
+        for pause, number in stops:
             time.sleep(pause)
-            process.send_signal(signal.SIGINT)
-        if name == "two":
+            process.send_signal(number)
+        if ends:
             begun = time.monotonic()
             assert process.wait(timeout=LIMIT) == KEYBOARD
             print(f"ended {time.monotonic() - begun:.2f} s after the second")
@@ -344,10 +347,10 @@ def test_a_second_ctrl_c_ends_the_wait_for_the_disk(tmp_path: Path, name: str) -
             time.sleep(1.5)
             assert process.poll() is None, "it waits"
     done = finish(process)
-    assert done.returncode == (KEYBOARD if name == "two" else -signal.SIGKILL)
-    assert done.stderr.count("SIGINT: waiting ") == 1, done.stderr
-    assert line in done.stderr
-    assert saved_step(run_dir) == (0 if name == "two" else 3)
+    assert done.returncode == (KEYBOARD if ends else -signal.SIGKILL)
+    assert done.stderr.count(line) == 1, done.stderr
+    assert done.stderr.count("second Ctrl-C: exiting, step 3 is NOT SAVED") == ends
+    assert saved_step(run_dir) == (0 if ends else 3)
 
 
 @pytest.mark.slow
