@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 
 from evenkeel.common.processes import process_name
+from evenkeel.resilience.held import TRIES
+from evenkeel.resilience.interruption import KEYBOARD
+from evenkeel.run.checkpoint import Checkpoints, step_of
 from tests.support import needs, small_runs
 from tests.support.processes import (
+    LIMIT,
     ROOT,
     TRAIN,
     environment,
@@ -30,8 +34,12 @@ from tests.support.processes import (
     start,
     torchrun,
     wait_until,
+    wait_until_gone,
 )
 from tests.support.small_runs import (
+    ODD_TASKS,
+    TASK,
+    bytes_in_memory,
     children,
     keepers_of,
     pids_of,
@@ -50,12 +58,6 @@ from tests.support.small_runs import kept_job as job
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000, "--pause", 0.1]
 WAYS = pytest.mark.parametrize("memory", ["on", pytest.param("off", marks=pytest.mark.slow)])
 """The second is the control."""
-
-
-def bytes_in_memory(pid: int) -> int:
-    """Of all that a process has for states."""
-    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if "memfd:state" in str(link.readlink())]
-    return sum(link.stat().st_size for link in links)
 
 
 @contextmanager
@@ -268,3 +270,129 @@ def test_a_stop_signal_while_a_keeper_waits_for_the_disk_ends_the_job_as_stopped
         time.sleep(0.5)
     assert finish(process).returncode == 75
     assert saved_step(run_dir) == 3
+
+
+@contextmanager
+def slow_checkpoint(run_dir: Path, *more: object, task: str = TASK) -> Iterator[subprocess.Popen[str]]:
+    """A job that has come to step 4, while the disk has not taken the checkpoint of step 3 yet."""
+    options = job(run_dir, *RARE, "--checkpoint-every", 3, *more)
+    process = fork(TRAIN, *[task if word == TASK else word for word in options])
+    wait_for_step(run_dir, 1, process)
+    with locked(run_dir / "checkpoints"):
+        wait_for_step(run_dir, 4, process)
+        yield process
+
+
+def killed(process: subprocess.Popen[str]) -> int:
+    """Kill its trainer; the pid of the child that then writes."""
+    os.kill(trainer_of(process), signal.SIGKILL)
+    wait_until(lambda: writer_of(process), "a child that writes")
+    return writer_of(process)
+
+
+def writer_of(process: subprocess.Popen[str]) -> int:
+    """0: there is none."""
+    return next((pid for pid in children(process.pid) if process_name(pid) == "writer"), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, TRIES])
+def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(tmp_path: Path, kills: int) -> None:
+    """The ranks that start again have that step from memory, and do not evaluate it again. With TRIES: the control."""
+    run_dir = tmp_path / "run"
+    evaluated = ["--checkpoint-every", 0, "--eval-every", 3, "--keep", 1]
+    with slow_checkpoint(run_dir, *evaluated, task=f"{ODD_TASKS}:WorseAndWorse") as process:
+        os.kill(writer := killed(process), signal.SIGSTOP)  # a slower disk
+        wait_for_step(run_dir, 5, process)  # so nobody but the writer needs that step any more
+        for count in range(1, kills + 1):
+            os.kill(writer, signal.SIGKILL)
+            if count < TRIES:
+                wait_until(lambda: writer_of(process) not in (0, writer), "the next")  # noqa: B023
+                writer = writer_of(process)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert starts(run_dir) == [0, 3]
+    best = Checkpoints(run_dir / "checkpoints", 1, ("loss", "min")).best_path()
+    assert best
+    assert (step_of(best) == 3) == (kills < TRIES)
+    assert done.stderr.count("NOT SAVED") == (kills == TRIES)
+
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+STOPS = {
+    "one Ctrl-C": ([(0.0, INT)], "SIGINT: waiting "),
+    "one that is delivered twice": ([(0.0, INT), (0.005, INT)], "SIGINT: waiting "),
+    "two SIGTERMs, as from a scheduler": ([(0.0, TERM), (1.3, TERM)], "SIGTERM: waiting "),
+    "two": ([(0.0, INT), (1.3, INT)], "SIGINT: waiting "),
+    "two, as torchrun sends them on": ([(0.0, INT), (1.3, TERM)], "SIGINT: waiting "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOPS)
+def test_a_second_ctrl_c_ends_the_wait_for_the_disk(tmp_path: Path, name: str) -> None:
+    """The first three are the control."""
+    run_dir, (stops, line), ends = tmp_path / "run", STOPS[name], name in list(STOPS)[3:]
+    with slow_checkpoint(run_dir, "--keeper-restarts", 0) as process:
+        writer = killed(process)
+        for pause, number in stops:
+            time.sleep(pause)
+            process.send_signal(number)
+        if ends:
+            begun = time.monotonic()
+            assert process.wait(timeout=LIMIT) == KEYBOARD
+            print(f"ended {time.monotonic() - begun:.2f} s after the second")
+            wait_until_gone([writer])
+        else:
+            time.sleep(1.5)
+            assert process.poll() is None, "it waits"
+    done = finish(process)
+    assert done.returncode == (KEYBOARD if ends else -signal.SIGKILL)
+    assert done.stderr.count(line) == 1, done.stderr
+    assert done.stderr.count("second Ctrl-C: exiting, step 3 is NOT SAVED") == ends
+    assert saved_step(run_dir) == (0 if ends else 3)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_for_the_trainer_is_one_for_its_keeper(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with slow_checkpoint(run_dir) as process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.3)
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        assert process.wait(timeout=LIMIT) == KEYBOARD
+        assert time.monotonic() - begun < 5, "not the ten seconds for which a child waits for the lock"
+    lines = finish(process).stderr.splitlines()
+    assert lines == [
+        "evenkeel: second Ctrl-C: exiting without saving",
+        "evenkeel: second Ctrl-C: exiting, step 3 is NOT SAVED",
+    ]
+
+
+@pytest.mark.slow
+def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_to_the_next_start(
+    tmp_path: Path,
+) -> None:
+    """It writes step 3 when the next start has come further."""
+    run_dir = tmp_path / "run"
+    often = ["--checkpoint-every", 3, "--keep", 2, "--grace", 1]
+    with slow_checkpoint(run_dir, *often, "--keeper-restarts", 0) as process:
+        writer = killed(process)
+        _, said = process.communicate(timeout=LIMIT)
+        os.kill(writer, signal.SIGSTOP)  # a slower disk
+    assert process.returncode == -signal.SIGKILL
+    assert "step 3 is NOT SAVED within --grace 1 s; a process goes on writing it" in said
+    again = fork(TRAIN, *job(run_dir, *RARE, *often))
+    wait_for_step(run_dir, told_step(run_dir) + 1, again)
+    os.kill(writer, signal.SIGCONT)
+    wait_until_gone([writer])
+    told = told_step(run_dir)
+    assert finish(again).returncode == 0
+    assert told < 27, "it was at work"
+    assert starts(run_dir)[1] == 0
+    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert names == ["step-00000024", "step-00000027"]
+    done = [record["step"] for record in records(run_dir, "train")]
+    assert done[done.index(1, 1) :] == [*range(1, 28)]
+    assert read(run_dir, "status.json")["state"] == "finished"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,9 @@ import torch
 
 from evenkeel.common import kept
 from evenkeel.resilience import held
-from evenkeel.resilience.held import Held, Memory, Offer, hold, opened
+from evenkeel.resilience.held import TRIES, Held, Memory, Offer, hold, opened
+from tests.support.processes import wait_until
+from tests.support.small_runs import bytes_in_memory
 
 MEGABYTE = 1 << 20
 STATE = {"weights": torch.arange(MEGABYTE, dtype=torch.float32)}
@@ -38,13 +41,17 @@ def by_a_rank(memory: Memory, act: Callable[[], object]) -> str:
         return ([""] + words.read().splitlines())[-1].removeprefix("held").strip()
 
 
+def await_written(memory: Memory) -> None:
+    wait_until(lambda: not memory.reap(), "all on the disk", limit=60)
+
+
 def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) -> None:
     def save(it: Held) -> None:
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory = Memory(save)
     memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3, "folder": "here"})))
-    memory.await_written(60)
+    await_written(memory)
     assert torch.load(tmp_path / "saved")["weights"].equal(STATE["weights"])
 
     def is_there() -> None:
@@ -84,14 +91,45 @@ def test_a_process_without_a_keeper_holds_nothing() -> None:
     assert held.offer("") is None
 
 
-def test_a_child_that_hangs_is_not_waited_for_longer_than_said() -> None:
-    memory = Memory(lambda _: time.sleep(3))
-    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 1})))
-    begun = time.monotonic()
-    memory.await_written(0.2)
-    assert time.monotonic() - begun < 2
-    memory.await_written(60)
-    assert time.monotonic() - begun > 2
+@pytest.mark.parametrize("kills", [1, TRIES])
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_child_that_is_killed_is_followed_by_another(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kills: int, forgotten: bool
+) -> None:
+    """Also when the run has come further, so that only the child needs the memory. With TRIES kills: the control."""
+
+    def save(it: Held) -> None:
+        (tmp_path / str(os.getpid())).touch()
+        if len([*tmp_path.iterdir()]) <= kills:
+            time.sleep(600)
+        (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
+
+    memory, before = Memory(save), bytes_in_memory(os.getpid())
+    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3})))
+    for count in range(1, kills + 1):
+        wait_until(lambda: memory.reap() == [3] and len([*tmp_path.iterdir()]) == count, "a child", limit=60)  # noqa: B023
+        if forgotten:
+            memory.forget()
+        (writer,) = memory._writers
+        os.kill(writer, signal.SIGKILL)
+    await_written(memory)
+    assert (tmp_path / "saved").exists() == (kills < TRIES)
+    lost = f"evenkeel: NOT SAVED: {TRIES} processes that wrote step 3 were killed, the last of them by signal 9\n"
+    assert capfd.readouterr().err == (lost if kills == TRIES else "")
+    memory.forget()
+    assert bytes_in_memory(os.getpid()) == before, "no memory is left behind"
+
+
+def test_a_rank_has_no_memory_that_only_a_child_needs(tmp_path: Path) -> None:
+    """Or it would keep it for as long as it lives."""
+    memory, before = Memory(lambda _: wait_until((tmp_path / "end").exists, "the end")), bytes_in_memory(os.getpid())
+    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3})))
+    memory.forget()
+    assert bytes_in_memory(os.getpid()) > before
+    told = by_a_rank(memory, lambda: hold(lambda _: None, {"step": bytes_in_memory(os.getpid())}))
+    assert told == f'{{"step": {before}}}'
+    (tmp_path / "end").touch()
+    await_written(memory)
 
 
 def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:

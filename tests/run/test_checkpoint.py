@@ -268,6 +268,52 @@ def test_the_best_that_is_overtaken_goes(checkpoints: Checkpoints) -> None:
     assert steps(checkpoints) == [4, 5]
 
 
+LATE = {
+    "a snapshot": ("snapshot", None, {6: 0.5, 9: 0.4}, [6, 9], 0.5),
+    "a snapshot, with room": ("snapshot", None, {6: 0.5}, [3, 6], 0.5),
+    "evaluated, and not the best": ("checkpoint", 0.1, {6: 0.5, 9: 0.4}, [6, 9], 0.5),
+    "evaluated, and the best": ("checkpoint", 0.9, {6: 0.5, 9: 0.4}, [3, 6, 9], 0.9),
+    "evaluated again": ("checkpoint", 0.5, {3: 0.5, 6: 0.4, 9: 0.3}, [3, 6, 9], 0.5),
+    "older than the best": ("checkpoint", 0.1, {1: 0.5, 6: 0.2, 9: 0.3}, [1, 6, 9], 0.5),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_an_old_step_that_comes_late_takes_nothing_from_newer_ones(checkpoints: Checkpoints, case: str) -> None:
+    """From a process that writes it on a slow disk, as a keeper's child may, while the run goes on."""
+    kind, metric, there, left, best = LATE[case]
+    for step, accuracy in there.items():
+        checkpoints.save(state(step), {"accuracy": accuracy})
+    if kind == "snapshot":
+        assert checkpoints.rescue(state(3)) is None, "it need not begin"
+    checkpoints._write(state(3), {} if metric is None else {"accuracy": metric}, kind)  # it had begun before
+    assert steps(checkpoints) == left
+    assert best_value(checkpoints) == best
+    newest = checkpoints.load_newest()
+    assert newest
+    assert newest["step"] == max(left)
+    assert all(is_whole(load(path)) for path in checkpoints.all())
+
+
+def test_a_writer_that_waited_does_not_write_into_the_run_that_began_meanwhile(checkpoints: Checkpoints) -> None:
+    """`--fresh` moves the folder aside. The control: in the folder as it was it writes."""
+    for fresh in (False, True):
+        checkpoints.folder.mkdir(parents=True, exist_ok=True)
+        with checkpoints._alone(0.0):  # the lock is taken
+            writer = FORK.Process(target=checkpoints.rescue, args=(state(7), time.monotonic() + 60))
+            writer.start()
+            wait_until(lambda: opened_by(writer.pid).count(str(checkpoints.folder)) == 2, "its wait")  # noqa: B023
+            if fresh:
+                checkpoints.folder.rename(checkpoints.folder.with_name("old"))
+                checkpoints.folder.mkdir()
+        writer.join()
+        assert steps(checkpoints) == ([] if fresh else [7])
+
+
+def opened_by(pid: int | None) -> list[str]:
+    return [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+
+
 def test_nan_is_no_best_value(checkpoints: Checkpoints) -> None:
     """A comparison with it is false both ways, so it would stay the best for ever."""
     nan = {"accuracy": float("nan")}

@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import sys
+import time
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -514,6 +515,16 @@ class OwnBatches(Usual):
 
     def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
         return batch.x, batch.y
+
+
+@dataclass
+class WorseAndWorse(Recorded):
+    """Its first evaluation is the best for ever."""
+
+    best: ClassVar[Any] = ("loss", "min")
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": torch.full((len(batch[1]),), time.time(), dtype=torch.float64)}
 
 
 @dataclass

@@ -159,3 +159,9 @@ def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
         os.killpg(pid, signal.SIGKILL)
     process.kill()
     process.communicate()
+
+
+def bytes_in_memory(pid: int) -> int:
+    """Of all that a process has for states."""
+    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if "memfd:state" in os.path.realpath(link)]
+    return sum(link.stat().st_size for link in links)

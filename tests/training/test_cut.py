@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from evenkeel.launch.topology import Topology, torchrun
 from evenkeel.run.records import recorded_options
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.checks import explain
-from evenkeel.training.cut import fact_of_the_job, has_batchnorm, refuse_single_samples, settle, single
+from evenkeel.training.cut import (
+    fact_of_the_job,
+    has_batchnorm,
+    refuse_single_samples,
+    settle,
+    single,
+    takes_one_sample,
+)
 from evenkeel.training.freezing import freeze
 from tests.support.processes import TRAIN
 from tests.support.rooms import optional
@@ -153,7 +161,8 @@ def refusal(batch: int, micro: Any, samples: int, task: Classify = TINY, model: 
     """What is said of a cut; empty if it is let in."""
     config = Config(batch_size=batch, micro_batch=micro).resolved()
     try:
-        refuse_single_samples(config, task, model or task.model(), Plan.of(config, samples), ALONE)
+        plan, data = Plan.of(config, samples), task.train_dataset()
+        refuse_single_samples(config, task.loss, model or task.model(), plan, ALONE, data)
     except Refusal as refused:
         return str(refused)
     return ""
@@ -179,10 +188,31 @@ def test_only_what_would_fail_is_refused() -> None:
         TINY.model()(images[:, :, :32, :32])
     assert refusal(8, 4, 101, Classify()) == "", "no BatchNorm"
     for task in optional("tasks.segment.Segment"):
-        assert task(backbone="small").takes_one_sample(nn.BatchNorm1d(1)), "a task that sees to it, or says nothing"
+        assert refusal(8, 4, 101, task(backbone="small", canvas=32, digit_size=16, samples=8)) == "", "it sees to it"
     frozen = TINY.model()
     freeze(frozen, ["conv1", "stage*", "conv5"])
     assert refusal(8, 4, 101, TINY, frozen) == ""
     # of a task that does not know, it is said when it happens
     with pytest.raises(EndedHere, match=r"too few samples for BatchNorm in training .*--micro-batch, one that leaves"):
         explain(caught.value, frozen)
+
+
+SMALL = nn.ModuleDict({"made": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), "told": nn.Linear(4, 1)})
+LOSSES: dict[str, tuple[bool, Any]] = {
+    "alone": (False, lambda model, x: model["told"](model["made"](x)).mean()),
+    "two batches joined": (True, lambda model, x: model["told"](model["made"](torch.cat([x, -x]))).mean()),
+    "noise of its own": (True, lambda model, x: model["told"](model["made"](torch.randn(8, 3))).mean() + 0 * x.sum()),
+    "the other network": (True, lambda model, x: model["told"](torch.cat([x, x[:, :1]], 1)).mean()),
+    "another error": (True, lambda model, x: model["none"](x)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_whether_a_loss_of_several_networks_takes_one_sample_is_tried_without_a_trace(name: str) -> None:
+    takes, loss = LOSSES[name]
+    before, drawn = copy.deepcopy(SMALL.state_dict()), torch.get_rng_state()
+    dataset = [torch.randn(3, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    assert takes_one_sample(Config(), loss, SMALL, dataset) == takes
+    assert all(tensor.equal(before[key]) for key, tensor in SMALL.state_dict().items())
+    assert torch.get_rng_state().equal(drawn)
+    assert all(parameter.grad is None for parameter in SMALL.parameters())

@@ -23,6 +23,7 @@ from ..common.errors import EndedByData, no_exit, place_of
 from ..common.processes import STOP_SIGNALS, die_with_parent
 from .batch import collate
 from .dataset import Rows, SizedDataset, whole_fetch
+from .plan import MicroBatch
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
 
@@ -124,6 +125,22 @@ def in_order(dataset: Dataset[Any], numbers: Sequence[int], in_worker: bool) -> 
     """Read these items of a data set, here or in one loader process."""
     options: dict[str, Any] = {"collate_fn": _unchanged, "worker_init_fn": _outlive_signals}
     return list(_Loader(dataset, batch_size=None, sampler=numbers, num_workers=int(in_worker), **options))
+
+
+def one_sample(dataset: SizedDataset, seed: int, in_worker: bool) -> Any:
+    """A batch of the first sample alone, for a look at it before the training. Read as in :func:`in_order`."""
+    (batch,) = in_order(_First(Seeded(dataset, seed, "train")), [0], in_worker)
+    return batch
+
+
+class _First(Dataset[Any]):
+    def __init__(self, seeded: Seeded) -> None:
+        self._seeded = seeded
+
+    def __getitem__(self, _number: int) -> Any:
+        if first := getattr(self._seeded.dataset, "first_samples", None):  # a stream must not be read through
+            return collate(first()[:1])
+        return self._seeded.__getitems__(Indices([0], 0, MicroBatch(0, 0, 0, 1)))
 
 
 def _unchanged(batch: Any) -> Any:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
+import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,9 @@ from typing import IO, Any, NamedTuple
 
 from ..common import kept
 from ..common.processes import name_process
+
+TRIES = 3
+"""How many children bring a state to the disk, one after the other, if they are killed."""
 
 
 class Held(NamedTuple):
@@ -149,7 +153,8 @@ class Memory:
         self._save = save
         self._held: Held | None = None
         self._next = -1
-        self._writers: list[int] = []
+        self._writers: dict[int, tuple[Held, int]] = {}
+        """By pid: what each child writes, and how many more may follow it."""
 
     def prepare(self) -> None:
         """Make the memory of the rank that is forked next."""
@@ -160,6 +165,8 @@ class Memory:
         """In that rank: :func:`hold` writes there, and :func:`before` is what the keeper holds."""
         global _mine, _before
         _mine, _before = self._next, self._held
+        for descriptor in {held.descriptor for held, _ in self._writers.values()} - {_before and _before.descriptor}:
+            os.close(descriptor)
         os.register_at_fork(after_in_child=_disown)  # or loader processes would keep the memory
         keeper = os.getppid()
 
@@ -178,14 +185,14 @@ class Memory:
         if facts:
             self.forget()
             self._held = Held(self._next, json.loads(facts))
-            self._write(self._held)
+            self._write(self._held, TRIES)
         elif self._next >= 0:
             os.close(self._next)
         self._next = -1
 
-    def _write(self, held: Held) -> None:
+    def _write(self, held: Held, tries: int) -> None:
         if pid := os.fork():
-            self._writers.append(pid)
+            self._writers[pid] = held, tries - 1
             return
         name_process("writer")
         try:
@@ -195,18 +202,35 @@ class Memory:
         os._exit(0)
 
     def forget(self) -> None:
-        """Hold nothing: the run has come further. A child that still writes has the memory too."""
-        if self._held:
-            os.close(self._held.descriptor)
-            self._held = None
+        """Hold nothing for the next rank: the run has come further. What is still being written stays until it is."""
+        held, self._held = self._held, None
+        self._let_go(held)
 
-    def reap(self) -> None:
-        """Take note of children that have ended."""
-        self._writers = [pid for pid in self._writers if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    def _let_go(self, held: Held | None) -> None:
+        if held and held != self._held and held not in [being_written for being_written, _ in self._writers.values()]:
+            os.close(held.descriptor)
 
-    def await_written(self, seconds: float, wait: Callable[[float], object] = time.sleep) -> None:
-        """Wait until all is on the disk, but not longer than so many seconds."""
-        deadline = time.monotonic() + seconds
-        while self._writers and time.monotonic() < deadline:
-            wait(0.01)
-            self.reap()
+    def reap(self) -> list[int]:
+        """Take note of children that have ended, and let another follow one that was killed: without a checkpoint of
+        an evaluated step, that step could not be the best. Returns the steps that are still being written."""
+        for pid, (held, tries) in list(self._writers.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del self._writers[pid]
+            if os.WIFSIGNALED(status) and tries:
+                self._write(held, tries)
+                continue
+            if os.WIFSIGNALED(status):
+                last = f"the last of them by signal {os.WTERMSIG(status)}"
+                with contextlib.suppress(OSError):
+                    what = f"{TRIES} processes that wrote step {held.step} were killed, {last}"
+                    print(f"evenkeel: NOT SAVED: {what}", file=sys.stderr, flush=True)
+            self._let_go(held)
+        return sorted({held.step for held, _ in self._writers.values()})
+
+    def abandon(self) -> None:
+        """Kill the children that still write. Does not wait for their end, for which a disk may let them wait."""
+        for pid in self._writers:
+            os.kill(pid, signal.SIGKILL)
+        self._writers = {}

@@ -50,7 +50,7 @@ from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, nam
 from ..config import Config
 from ..distributed.exits import refuse
 from .held import Held, Memory
-from .interruption import STOPPED
+from .interruption import KEYBOARD, ONE_PRESS, STOPPED
 from .peers import Peers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
@@ -58,6 +58,9 @@ UNFORKABLE = 119
 
 UNASKED = 10.0
 """Seconds beyond --grace that a trainer has to leave after REGROUP before it is killed."""
+
+AT_ONCE = 0.3
+"""Seconds within which the disk has a state, as a rule: nobody needs to hear that a keeper waits for it."""
 
 COUNTS = "EVENKEEL_KEEPER_COUNTS"
 """The environment variable that takes a keeper's counts to the program that replaces it."""
@@ -110,8 +113,12 @@ class Keeper:
         # how often it has forked again, how often in a row without progress, and the first step of the newest trainer
         # that came further than those before it
         self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
-        self._stopped = False
-        """Whether somebody has asked the job to end."""
+        self._stopped = 0.0
+        """When somebody asked the job to end; 0: nobody has."""
+        self._stop = 0
+        """The signal that asked first."""
+        self._hurried = False
+        """Whether somebody has pressed Ctrl-C after that, and so does not want to wait."""
         self._asked = 0.0
         """When the trainer was asked to leave because of another rank's death; 0: it was not."""
         self._told: dict[str, str] = {}
@@ -137,7 +144,7 @@ class Keeper:
                 self._end(code)
             self._forks += 1
             if self._changed():
-                self._memory.await_written(self._grace, self._stopped_within)
+                self._await_written()
                 if self._stopped:
                     self._end(STOPPED)
                 os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
@@ -182,7 +189,7 @@ class Keeper:
         while True:
             number = _await_signal(heeded, self._peers.interval)
             if number and number != signal.SIGCHLD:
-                self._stopped = True
+                self._note_stop(number)
                 os.kill(pid, number)
             ended, status = os.waitpid(pid, os.WNOHANG)
             self._memory.reap()
@@ -222,8 +229,40 @@ class Keeper:
 
     def _stopped_within(self, seconds: float) -> bool:
         """Wait, and say whether somebody has asked the job to end."""
-        self._stopped |= _await_signal(self._stops, seconds) is not None
-        return self._stopped
+        if number := _await_signal(self._stops, seconds):
+            self._note_stop(number)
+        return bool(self._stopped)
+
+    def _note_stop(self, number: int) -> None:
+        """Only a keyboard is in a hurry: agents and schedulers send one SIGTERM by several ways."""
+        now = time.monotonic()
+        if not self._stopped:
+            self._stopped, self._stop = now, number
+        elif signal.SIGINT in (number, self._stop) and now - self._stopped > ONE_PRESS:
+            self._hurried = True
+
+    def _await_written(self) -> bool:
+        """Wait until the disk has what trainers have left in memory: --grace at most, from a stop signal on if there
+        was one. Returns False if a second Ctrl-C has ended that, so that it is lost."""
+        begun, told = time.monotonic(), False
+        while steps := self._memory.reap():
+            what, now = f"step {' and '.join(map(str, steps))}", time.monotonic()
+            until = (self._stopped or begun) + self._grace
+            if self._hurried:
+                self._memory.abandon()
+                self._say(f"second Ctrl-C: exiting, {what} is NOT SAVED")
+                return False
+            if now > until:
+                self._say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process goes on writing it")
+                break
+            if self._stopped and not told and now > max(self._stopped, begun) + AT_ONCE:
+                told, again = True, "again " * (self._stop == signal.SIGINT)
+                self._say(
+                    f"{_name(self._stop)}: waiting {until - now:.0f} s at most until the disk has {what}; press Ctrl-C "
+                    f"{again}to exit without it"
+                )
+            self._stopped_within(0.01)
+        return True
 
     def _forks_again(self, code: int) -> bool:
         """Whether the trainer that has ended so is to be followed by another."""
@@ -263,7 +302,9 @@ class Keeper:
             refuse(self._told["refusal"])
         if code:
             self._peers.tell_end()
-        self._memory.await_written(self._grace)
+        self._hurried |= code == KEYBOARD
+        if not self._await_written():
+            code = KEYBOARD
         end_store()
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trainer has left one, if that is wanted

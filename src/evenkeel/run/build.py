@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
 
-from ..common.naming import TEST
 from ..config import Config
+from ..data.data_digest import TRAINING
+from ..data.dataset import SizedDataset
 from ..data.plan import Plan
 from ..data.randomness import seed_task
 from ..distributed.placement import place
@@ -33,10 +35,12 @@ def build_model(config: Config, task: Task) -> nn.Module:
     return in_place(model)
 
 
-def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.Module, decides: str = TEST) -> State:
+def build_state(
+    config: Config, task: Task, world: World, plan: Plan, model: nn.Module, sets: Mapping[str, SizedDataset]
+) -> State:
     """The state before the first step: weights from a file if asked for, the model on its devices, the optimizers.
 
-    ``decides`` is the set of samples by which --patience decides.
+    ``sets`` are the training data and, by name, those of the evaluation; --patience goes by the first of these.
 
     Raises:
         Refusal: the weights do not fit, or an option does not fit this model.
@@ -45,7 +49,7 @@ def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.
     if config.init_from:
         origin = "--init-from {}: {}".format(*read_weights(model, config.init_from, config.init_partial))
     freeze(model, config.freeze)
-    refuse_single_samples(config, task, model, plan, world)
+    refuse_single_samples(config, task.loss, model, plan, world, sets[TRAINING])
     if config.sync_batchnorm:
         synchronise(model, plan, world, config.reduce, task.unused_parameters)
     placed = place(model, config, world.devices)
@@ -53,6 +57,7 @@ def build_state(config: Config, task: Task, world: World, plan: Plan, model: nn.
         compile_networks(model, world.device, config.exact, whole=config.reduce == "tree")
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     every = config.eval_every or plan.steps_per_epoch
+    decides = next(name for name in sets if name != TRAINING)
     stopping = Stopping(plan.total_steps, every, task.best, config.patience, decides)
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)

@@ -162,11 +162,14 @@ class Checkpoints:
         """Keep other writers out, but no longer than until a moment: one that is frozen must not stop the others.
 
         Two at once cost room and nothing else: each writes under its own name and gives up if the other was faster.
+        Raises OSError if the folder is another when the wait is over.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.folder, os.O_RDONLY)
         try:
             lock(folder, until)
+            if not os.path.samestat(os.fstat(folder), self.folder.stat()):  # --fresh has moved it meanwhile
+                raise FileNotFoundError(errno.ENOENT, "another run has begun there", self.place)
             yield
         finally:
             fcntl.flock(folder, fcntl.LOCK_UN)  # or a loader process that was forked meanwhile would keep it
@@ -177,7 +180,7 @@ class Checkpoints:
         final = self.folder / f"step-{step:08d}"
         temporary = self.folder / f".{final.name}.{uuid4().hex}.tmp"
         replaced = self.folder / f".{final.name}.old"
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         try:
             with (temporary / STATE).open("wb") as file:
                 files = {STATE: dump(dict(state), file)}

@@ -42,7 +42,7 @@ from ..resilience.interruption import REGROUPING, STOPPED, Interruption
 from ..training import compilation
 from ..training.arrivals import Arrivals
 from ..training.batch_size_finder import Probe
-from ..training.cut import has_batchnorm, settle
+from ..training.cut import has_batchnorm, refuse_single_samples, settle
 from ..training.determinism import fix_arithmetic, operations_named, threads_of_a_rank
 from ..training.distributed_loss import DistributedLoss, LossFunction
 from ..training.evaluation import Evaluation
@@ -139,7 +139,6 @@ class Run:
         with no_exit():
             recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know better
             world, sets = prepare(config, task, recorded)
-            _, decides, *_ = sets
             activity.enter(START_UP, "model")
             model = build_model(config, task)
             cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
@@ -147,7 +146,7 @@ class Run:
             plan = Plan.of(settled, len(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
-            state = build_state(settled, task, world, plan, model, decides)
+            state = build_state(settled, task, world, plan, model, sets)
             # the last that may refuse; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
@@ -199,9 +198,15 @@ class Run:
         Args:
             loss: (model, batch) -> the batch's mean loss; default: the task's.
             network: the part of the model that learns from this loss; default: all of it.
+
+        Raises:
+            Refusal: the cut leaves single samples, and the loss is not the task's, which was tried before the start.
         """
-        config = self.config
-        self._models += 1 if loss in (None, self.task.loss) else 2
+        config, own = self.config, loss not in (None, self.task.loss)
+        self._models += 1 + own
+        if loss and own:
+            train_set = self.attempt.sets[TRAINING]
+            refuse_single_samples(config, loss, self.state.model, self.plan, self.world, train_set)
         return DistributedLoss(
             loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
             config.strategy, self.task.unused_parameters, network, self.arrivals, self.task.collectives,
@@ -542,7 +547,7 @@ class Run:
 
     def _failed(self, error: BaseException) -> str:
         lost = kept.is_kept() and is_loss_of_a_rank(error)  # whose keeper tells more
-        if isinstance(error, Ended):
+        if isinstance(error, Ended | Refusal):
             log.info("failed at step %d: %s", self.state.step, error)  # the user is told in a line of its own
         else:
             log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self.state.step, exc_info=error)
@@ -651,7 +656,7 @@ def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
 
 def _reason(error: BaseException) -> str:
     """What went wrong, in a line."""
-    name = "" if isinstance(error, Ended) else f"{type(error).__name__}: "
+    name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
     first, *more = f"{name}{error}".strip().split("\n")
     # of an error in a loader process torch tells where it was caught first, and what it was last
     return more[-1] if more and " in DataLoader worker process " in first else first

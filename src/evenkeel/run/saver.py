@@ -170,4 +170,4 @@ def write_held(held: Held) -> None:
         state = torch.load(held.path, map_location="cpu", weights_only=True, mmap=True)
         checkpoints.rescue(state, until, manifest.metrics, manifest.kind)
     except OSError as error:
-        say(f"evenkeel: NOT SAVED: {error}; step {manifest.step} is in memory only", to_stderr=True)
+        say(f"evenkeel: NOT SAVED: {error}; step {manifest.step} was in memory only", to_stderr=True)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..common.errors import Ended, Refusal
 from ..config import BELOW_1, FINITE, NAME, Flag, option
 from ..data.dataset import SizedDataset
-from ..training.checks import TOO_FEW
 from ..training.task import Classification
 from . import datasets, models
 from .datasets import ABOUT
@@ -182,17 +181,6 @@ class Classify(Classification):
             raise Ended("none of the test images decodes")
         found = {name: float(mean) / (1 - left_out) for name, mean in means.items() if name != "left_out"}
         return {**found, "left_out": left_out} if left_out else found
-
-    def takes_one_sample(self, model: nn.Module) -> bool:
-        """Whether the network can be trained on one image, which depends on how small it makes it. It is tried."""
-        channels = ABOUT[self.dataset].channels if self.model_ == models.OWN else 3
-        try:
-            models.try_shape(model, (1, channels, self.size, self.size))
-        except ValueError as error:
-            return TOO_FEW not in str(error)
-        except Exception:  # a network of a subclass that cannot run on meta tensors
-            return True
-        return True
 
     def inputs(self, images: Tensor) -> Tensor:
         """The network's input for uint8 images [n, C, H, W], on their device: resized, in float32, normalised.

@@ -7,20 +7,28 @@ recorded; the run keeps it on another number of ranks, as long as each of them h
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..common.errors import Refusal
 from ..config import LARGEST_WORLD, Config, number_in
+from ..data.batch import to_device
+from ..data.dataset import SizedDataset
+from ..data.loader import one_sample
 from ..data.plan import Plan
+from ..data.randomness import generators_kept
 from ..distributed.data_parallel import chunks, replicas
 from ..distributed.world import World
-from .task import Task
+from .checks import TOO_FEW
+from .distributed_loss import Loss, LossFunction
 
 Recorded = Mapping[str, Any]
 Cutter = Callable[[Recorded], Config]
@@ -72,14 +80,16 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
-def refuse_single_samples(config: Config, task: Task, model: nn.Module, plan: Plan, world: World) -> None:
+def refuse_single_samples(
+    config: Config, loss: LossFunction, model: nn.Module, plan: Plan, world: World, train_set: SizedDataset
+) -> None:
     """Refuse a cut that leaves a single sample to BatchNorm that cannot be trained on one.
 
     With --micro-batch auto only steps of one sample are seen, because the cut is not known yet.
     """
     gpus = len(replicas(config.strategy, world.device))
     step = single(plan, gpus, config.sync_batchnorm)
-    if step is None or not has_batchnorm(model) or task.takes_one_sample(model):
+    if step is None or not has_batchnorm(model) or takes_one_sample(config, loss, model, train_set):
         return
     batch = config.batch_size
     micro = config.micro_batch if isinstance(config.micro_batch, int) and not config.sync_batchnorm else 0
@@ -99,6 +109,19 @@ def refuse_single_samples(config: Config, task: Task, model: nn.Module, plan: Pl
         f"{'the last step of an epoch' if step else 'every step'} has {samples} sample{'s' * (samples > 1)}, of which "
         f"a micro-batch gets only one, and the model's BatchNorm cannot be trained on that; {remedy}"
     )
+
+
+def takes_one_sample(config: Config, loss: LossFunction, model: nn.Module, train_set: SizedDataset) -> bool:
+    """Whether the loss can be computed of one sample. BatchNorm needs two values a channel, but these may be pixels, or
+    of two batches that the loss joins. So it is tried, with a copy of the model. Any other error shows in training."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with generators_kept(), torch.compiler.set_stance("force_eager") if config.compile else nullcontext():
+        try:
+            batch = one_sample(train_set, config.seed, config.num_workers > 0)
+            Loss(copy.deepcopy(model), loss)(to_device(batch, device))
+        except Exception as error:
+            return TOO_FEW not in str(error)
+    return True
 
 
 def _near(size: int, most: int) -> list[int]:

@@ -152,11 +152,6 @@ class Task(ABC):
         """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
         return rate(config, step, total_steps)
 
-    def takes_one_sample(self, model: nn.Module) -> bool:
-        """Whether the model can be trained on a micro-batch of one sample. Asked before the start if there would be one
-        and the model has BatchNorm, which needs two values a channel: two samples, or an image of several pixels."""
-        return True
-
     def resolved(self, recorded: Mapping[str, Any] | None) -> Task:
         """The task with its open options settled; by default itself.
 
