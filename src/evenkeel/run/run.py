@@ -330,7 +330,7 @@ class Run:
             return
         if state.skipped > self._skipped_told:
             self._skipped_told = state.skipped
-            log.warning("step %d was not finite and is left out, %d so far", state.last_skipped, state.skipped)
+            log.warning("step %d was not finite and is left out, %d in this attempt", state.last_skipped, state.skipped)
             self.tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
         more = {name: float(rate) for name, rate in state.rates.items()}
         if state.scaler:  # of the next step, and how many the run has left out for it
