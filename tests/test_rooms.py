@@ -14,16 +14,16 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 """From the bottom to the top; a room imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1130,
-    "config": 410,
-    "data": 2240,
-    "distributed": 1820,
-    "resilience": 1410,
-    "training": 3610,
-    "run": 4055,
-    "tasks": 2150,
-    "launch": 2120,
-    "cli": 5090,
+    "common": 1310,
+    "config": 430,
+    "data": 2620,
+    "distributed": 1970,
+    "resilience": 1520,
+    "training": 3750,
+    "run": 4140,
+    "tasks": 2220,
+    "launch": 2200,
+    "cli": 5150,
 }
 """Lines of a room. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 
