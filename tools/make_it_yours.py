@@ -307,6 +307,9 @@ def renamed(files: Texts, name: str) -> dict[str, str]:
     changed = {file: text.replace(NAME, name) for file, text in files.items()}
     if len(name) > len(NAME) and (project := changed.get("pyproject.toml")):  # accept lines that become too long
         changed["pyproject.toml"] = project.replace("\nignore = [\n", '\nignore = [\n  "E501",\n', 1)
+    if len(name) > len(NAME) and (budgets := changed.get("tests/test_rooms.py")):  # `make format` breaks some of them
+        more = re.compile(r'^(    "\w+": )(\d+),$', re.MULTILINE)
+        changed["tests/test_rooms.py"] = more.sub(lambda it: f"{it[1]}{int(it[2]) + 100},", budgets)
     return changed
 
 
