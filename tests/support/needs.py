@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 
 NO_SKIPS = "EVENKEEL_NO_SKIPS"
-CI_LACKS = re.compile(r"\bGPUs?\b|\bCUDA\b|'(torchdata|webdataset|datasets)\b|older releases have none")
-"""In the reason of a skip: what CI does not have either."""
+CI_LACKS = re.compile(
+    r"\bGPUs?\b|\bCUDA\b|'(torchdata|webdataset|datasets)\b|older releases have none"
+    r"|'evenkeel\.|this copy has left out"
+)
+"""In the reason of a skip: what CI does not have either, and what make_it_yours.py may have taken out."""
 
 
 def root(to: str) -> pytest.MarkDecorator:
