@@ -6,7 +6,7 @@ job breaks.
 
 All functions of `torch.distributed`, the functional ones too, ask a helper for their process group before anything is
 sent. These helpers are watched. So a function that a task has imported by name is found as well, and on every rank
-before it waits. What Evenkeel itself exchanges within a model (`sync_batchnorm`) is let through.
+before it waits. `sync_batchnorm`, which is exact, allows its own.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def _watched(helper: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*arguments: Any, **options: Any) -> Any:
         # get_rank() and its like ask as well
         if _refused and _refused[-1] and not (frame := sys._getframe(1)).f_code.co_name.startswith(("get_", "set_")):
-            _, user = _called(frame)
-            if _package(user) != __name__.partition(".")[0]:
-                raise _refusal(_refused[-1], frame)
+            raise _refusal(_refused[-1], frame)
         return helper(*arguments, **options)
 
     return watched
