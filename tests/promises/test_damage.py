@@ -206,7 +206,10 @@ def unreadable_folder(newest: Path) -> Path:
     return newest
 
 
-@pytest.mark.parametrize("closed", [unreadable_state, unreadable_manifest, unreadable_folder])
+@pytest.mark.parametrize(
+    "closed",
+    [unreadable_state, *(pytest.param(it, marks=pytest.mark.slow) for it in (unreadable_manifest, unreadable_folder))],
+)
 def test_a_run_that_may_not_read_its_newest_checkpoint_ends_with_the_same_weights(
     killed: Path, undisturbed: str, tmp_path: Path, closed: Callable[[Path], Path]
 ) -> None:

@@ -65,7 +65,7 @@ def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bi
     ("number", "ranks"),
     [
         (signal.SIGTERM, 2),
-        (signal.SIGINT, 1),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR2, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, 1, marks=pytest.mark.slow),
@@ -90,6 +90,7 @@ def test_a_signal_to_the_launcher_saves_the_last_step_and_leaves_no_process(
     assert saved_step(run_dir) >= told, "no finished step is lost"
 
 
+@pytest.mark.slow
 def test_workers_whose_agent_is_killed_save_and_end(tmp_path: Path) -> None:
     """`kill -9` of torchrun itself, which would leave its workers running for ever."""
     run_dir = tmp_path / "run"

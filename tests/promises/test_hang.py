@@ -75,6 +75,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(
         assert read(run_dir)["ledger"]["dead"] > 5, "a hang is not productive"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_in_its_data_says_so_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = tmp_path / "run"
     options = job(run_dir, "--checkpoint-every", 0, "--hang-timeout", 5, "--stick-at", 20)
@@ -98,6 +99,7 @@ def test_a_rank_that_is_stuck_in_its_data_says_so_itself(tmp_path: Path, caplog:
         fr_trace.main([str(traces)])
 
 
+@pytest.mark.slow
 def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(torchrun(2, TRAIN, *job(run_dir, "--pause", 0.1, "--hang-timeout", 0), restarts=1))

@@ -125,6 +125,7 @@ def test_a_keeper_that_is_killed_takes_its_rank_with_it_and_torchrun_restarts_th
     assert weights_of(run_dir) == undisturbed
 
 
+@pytest.mark.slow
 def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     begun = time.monotonic()

@@ -60,10 +60,8 @@ def test_without_that_torchrun_starts_the_refused_again(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) > 20
 
 
-MORE = [pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("0123", "01")]
-
-
-@pytest.mark.parametrize("refusing", ["23", *MORE])
+@pytest.mark.slow
+@pytest.mark.parametrize("refusing", ["23", "0123", "01"])
 def test_two_nodes_refuse_together(tmp_path: Path, refusing: str) -> None:
     """With one line each, whether or not the reason is on the node."""
     script = REFUSER.replace("time.sleep(120)", "job_store_of(os.environ)")

@@ -18,7 +18,8 @@ def job(run_dir: Path, *more: object) -> list[str]:
     return options(f"{SUPPORT / 'turns_task.py'}:Turns", run_dir, *shape)
 
 
-@pytest.mark.parametrize("reduce", ["tree", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", ["tree", "ring"])
 def test_turns_go_through_a_kill_and_other_numbers_of_ranks(tmp_path: Path, reduce: str) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     words = job(run_dir, "--reduce", reduce, "--slow", slow)

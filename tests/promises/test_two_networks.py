@@ -35,6 +35,7 @@ def stop(ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: 
         processes.finish(rank)
 
 
+@pytest.mark.slow
 def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> None:
     """On one rank without a stop; and on 3 whole, 2 placed and 1 cut, with a SIGTERM and a SIGKILL in between."""
     shape = ["--samples", 45, "--test-samples", 13, "--batch-size", 11, "--micro-batch", 3, "--epochs", 6]
