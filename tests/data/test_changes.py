@@ -56,6 +56,24 @@ def enclosing(own: Any) -> Callable[[Any, Any], Any]:
     return lambda _, index: own if index is None else own[index]
 
 
+class Disconnected:
+    """As a handle of a database or of a remote file may be."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"not connected: {name}")
+
+
+def with_empty_cell() -> Callable[[Any, int], Any]:
+    def sample(_held: Any, index: int) -> Any:
+        return index if index >= 0 else never
+
+    if len(BUFFER) > 12:
+        never = 0
+    return sample
+
+
 def augmented(held: Any, index: int) -> Tensor:
     return torch.rand(3) + random.random() + float(np.random.rand())
 
@@ -109,8 +127,19 @@ def test_another_length_is_found(workers: int) -> None:
         (Data(None, augmented), lambda data: (data.cache.clear(), setattr(data, "reads", 99))),
         (Data(torch.ones(2), augmented), lambda data: write_aside(data)),
         (Data(np.random.default_rng(), lambda dice, index: dice.random() * 10**index), lambda data: None),
+        (Data(Disconnected(), augmented), lambda data: None),
+        (Data(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), augmented), lambda data: None),
+        (Data(None, with_empty_cell()), lambda data: None),
     ],
-    ids=["augmentation", "a cache", "what is not read", "own dice"],
+    ids=[
+        "augmentation",
+        "a cache",
+        "what is not read",
+        "own dice",
+        "what cannot be looked at",
+        "nested tensors",
+        "an empty cell",
+    ],
 )
 def test_what_is_no_change(dataset: Any, change: Callable[[Any], object], workers: int) -> None:
     changed = watched(dataset, workers)

@@ -18,8 +18,10 @@ from typing import NamedTuple
 from . import kept
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-AGENT_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)  # which torchrun is to pass on to its ranks
 """From torchrun's agent or Docker, the keyboard, Slurm (two), and a terminal that is closed."""
+
+AGENT_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
+"""What torchrun is to pass on to its ranks."""
 
 REFUSAL = signal.SIGALRM
 """From a rank to its agent: the input is refused, and a restart would not change that."""

@@ -29,6 +29,9 @@ HELPERS = {c10d: ["_rank_not_in_group"], functional: ["_resolve_group", "_resolv
 UNINITIALIZED = "process group has not been initialized"
 """What torch says where there is no process group, as in a job of one process."""
 
+QUESTIONS = ("get_", "set_")
+"""How the names of functions begin that ask the helpers too, but send nothing."""
+
 _refused: list[str] = []  # what must not call collectives now, the innermost last
 
 
@@ -52,10 +55,12 @@ def no_collectives(what: str) -> Iterator[None]:
 def _refusal(what: str, frame: FrameType) -> EndedHere:
     """The error for a function of torch's, from a frame within it."""
     name, user = _called(frame)
+    call = f"{what} calls {name} of torch.distributed at {user.f_code.co_filename}:{user.f_lineno}"
+    if name.startswith(QUESTIONS):
+        return EndedHere(f"{call}, but one process alone has no process group; ask is_initialized() first")
     return EndedHere(
-        f"{what} calls {name} of torch.distributed at {user.f_code.co_filename}:{user.f_lineno}, so its result would "
-        "depend on the number of ranks and on the cut into micro-batches; compute it for each micro-batch by itself, "
-        "or set collectives = True in the task's class if you accept that"
+        f"{call}, so its result would depend on the number of ranks and on the cut into micro-batches; compute it for "
+        "each micro-batch by itself, or set collectives = True in the task's class if you accept that"
     )
 
 
@@ -76,8 +81,7 @@ def _package(frame: FrameType) -> str:
 def _watched(helper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(helper)
     def watched(*arguments: Any, **options: Any) -> Any:
-        # get_rank() and its like ask as well
-        if _refused and _refused[-1] and not (frame := sys._getframe(1)).f_code.co_name.startswith(("get_", "set_")):
+        if _refused and _refused[-1] and not (frame := sys._getframe(1)).f_code.co_name.startswith(QUESTIONS):
             raise _refusal(_refused[-1], frame)
         return helper(*arguments, **options)
 

@@ -60,7 +60,7 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
         raise Refusal("optimizers() returned an empty list: nothing would be trained; return at least one")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise Refusal(f"{name or 'the model'} is {kind_of(module)} with sparse=True, and {DENSE}")
     taken: dict[int, str] = {}
     for number, optimizer in enumerate(optimizers):
