@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from collections.abc import Callable
@@ -127,6 +128,7 @@ def test_another_length_is_found(workers: int) -> None:
         (Data(None, augmented), lambda data: (data.cache.clear(), setattr(data, "reads", 99))),
         (Data(torch.ones(2), augmented), lambda data: write_aside(data)),
         (Data(np.random.default_rng(), lambda dice, index: dice.random() * 10**index), lambda data: None),
+        (Data(None, lambda _, index: os.getpid()), lambda data: setattr(data, "reads", 99)),
         (Data(Disconnected(), augmented), lambda data: None),
         (Data(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), augmented), lambda data: None),
         (Data(None, with_empty_cell()), lambda data: None),
@@ -136,6 +138,7 @@ def test_another_length_is_found(workers: int) -> None:
         "a cache",
         "what is not read",
         "own dice",
+        "the process",
         "what cannot be looked at",
         "nested tensors",
         "an empty cell",

@@ -70,7 +70,7 @@ def test_the_size_of_a_group_that_there_is_not_and_an_error_of_another_kind() ->
     with pytest.raises(EndedHere) as ended, no_collectives("loss()"):
         dist.get_world_size()
     assert str(ended.value).startswith("loss() calls get_world_size of torch.distributed at ")
-    assert str(ended.value).endswith("one process alone has no process group; ask is_initialized() first")
+    assert "one process alone has no process group; ask is_initialized() first" in str(ended.value)
     with pytest.raises(ValueError, match="of the task"), no_collectives("loss()"):
         raise ValueError("of the task")
     with pytest.raises(ValueError, match="has not been initialized"), no_collectives(""):

@@ -52,7 +52,7 @@ def test_a_collective_in_a_loss_is_refused_on_any_number_of_ranks(tmp_path: Path
     for done in ended:
         line = the_line(done.stderr)
         assert line.startswith(f"loss() calls {'all_gather' if ranks else 'get_world_size'} of torch.distributed at ")
-        assert line.endswith("or set collectives = True in the task's class if you accept that")
+        assert "set collectives = True in the task's class" in line
 
 
 @pytest.mark.slow

@@ -254,7 +254,11 @@ def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_t
 
 
 @pytest.mark.slow
-def test_a_stop_signal_while_a_keeper_waits_for_the_disk_ends_the_job_as_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stops", "code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 2, KEYBOARD)])
+def test_a_stop_signal_while_a_keeper_of_changed_code_waits_for_the_disk(
+    tmp_path: Path, stops: list[int], code: int
+) -> None:
+    """It ends the job as stopped, or, if a second Ctrl-C comes, at once and with the code that says so."""
     task = tmp_path / "changing.py"
     task.write_text("from tests.support.recording_task import Recorded\nclass Changing(Recorded):\n    pass\n")
     run_dir = tmp_path / "run"
@@ -266,10 +270,13 @@ def test_a_stop_signal_while_a_keeper_waits_for_the_disk_ends_the_job_as_stopped
         task.write_text(task.read_text() + "# another\n")
         os.kill(trainer_of(process), signal.SIGKILL)
         wait_until(lambda: "writer" in map(process_name, children(process.pid)), "a child that writes")
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-    assert finish(process).returncode == 75
-    assert saved_step(run_dir) == 3
+        for number in stops:
+            process.send_signal(number)
+            time.sleep(1.3)
+        if code == KEYBOARD:
+            process.wait(timeout=LIMIT)
+    assert finish(process).returncode == code
+    assert saved_step(run_dir) == (0 if code == KEYBOARD else 3)
 
 
 @contextmanager

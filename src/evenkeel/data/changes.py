@@ -59,17 +59,19 @@ class Changes:
             return ""
         self._states = states
         # samples that are drawn anew at each read are sometimes the same twice
-        changed = self._differs(ONCE) and self._differs(OFTEN)
-        return f"samples of the {changed[0]} data are not what they were when the job began" if changed else ""
+        changed = (once := self._differs(ONCE, {})) and self._differs(OFTEN, once)
+        return f"samples of the {next(iter(changed))} data are not what they were when the job began" if changed else ""
 
-    def _differs(self, times: int) -> list[str]:
-        """Names of sets that are not as they were. Those that differ between reads are not compared any more."""
+    def _differs(self, times: int, before: Digests) -> Digests:
+        """Sets that are not as they were, as they are now. Those that differ between reads, or from what another loader
+        process has read just `before`, its number for example, are not compared any more."""
         try:
             found, unsteady = look(self.config, {name: self.sets[name] for name in self._digests}, times)
         except Refusal:  # samples are missing
-            return [*self._digests]
+            return self._digests
+        unsteady += [name for name, digest in before.items() if not alike(found.get(name, digest), digest)]
         self._digests = {name: digest for name, digest in self._digests.items() if name not in unsteady}
-        return [name for name, digest in self._digests.items() if not alike(found.get(name, digest), digest)]
+        return {name: found[name] for name, old in self._digests.items() if not alike(found.get(name, old), old)}
 
     def _look_at_values(self) -> list[Any]:
         """What the sets hold; where an object of other people's code cannot be looked at, what is never the same."""

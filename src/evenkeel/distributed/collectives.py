@@ -57,7 +57,10 @@ def _refusal(what: str, frame: FrameType) -> EndedHere:
     name, user = _called(frame)
     call = f"{what} calls {name} of torch.distributed at {user.f_code.co_filename}:{user.f_lineno}"
     if name.startswith(QUESTIONS):
-        return EndedHere(f"{call}, but one process alone has no process group; ask is_initialized() first")
+        return EndedHere(
+            f"{call}, but one process alone has no process group; ask is_initialized() first; for a collective after "
+            "it, set collectives = True in the task's class"
+        )
     return EndedHere(
         f"{call}, so its result would depend on the number of ranks and on the cut into micro-batches; compute it for "
         "each micro-batch by itself, or set collectives = True in the task's class if you accept that"

@@ -144,9 +144,9 @@ class Keeper:
                 self._end(code)
             self._forks += 1
             if self._changed():
-                self._await_written()
+                written = self._await_written()
                 if self._stopped:
-                    self._end(STOPPED)
+                    self._end(STOPPED if written else KEYBOARD)
                 os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
