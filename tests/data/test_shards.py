@@ -270,11 +270,11 @@ def test_half_a_character_in_json_is_refused_with_its_place(tmp_path: Path, text
 
 
 def test_a_tar_with_a_member_of_negative_size_is_refused(tmp_path: Path) -> None:
-    """tarfile goes round and round in it."""
+    """tarfile goes round and round in it; some releases refuse it themselves, in other words."""
     whole, loop = tarfile.TarInfo("a.txt"), tarfile.TarInfo("loop")
     loop.size = -512
     (tmp_path / "a.tar").write_bytes(whole.tobuf() + loop.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
-    with pytest.raises(Refusal, match=r"a.tar: is truncated or damaged: its member 'loop' has -512 bytes"):
+    with pytest.raises(Refusal, match=r"a.tar: is truncated or damaged: "):
         write_index(tmp_path)
 
 
