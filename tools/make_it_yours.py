@@ -5,9 +5,9 @@
     tools/make_it_yours.py mytrainer                        this checkout, with your name for the package
     tools/make_it_yours.py mytrainer --without slurm docker the same without the rooms that you do not need
 
---thin is `evenkeel new` (docs/thin.md), from a wheel of this checkout unless --from names another source. All else works
-on this checkout itself and commits nothing. All is computed before anything is written, and a failure or Ctrl-C leaves
-the checkout as it was. Earlier runs continue: what they wrote does not depend on the name. `EVENKEEL_...`
+--thin is `evenkeel new` (docs/thin.md), from a wheel of this checkout unless --from names another source. All else
+works on this checkout itself and commits nothing. All is computed before anything is written, and a failure or Ctrl-C
+leaves the checkout as it was. Earlier runs continue: what they wrote does not depend on the name. `EVENKEEL_...`
 variables keep their names, because shells' start-up files and jobs in a queue may set them.
 """
 
@@ -48,8 +48,10 @@ ROOMS = {
     "docs/report.*",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
     "doctor": "src/evenkeel/cli/doctor tests/cli/doctor tests/*/test_doctor.py docs/doctor.md",
-    "slurm": "src/evenkeel/launch/slurm src/evenkeel/cli/new/templates/slurm-* slurm tests/launch/slurm tests/cluster docs/slurm.md",
-    "docker": "src/evenkeel/launch/docker src/evenkeel/cli/new/templates/docker-* docker .dockerignore tests/launch/docker tests/docker docs/docker.md",
+    "slurm": "src/evenkeel/launch/slurm src/evenkeel/cli/new/templates/slurm-* "
+    "slurm tests/launch/slurm tests/cluster docs/slurm.md",
+    "docker": "src/evenkeel/launch/docker src/evenkeel/cli/new/templates/docker-* "
+    "docker .dockerignore tests/launch/docker tests/docker docs/docker.md",
     "segment": "src/evenkeel/tasks/segment.py tests/tasks/test_segment.py tests/promises/test_two_networks.py",
     "regress": "src/evenkeel/tasks/regress.py",
     "lm": "src/evenkeel/tasks/lm.py src/evenkeel/tasks/text.py src/evenkeel/tasks/transformer.py "

@@ -1,4 +1,4 @@
-"""Begin a project, check machines, plan a job, watch and report its runs, predict, sample, compare, and try what a job survives."""
+"""Begin a project, check machines, plan a job, watch and report its runs, predict, compare, try what a job survives."""
 
 from __future__ import annotations
 

@@ -45,7 +45,12 @@ FILES = (
     ".ci/run",
     ".gitignore",
 )
-IN_THE_WAY = {word for path in FILES for word in Path(path).with_suffix("").parts} | {"evenkeel", "runs", "data", WHEELS}
+IN_THE_WAY = {word for path in FILES for word in Path(path).with_suffix("").parts} | {
+    "evenkeel",
+    "runs",
+    "data",
+    WHEELS,
+}
 """Names of modules and folders in a project that the package must not hide."""
 
 GIT = re.compile(r"git\+(https|ssh|file)://[^\s\"'\\]+@[^\s\"'\\@:]+")
@@ -96,7 +101,9 @@ def source_of(typed: str) -> Source:
         if not path.is_file() or not zipfile.is_zipfile(path):
             raise Refusal(f"--from {typed}: {'is not a wheel' if path.is_file() else 'no such file'}")
         if not named:
-            raise Refusal(f"--from {typed}: is not a wheel of evenkeel; those are named evenkeel-VERSION-py3-none-any.whl")
+            raise Refusal(
+                f"--from {typed}: is not a wheel of evenkeel; those are named evenkeel-VERSION-py3-none-any.whl"
+            )
         return Source(f"evenkeel=={named[1]}", "wheel", path)
     raise Refusal(f"--from {typed}: give evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or the path of a wheel")
 
