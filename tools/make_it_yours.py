@@ -389,9 +389,10 @@ def make_it(name: str, without: list[str]) -> None:
 def wheel(folder: str) -> Path:
     """A wheel of this checkout, made in a folder."""
     source, python = Path(folder, "source"), ROOT / ".venv" / "bin" / "python"
-    for name in tracked("pyproject.toml", "README.md", "LICENSE", "src"):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
+    leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")  # building in the checkout would leave files there
+    shutil.copytree(ROOT / "src", source / "src", ignore=leave_out)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(source)]
     done = subprocess.run([python if python.exists() else sys.executable, *words], capture_output=True, text=True)
     if done.returncode:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,14 +41,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=PROJECTS)
-def made(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+def made(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """By the command that the wheel brings, in an environment that has nothing else of this checkout."""
     name, (task, parts) = request.param, PROJECTS[request.param]
     home = tmp_path_factory.mktemp(name)
     words = ["-m", "evenkeel", "new", name, "--task", task, *(["--with", *parts] if parts else [])]
     run([sys.executable, *words, "--from", str(wheel)], cwd=home)
     borrow(home / name, home / "site")
-    yield Made(name, home / name)
+    return Made(name, home / name)
 
 
 def test_make_train(made: Made) -> None:
