@@ -69,5 +69,6 @@ def _diff(path: str, before: str | None, after: str | None) -> str:
         if text is None:
             head += f"{what} file mode {'100755' if (before or after or '').startswith('#!') else '100644'}\n"
     names = ("/dev/null" if before is None else f"a/{path}", "/dev/null" if after is None else f"b/{path}")
-    lines = unified_diff(*((text or "").splitlines(keepends=True) for text in (before, after)), *names)
+    was, will_be = ((text or "").splitlines(keepends=True) for text in (before, after))
+    lines = unified_diff(was, will_be, *names)
     return head + "".join(lines)
