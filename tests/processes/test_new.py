@@ -48,11 +48,12 @@ def made(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.T
     words = ["-m", "evenkeel", "new", name, "--task", task, *(["--with", *parts] if parts else [])]
     run([sys.executable, *words, "--from", str(wheel)], cwd=home)
     borrow(home / name, home / "site")
+    make(home / name, "setup")
     return Made(name, home / name)
 
 
 def test_make_train(made: Made) -> None:
-    """The first command, which installs the wheel; the second time it continues."""
+    """The first command; what it has installed is the wheel."""
     make(made.folder, "train", "ARGS=--max-steps 3 --wandb disabled --schedule constant")
     kind = project.TASKS[PROJECTS[made.name][0]]
     summary = read(made.folder / "runs" / kind)
