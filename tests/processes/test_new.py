@@ -16,6 +16,9 @@ from tests.support.thin import borrow, make, make_wheel
 
 pytestmark = [needs.tools("git", "make"), needs_all_rooms, pytest.mark.timeout(1800)]
 
+BARE: str = sys._base_executable  # type: ignore[attr-defined]
+"""The Python of which the environment of these tests is made, and which lacks the package."""
+
 PROJECTS = {"tide": ("classify", ["slurm", "docker"]), "reef": ("lm", ["slurm"]), "fell": ("empty", [])}
 """Name of a project: its task, and its parts."""
 
@@ -31,7 +34,7 @@ class Made:
         """What a program of its .venv prints, or one of its own scripts by any Python."""
         program, *arguments = words.split()
         where = self.folder / program if "/" in program else self.folder / ".venv" / "bin" / program
-        start_by = [sys.executable] if "/" in program else []
+        start_by = [BARE] if "/" in program else []
         return run([*start_by, str(where), *arguments], cwd=self.folder, expect=expect).stdout
 
 
@@ -90,10 +93,11 @@ def test_torchrun_without_make_trains_its_task(made: Made) -> None:
 
 
 def test_its_launchers(made: Made) -> None:
-    """Started by a Python without the package, from another folder too."""
+    """Started by a Python without the package, which they leave for the project's; from another folder too."""
     said = made("launch/single_node.py -g 2 --dry-run -- --max-steps 2")
     assert f"{made.folder}/train.py --max-steps 2" in said
-    elsewhere = start([sys.executable, str(made.folder / "launch/single_node.py"), "--dry-run"], cwd=made.folder.parent)
+    assert f"{made.folder}/.venv/bin/python -m evenkeel.launch.agent" in said
+    elsewhere = start([BARE, str(made.folder / "launch/single_node.py"), "--dry-run"], cwd=made.folder.parent)
     assert f"{made.folder}/train.py" in checked(finish(elsewhere), 0).stdout
     parts = PROJECTS[made.name][1]
     if "slurm" in parts:
