@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tomli_w
 
+from evenkeel.common.arguments import flag
 from evenkeel.common.errors import Refusal
-from evenkeel.config import CUTTING, HARMLESS, UNSAVED, Config, differences, flag, saved_options, validate
+from evenkeel.config import CUTTING, HARMLESS, UNSAVED, Config, differences, saved_options, validate
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, get_args, get_type_hints
 import pytest
 
 from evenkeel.__main__ import main, subcommands
+from evenkeel.common.arguments import LARGEST_WORLD, flag
 from evenkeel.common.errors import Refusal
-from evenkeel.config import BOUNDS, LARGEST_WORLD, Config, check_numbers, flag, validate
+from evenkeel.config import BOUNDS, Config, check_numbers, validate
 from evenkeel.distributed.world import World
 from evenkeel.launch import launchers
 from evenkeel.launch.launchers import MultiNode, parse_arguments

@@ -25,7 +25,7 @@ from evenkeel.data.data_digest import OFTEN, ONCE, TWICE, alike, difference, dig
 from evenkeel.data.dataset import InMemory, SizedDataset, limited
 from evenkeel.data.randomness import seed_host
 from evenkeel.tasks.registry import load_task
-from evenkeel.training.task import evaluation_sets, training_set
+from evenkeel.training.task_data import evaluation_sets, training_set
 from tests.support.small_runs import ODD_TASKS
 
 Pair = namedtuple("Pair", ["x", "y"])

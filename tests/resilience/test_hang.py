@@ -59,7 +59,7 @@ def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) ->
     training.run.watched(None, lambda: None)
     for name in ("collectives.json", "stacks.txt"):
         os.mkfifo(training.run.attempt.logs / f"rank-0.{name}")  # whoever opens it waits for a reader
-    threading.Thread(target=training.run.hung, daemon=True).start()
+    threading.Thread(target=training.run.ending.hung, daemon=True).start()
     wait_until(lambda: read(training.run.path, "status.json")["state"] == "failed", "the end")
     assert training.saved(1)
     assert "no progress for 600 s" in read(training.run.path, "status.json")["reason"]

@@ -13,8 +13,9 @@ import tyro
 from torch.distributed.run import get_args_parser
 
 from evenkeel.__main__ import COMMANDS, subcommands
+from evenkeel.common.arguments import flag
 from evenkeel.common.errors import Refusal
-from evenkeel.config import Config, flag
+from evenkeel.config import Config
 from evenkeel.launch.launchers import MultiNode
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.command_line import BY_NAME, parse

@@ -19,9 +19,10 @@ import torch
 
 import train
 from evenkeel.__main__ import subcommands
+from evenkeel.common.arguments import flag
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.processes import can_lose_a_node
-from evenkeel.config import GROUPS, Config, flag, saved_options
+from evenkeel.config import GROUPS, Config, saved_options
 from evenkeel.distributed.devices import explain_devices
 from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.agent import first_error

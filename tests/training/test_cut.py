@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from evenkeel.common.arguments import LARGEST_WORLD
 from evenkeel.common.errors import EndedHere, Refusal
-from evenkeel.config import LARGEST_WORLD, Config
+from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.launch.topology import Topology, torchrun

@@ -13,7 +13,7 @@ from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory, split
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.task import evaluation_sets, training_set
+from evenkeel.training.task_data import evaluation_sets, training_set
 from tests.support.rooms import optional
 from tests.support.validated_task import Validated, samples
 

@@ -224,7 +224,7 @@ class Training:
             attempt.begin()
         self.run = Run(attempt, task, self.state)
         if world.rank == 0:
-            self.run.attempt.resume(self.run.state)
+            self.run.resume()
         for parameter in model.parameters():
             parameter.data.zero_()
 
@@ -261,15 +261,15 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
     training = Training(tmp_path / "run", rank_0, grace=grace)
     with slow_disk(tmp_path / "run" / "checkpoints"):
         training.step()
-        training.run.checkpoint({})
+        training.run.checkpointer.after_step({})
         training.step()
-        rescue = threading.Thread(target=training.run.stopped, args=("SIGTERM",))
+        rescue = threading.Thread(target=training.run.ending.stopped, args=("SIGTERM",))
         rescue.start()
         rescue.join(timeout=1)
         assert rescue.is_alive() == (grace > 1), "it is done within --grace, whatever it has to wait for"
     rescue.join(timeout=120)
     assert not rescue.is_alive()
-    training.run.saver.result()
+    training.run.checkpointer.saver.result()
     assert training.saved(1)
     assert training.saved(2)
 
@@ -289,13 +289,13 @@ def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path, rank_0
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     for _ in range(3):
         training.step()
-        training.run.checkpoint({})  # reports what came of the one before
+        training.run.checkpointer.after_step({})  # reports what came of the one before
     with pytest.raises(FileExistsError):
-        training.run.saver.result()
+        training.run.checkpointer.saver.result()
     (tmp_path / "run" / "checkpoints").unlink()
     training.step()
-    training.run.checkpoint({})
-    training.run.saver.result()
+    training.run.checkpointer.after_step({})
+    training.run.checkpointer.saver.result()
     assert training.saved(4)
 
 
@@ -324,8 +324,8 @@ def test_memory_to_be_page_locked_is_as_large_as_the_state_and_on_the_rank_that_
     for rank, pinned in ((0, True), (1, False)):
         training = Training(tmp_path / str(rank), World(rank, rank, 1, 1, CPU, launched=False))
         training.step()
-        training.run.checkpoint({})
-        assert training.run.saver._staging.pinned is pinned
+        training.run.checkpointer.after_step({})
+        assert training.run.checkpointer.saver._staging.pinned is pinned
 
 
 def growth_of_a_rank_that_never_writes(folder: Path) -> tuple[float, float]:
@@ -333,11 +333,11 @@ def growth_of_a_rank_that_never_writes(folder: Path) -> tuple[float, float]:
     training = Training(folder, World(1, 0, 1, 1, CPU, launched=False), size=4000)
     for _ in range(2):
         training.step()
-        training.run.checkpoint({})
+        training.run.checkpointer.after_step({})
     before = resident_megabytes()
-    training.run.checkpoint({})
+    training.run.checkpointer.after_step({})
     checkpoint = resident_megabytes()
-    training.run.failed(RuntimeError("a peer has died"))
+    training.run.ending.failed(RuntimeError("a peer has died"))
     assert training.saved(2)
     return checkpoint - before, resident_megabytes() - checkpoint
 

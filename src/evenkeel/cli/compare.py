@@ -12,9 +12,10 @@ from typing import Any
 
 import tyro
 
+from ..common.arguments import flag
 from ..common.display import say
 from ..common.errors import Refusal
-from ..config import HARMLESS, flag
+from ..config import HARMLESS
 from ..run.checkpoint import Checkpoints, Damaged, load, step_folders, step_of
 from ..run.fingerprint import describe, differences
 from ..run.records import read_config, read_facts, read_records

@@ -227,13 +227,9 @@ class DistributedLoss:
             self.reduction.end()
             if not (self._unused or self._has_all()):
                 raise missing_gradients(self._network)
-            if self._names is None:  # once; a rank without a micro-batch knows none
+            if self._names is None:  # once
                 check_dense(self._learning)
-                told = [names[0] for names in self.world.gather(self._loss.parts) if names]
-                for names in told:
-                    same_parts(told[0], names, Ended)
-                self._names = told[0] if told else None
-                self._loss.parts[:] = told[:1]
+                self._agree_on_parts()
         except Exception as error:
             self._explain(error)
             raise
@@ -243,6 +239,14 @@ class DistributedLoss:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler:
             self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
+
+    def _agree_on_parts(self) -> None:
+        """Learn the names of the loss's parts on all ranks: one without a micro-batch knows none."""
+        told = [names[0] for names in self.world.gather(self._loss.parts) if names]
+        for names in told:
+            same_parts(told[0], names, Ended)
+        self._names = told[0] if told else None
+        self._loss.parts[:] = told[:1]
 
     def _placed(self, batch: Any) -> Any:
         placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
