@@ -158,8 +158,8 @@ def not_waited_for(world: World, waits: bool) -> int:
     ddp.register_comm_hook(None, gradients.reduction.hook)
     gradients.module = ddp
     if not waits:
-        assert gradients._peers
-        gradients._peers._catch_up = None
+        assert gradients._synced
+        gradients._synced._catch_up = None
     found: list[int] = []
     step(gradients)  # after which DDP has its buckets
     with watched(found):

@@ -98,7 +98,7 @@ class Run:
             activity.enter(START_UP, "model")
             model = build_model(config, task)
             cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
-            settled = cutter(recorded)
+            settled = cutter(recorded)  # by what this node knows of the run; `begin` does so by what any node knows
             plan = Plan.of(settled, len(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")

@@ -172,13 +172,13 @@ class DistributedLoss:
         self._transfer = Transfer(world.device)
         self._arrivals = arrivals or Arrivals()
         self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
-        self._peers = peers_of(state.model)
-        if network and (self._peers or strategy == "dp"):
+        self._synced = peers_of(state.model)  # with --sync-batchnorm: the layers that exchange statistics
+        if network and (self._synced or strategy == "dp"):
             raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
-        if self._peers:
+        if self._synced:
             counts = [_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
             # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
-            self._peers.connect(counts, None if unused else self.reduction.catch_up)
+            self._synced.connect(counts, None if unused else self.reduction.catch_up)
         self.norm = torch.zeros(())
         """The gradient's in the last step."""
         self._batch: Any = None
@@ -206,8 +206,8 @@ class DistributedLoss:
         try:
             activity.enter(DATA)
             self.reduction.begin(runs)
-            if self._peers:
-                self._peers.begin(_at_work(runs))
+            if self._synced:
+                self._synced.begin(_at_work(runs))
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, step.batches, strict=True), start=1):
                 self._batch, self._samples, self._last = batch, micro_batch.size, number == len(step.micro_batches)
                 activity.enter(COMPUTING)
