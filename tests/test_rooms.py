@@ -16,12 +16,12 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 
 BUDGET = {
     "common": 1310,
-    "config": 430,
+    "config": 400,
     "data": 2620,
     "distributed": 1970,
     "resilience": 1520,
     "training": 3750,
-    "run": 4140,
+    "run": 4380,
     "tasks": 2220,
     "launch": 2200,
     "cli": 5150,

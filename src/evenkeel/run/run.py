@@ -144,17 +144,13 @@ class Run:
             resumed.tell(self.state, self.attempt.directory, self.attempt.tracker)
 
     def watched(self, store: Store | None, interruption: Interruption) -> Watch:
-        """A context in which every rank tells the others what it does, so that one that hangs is named.
-
-        Args:
-            store: this attempt's own.
-            interruption: ends this process if a rank hangs.
-        """
+        """A context in which every rank tells the others by the attempt's store what it does, so that one that hangs is
+        named; then the interruption ends this process."""
+        patience, logs = self.config.hang_timeout, self.attempt.logs
 
         def on_hang() -> None:
             interruption.end("a hang", self.ending.hung, FAILED)
 
-        patience, logs = self.config.hang_timeout, self.attempt.logs
         watch = Watch(patience, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
         self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
         return watch
@@ -186,17 +182,18 @@ class Run:
         """
         if self.finished:
             return iter(())
-        config, state, train_set = self.config, self.state, self.attempt.sets[TRAINING]
-        sampler = ElasticSampler(
-            train_set,
-            config.batch_size,
-            self.plan.micro_batch,
-            num_replicas=self.world.world_size,
-            rank=self.world.rank,
-            seed=config.seed,
-            micro_batches=self.plan.number,
+        config, state, plan, world, train_set = (
+            self.config,
+            self.state,
+            self.plan,
+            self.world,
+            self.attempt.sets[TRAINING],
         )
-        batches = loader(train_set, sampler, "train", config.num_workers, self.world.device, self._workers)
+        sampler = ElasticSampler(
+            train_set, config.batch_size, plan.micro_batch, num_replicas=world.world_size, rank=world.rank,
+            seed=config.seed, micro_batches=plan.number,
+        )  # fmt: skip
+        batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
         self.evaluator.begin()
         if state.owes_evaluation or (self._unevaluated and state.due_for_evaluation):
             self._evaluate_and_save()
