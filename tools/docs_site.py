@@ -1,6 +1,6 @@
 """Hooks of mkdocs (mkdocs.yml): docs/index.md is the navigation, README.md is a page, links to the source are text.
 
-On GitHub `[plan](../src/evenkeel/data/plan.py)` leads to the file. The site holds no source, so only the text is left.
+On GitHub `[plan](../src/evenkeel/data/plan.py)` leads to the file. The site has no source, so only the text is left.
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = "readme.md"
-LINK = re.compile(r"(?<!!)\[([^]]*)\]\(([^)\s]+)\)")
+LINK = re.compile(r"^```.*?^```|(?<!!)\[([^]]*)\]\(([^)\s]+)\)", re.DOTALL | re.MULTILINE)
+"""A link, or a fenced block, which is left as it is."""
 
 
 def navigation(index: str) -> list[dict[str, Any]]:
-    """The sections of docs/index.md, each with the pages that its list links to."""
-    first, *sections = re.split(r"^## ", index, flags=re.MULTILINE)
-    pages = [{"Start": "index.md"}, *({title: README} for title, target in LINK.findall(first) if "README" in target)]
+    """The sections of docs/index.md, each with the pages that its list links to: mkdocs' `nav`."""
+    _, *sections = re.split(r"^## ", index, flags=re.MULTILINE)
+    pages: list[dict[str, Any]] = [{"Start": "index.md"}, {"README": README}]
     for section in sections:
         listed = re.findall(r"^- \[([^]]*)\]\(([\w-]+\.md)\)", section, re.MULTILINE)
         pages.append({section.partition("\n")[0]: [{title: page} for title, page in listed]})
     return pages
 
 
-def inside(markdown: str, from_readme: bool) -> str:
-    """A page of the repository as a page of the site: without links to what is not in docs/."""
+def inside(markdown: str, folder: str = "docs/") -> str:
+    """A page of a folder of the repository as a page of the site: a link to what the site has not becomes its text."""
 
     def link(match: re.Match[str]) -> str:
         text, target = match.groups()
-        if target.startswith(("https://", "#")):
+        if text is None or target.startswith(("https://", "#")):
             return match[0]
-        if from_readme:
-            return f"[{text}]({target.removeprefix('docs/')})" if target.startswith("docs/") else text
         if target == "../README.md":
             return f"[{text}]({README})"
-        return text if target.startswith("../") else match[0]
+        if folder:
+            return text if target.startswith("../") else match[0]
+        return f"[{text}]({target.removeprefix('docs/')})" if target.startswith("docs/") else text
 
     return LINK.sub(link, markdown)
 
@@ -50,11 +51,11 @@ def on_files(files: Any, config: Any) -> Any:
     """Add README.md, whose pictures are in docs/ as well."""
     from mkdocs.structure.files import File
 
-    readme = inside((ROOT / "README.md").read_text(), from_readme=True).replace("](docs/", "](")
+    readme = inside((ROOT / "README.md").read_text(), folder="").replace("](docs/", "](")
     files.append(File.generated(config, README, content=readme))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change the links of a page; mkdocs calls this before it checks them."""
-    return markdown if page.file.src_path == README else inside(markdown, from_readme=False)
+    return markdown if page.file.src_path == README else inside(markdown)
