@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # folders all of whose tests are slow: where none of them is run, none need be collected
 SLOW := bare cluster docker nodes processes gpu
-GATE := cluster docker nodes promises processes/test_readme.py
+GATE := cluster docker nodes promises processes/test_readme.py processes/test_docs_site.py
 ARGS ?=
 
 .PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
