@@ -63,4 +63,5 @@ def test_the_control_other_openings_and_lists_are_found() -> None:
 def test_links_to_what_the_site_has_not_become_text() -> None:
     page = "[a](tasks.md) ![b](b.png) [`c`](../src/c.py) [d](https://e.org) [f](../README.md) [g](#h)\n"
     assert inside(page) == "[a](tasks.md) ![b](b.png) `c` [d](https://e.org) [f](readme.md) [g](#h)\n"
-    assert inside("[a](docs/a.md#b) [c](train.py)\n```\nx[0](c)\n```\n", "") == "[a](a.md#b) c\n```\nx[0](c)\n```\n"
+    readme = "[a](docs/a.md#b) [c](train.py)\n```bash nodes\nx[0](c)\n```\n"
+    assert inside(readme, "") == "[a](a.md#b) c\n```bash\nx[0](c)\n```\n"

@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 README = "readme.md"
 LINK = re.compile(r"^```.*?^```|(?<!!)\[([^]]*)\]\(([^)\s]+)\)", re.DOTALL | re.MULTILINE)
-"""A link, or a fenced block, which is left as it is."""
+"""A link, or a fenced block, of whose info string mkdocs takes the language only."""
 
 
 def navigation(index: str) -> list[dict[str, Any]]:
@@ -30,7 +30,9 @@ def inside(markdown: str, folder: str = "docs/") -> str:
 
     def link(match: re.Match[str]) -> str:
         text, target = match.groups()
-        if text is None or target.startswith(("https://", "#")):
+        if text is None:
+            return re.sub(r"\A(```\w*).*", r"\1", match[0])
+        if target.startswith(("https://", "#")):
             return match[0]
         if target == "../README.md":
             return f"[{text}]({README})"
