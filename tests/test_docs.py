@@ -34,8 +34,8 @@ def loose_lists(page: str) -> list[str]:
 
 
 def test_it_is_short() -> None:
-    """Words as `wc -w` counts them. Shorten something before you raise a limit."""
-    words = {page.name: len(page.read_text().split()) for page in [ROOT / "README.md", *PAGES]}
+    """Words have a letter or a digit; a table's bars are none. Shorten something before you raise a limit."""
+    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in [ROOT / "README.md", *PAGES]}
     assert sum(words.values()) <= 28_000, sorted(words.items(), key=lambda it: -it[1])
     assert words["index.md"] <= 300
 
