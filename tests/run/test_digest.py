@@ -71,20 +71,6 @@ def test_two_elements_that_change_places_show_where_a_sum_of_floats_is_the_same(
     assert digest(swapped) != digest(values)
 
 
-def test_a_sum_of_floats_misses_the_last_bit_as_well() -> None:
-    values = torch.ones(1 << 12)
-    changed = values.clone()
-    changed[7] = torch.nextafter(changed[7], torch.tensor(2.0))
-    assert changed.sum() == values.sum(), "the control"
-    assert digest(changed) != digest(values)
-
-
-def test_zeros_of_either_sign_and_the_payloads_of_nan_are_told_apart() -> None:
-    zero, nan = torch.zeros(3), torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert digest(zero) != digest(-zero)
-    assert digest(nan[:1]) != digest(nan[1:])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_that_of_the_values_whatever_their_place_in_memory(dtype: torch.dtype) -> None:
     values = torch.arange(15).to(dtype).view(3, 5)

@@ -19,7 +19,6 @@ from evenkeel.tasks.segment import (
     PooledNorm,
     Segment,
     confusion,
-    discriminator,
     one_hot,
     pixel_loss,
     segmenter,
@@ -208,10 +207,6 @@ def test_the_control_for_it_and_the_names_are_torchvisions() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         stock(torch.rand(1, 3, 32, 32))
     stock.load_state_dict(segmenter("mobilenet_v3_large").state_dict())
-
-
-def test_the_discriminator_says_one_thing_of_each_patch() -> None:
-    assert discriminator(4)(torch.rand(2, CLASSES, 64, 64)).shape == (2, 1, 2, 2)
 
 
 def test_the_mean_iou_is_that_of_all_pixels_of_all_images_and_not_a_mean_of_means() -> None:

@@ -93,17 +93,6 @@ def test_metrics_are_those_of_a_plain_loop(model: nn.Module, test_set: InMemory,
     assert all(type(value) is float for value in found.values())
 
 
-def test_control_the_mean_of_batch_means_is_another_number(model: nn.Module, test_set: InMemory) -> None:
-    """The usual mistake counts the samples of the short last batch too much; the test above would notice."""
-    model.eval()
-    batches = [test_set.__getitems__(list(range(i, min(i + 5, SAMPLES)))) for i in range(0, SAMPLES, 5)]
-    with torch.no_grad():
-        means = [F.cross_entropy(model(images), labels).item() for images, labels in batches]
-    wrong = sum(means) / len(means)
-
-    assert wrong != pytest.approx(plain_loop(model, test_set)["loss"], rel=1e-6)
-
-
 def test_low_precision_values_are_added_in_high_precision(model: nn.Module) -> None:
     class InHalfPrecision(Classify):
         def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
