@@ -337,24 +337,6 @@ def test_by_step_gives_every_step_also_to_a_rank_that_has_nothing_to_do_in_it(
     assert found == expected
 
 
-def test_by_step_loads_on_demand() -> None:
-    fetched: list[int] = []
-
-    class Recording(Dataset[int]):
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> int:
-            fetched.append(index)
-            return index
-
-    sampler = elastic(Job(samples=12, global_batch=6, micro_batch=3), shuffle=False)
-    steps = by_step(loader(Recording(), sampler, "train", 0, CPU), sampler)
-    _, _, batches = next(steps)
-    assert fetched == []
-    assert next(batches).tolist() == fetched == [0, 1, 2]
-
-
 # ------------------------------------------------------------------------------------------------- random numbers
 
 
@@ -644,23 +626,6 @@ def test_an_error_that_would_end_a_loop_or_a_loader_process_is_told_in_a_line(er
 
     with pytest.raises(EndedByData, match=rf"__getitem__ raised {error.__name__} at .*test_loader.py:\d+: an iterator"):
         Seeded(Raising(torch.arange(3)), 3, "train").__getitems__(Indices([2, 1], 0, MicroBatch(0, 0, 0, 2)))
-
-
-def test_only_data_sets_that_may_draw_are_seeded() -> None:
-    def states() -> list[bytes]:
-        numpy: Any = np.random.get_state()
-        return [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy[1].tobytes()]
-
-    def touched(dataset: Any) -> bool:
-        before = states()
-        Seeded(dataset, 3, "train").__getitems__(Indices([2, 1], 0, MicroBatch(0, 0, 0, 2)))
-        return before != states()
-
-    numbers = torch.arange(20)
-    assert not any(
-        map(touched, [TensorDataset(numbers), InMemory(numbers), *random_split(TensorDataset(numbers), [9, 11])])
-    )
-    assert all(map(touched, [Noisy(numbers), AugmentedInMemory(numbers), Subset(Noisy(numbers), range(9)), Ragged()]))
 
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -21,7 +21,6 @@ import pytest
 from torch.utils.data import DataLoader
 
 from evenkeel.common.errors import EndedByData, Refusal
-from evenkeel.data import shards as shards_module
 from evenkeel.data.shard_index import MANIFEST, read_index, write_index
 from evenkeel.data.shards import Shards
 from tests.support.damage import damaged, scratched
@@ -110,14 +109,6 @@ def test_loader_processes_read_the_same(tmp_path: Path, start: str) -> None:
     assert shards[0] == (0, 0), "a file is open before the fork"
     loader = DataLoader(shards, 10, num_workers=2, multiprocessing_context=start, collate_fn=as_list)
     assert [sample for batch in loader for sample in batch] == expected
-
-
-def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "_opened", shards_module.lru_cache(4)(shards_module._File))
-    write_index(tars(tmp_path, [2] * 20))
-    before = len([*Path("/proc/self/fd").iterdir()])
-    assert len(list(Shards(tmp_path))) == 40
-    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 5, "four and the table"
 
 
 def test_a_pickle_holds_no_file_and_no_table(tmp_path: Path) -> None:
@@ -410,17 +401,6 @@ def test_opening_checks_the_sizes(tmp_path: Path) -> None:
     for content in ("{", '{"version": 1, "samples": "10"}'):
         (tmp_path / MANIFEST).write_text(content)
         refused("cannot be read")
-
-
-def test_a_window_of_row_groups_is_decoded_once(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table({"n": list(range(110))}), tmp_path / "a.parquet", row_group_size=10)
-    write_index(tmp_path)
-    shards, decoded = Shards(tmp_path, window=8), set[int]()  # 11 groups: one window, longer than 8
-    for number in shards.order_blocks().shuffled(np.arange(110, dtype=np.uint64), 0, 0).tolist():
-        assert shards[number] == {"n": number}
-        decoded |= shards._kept.keys()
-    assert decoded == set(range(11)) == set(shards._kept), "none had to go and come back"
 
 
 @pytest.mark.parametrize(

@@ -321,15 +321,6 @@ def test_an_iterable_dataset_is_as_many_substreams_as_it_has_shards(workers: int
     assert one.__getitems__(range(12)) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
-def test_the_control_such_a_stream_loses_samples_in_loader_processes() -> None:
-    one = DataLoader(Sharded([3]), batch_size=None, num_workers=2, collate_fn=tuple)
-    assert [*one] == turn_of(3, 0), "one shard, dealt to two: the second process has none"
-    dealt = numbered(Sharded([3]), CONFIG)
-    dealt.streams.source(0, 0)
-    batches = DataLoader(dealt, batch_sampler=[[0], [1]], collate_fn=list, num_workers=2)
-    assert [sample for batch in batches for sample in batch] == turn_of(3, 0)[:2]
-
-
 def hugging_faces(shards: list[int]) -> Iterator[dict[str, int]]:
     for shard in shards:
         yield from ({"shard": shard, "n": n} for n in range(399))

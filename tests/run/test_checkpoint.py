@@ -17,17 +17,14 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
 import torch
-from torch import nn
 
 from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, unpack, verify
-from evenkeel.training.state import State
 from tests.support.needs import small_disk
 from tests.support.processes import wait_until
 
@@ -83,34 +80,6 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(checkpoints: Checkpoints) 
     assert path == checkpoints.folder / "step-00000042"
     assert same(load(path), saved)
     assert same(checkpoints.load_newest(), saved)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, nesterov=True)])
-def test_a_training_goes_on_as_if_it_had_not_stopped(checkpoints: Checkpoints, optimizer: Callable[..., Any]) -> None:
-    def build() -> State:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
-        return State(model, [optimizer(model.parameters(), lr=0.1)])
-
-    def advance(state: State, count: int) -> None:
-        for _ in range(count):
-            inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(state.step))
-            state.clear_gradients()
-            state.model(inputs).square().mean().backward()
-            state.commit(torch.tensor(1.0), [group.committed for group in state.buffers.groups])
-
-    uninterrupted, first, second = build(), build(), build()
-    advance(uninterrupted, 6)
-    advance(first, 3)
-    checkpoints.save(first.capture(), {})
-    found = checkpoints.load_newest()
-    assert found
-    second.restore(found)
-    assert second.step == 3
-    advance(second, 3)
-    assert same(second.capture(), uninterrupted.capture())
-    advance(second, 1)
-    assert not same(second.capture(), uninterrupted.capture())
 
 
 def test_an_empty_folder_and_none(checkpoints: Checkpoints) -> None:

@@ -297,22 +297,18 @@ def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) ->
     it.start_wandb(None, {})
     it.train(10, 1.5, 2.5, 0.1)
     it.evaluation(10, {"test/accuracy": 0.5})
-    it.close(exit_code=75)
+    it.close(75, None)
     it.close()
     assert [step for step, _ in fake.logged] == [10, 10]
     told = [{k: v for k, v in line.items() if k == "epoch" or "/" in k} for line in lines(run_dir)]
     assert [values for _, values in fake.logged] == told, "by the same names"
     assert (told[0]["train/loss"], told[0]["epoch"]) == (1.5, 1.0)
     assert fake.logged[1][1] == {"test/accuracy": 0.5}
-    assert fake.ended == [75]
-
-
-def test_a_finished_run_has_its_best_evaluation_as_the_summary(run_dir: Path, fake: FakeWandb) -> None:
-    for code, best in ((75, None), (0, {"best/step": 10, "best/validation/accuracy": 0.9})):
-        it = tracker(run_dir, wandb="offline")
-        it.start_wandb("kept", {})
-        it.close(code, best)
-        assert fake.summary == (best or {})
+    assert (fake.ended, fake.summary) == ([75], {})
+    it = tracker(run_dir, wandb="online")
+    it.start_wandb(None, {})
+    it.close(0, {"best/step": 10, "best/validation/accuracy": 0.9})
+    assert fake.summary == {"best/step": 10, "best/validation/accuracy": 0.9}, "of a run that is finished"
 
 
 def test_a_report_that_cannot_be_made_costs_a_line(

@@ -138,21 +138,6 @@ def replica(module: nn.Module) -> nn.Module:
     return copies[id(module)]  # type: ignore[no-any-return]
 
 
-def test_each_network_learns_from_its_own_loss_only_in_a_replica_of_data_parallel_too() -> None:
-    """Such a one has no parameters by `named_parameters`, so there would be none to detach."""
-    torch.manual_seed(0)
-    task = Segment(backbone="small", canvas=32, digit_size=16, adversarial=1.0)
-    model, images_and_masks = task.model(), batch(SMALL, [0, 1, 2, 3])
-    assert isinstance(model, nn.ModuleDict)
-    found = []
-    for module in (model, replica(model)):
-        torch.manual_seed(7)  # dropout
-        found.append(gradients(task, model, task.loss(module, images_and_masks)))
-    assert not list(replica(model).parameters())
-    for name in model:
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-5, atol=1e-7)
-
-
 def test_the_constants_of_a_network_are_its_parameters_and_tied_ones_stay_one() -> None:
     network = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3))
     network[2].weight = network[0].weight

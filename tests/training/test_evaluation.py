@@ -178,19 +178,6 @@ def test_summarize_turns_means_of_any_shape_into_numbers(model: nn.Module, test_
     assert found == {"iou": pytest.approx(sum(ious) / CLASSES, rel=1e-13)}
 
 
-def test_every_sample_comes_once_and_in_its_own_order(model: nn.Module) -> None:
-    seen: list[int] = []
-
-    class Recording(Classify):
-        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-            seen.extend(batch[0].tolist())
-            return {"one": torch.ones(len(batch[0]))}
-
-    evaluate = evaluation(Recording(), model, InMemory(torch.arange(SAMPLES)))
-    assert evaluate() == evaluate() == {"one": 1.0}
-    assert seen == 2 * list(range(SAMPLES))
-
-
 class Noisy(Dataset[Any]):
     """A test set with random crops, say."""
 

@@ -18,7 +18,6 @@ from evenkeel.common.phases import CHECKPOINT, COMMIT, COMPUTING, activity
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.plan import Plan, next_smaller
-from evenkeel.distributed import devices
 from evenkeel.distributed.world import World
 from evenkeel.run.attempt import Attempt
 from evenkeel.training.batch_size_finder import Probe
@@ -105,18 +104,6 @@ def test_the_message_names_the_phase_in_which_it_was_and_not_the_one_after(monke
     note_batch(error := MemoryError(), None)
     activity.enter(COMMIT)  # a rescue
     assert "it was in forward and backward of step 8;" in explained(error, CPU, config)
-
-
-def test_the_device_is_the_first_of_this_process_where_each_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "_chosen", [])
-    assert devices.own_device() == CPU
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    assert World.from_environment(2).device == devices.own_device() == torch.device("cuda", 2)
 
 
 def test_other_processes_on_the_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,19 +76,6 @@ def test_a_copy_is_bit_for_bit_what_was_there_and_shares_no_memory_with_it() -> 
     assert not any(t.requires_grad for t in tensors(copied))
 
 
-def test_the_next_copy_is_in_the_same_memory_unless_a_tensor_is_new_or_has_another_shape_or_type() -> None:
-    staging, live = Staging(CPU), tree()
-    first = {name: tensor.data_ptr() for name, tensor in copy(staging, live)["model"].items()}
-    live = tree()
-    live["step"] = 4
-    live["optimizers"][0]["state"][0]["step"].fill_(4)
-    live["model"] |= {"weight": torch.randn(6, 4), "half": torch.randn(5).half(), "new": torch.randn(3)}
-    copied = copy(staging, live)
-    assert same(copied, live)
-    second = {name: tensor.data_ptr() for name, tensor in copied["model"].items()}
-    assert {name for name in second if first.get(name) != second[name]} == {"weight", "half", "new"}
-
-
 class Diverging(torch.optim.SGD):
     """Fails when it has stepped."""
 
@@ -343,14 +330,3 @@ def test_a_rank_that_never_writes_needs_no_memory_for_it_nor_for_a_rescue(tmp_pa
         checkpoint, rescue = process.apply(growth_of_a_rank_that_never_writes, (tmp_path / "run",))
     assert checkpoint < 10
     assert rescue < 10, "no step is committed any more, so what is written needs no copy"
-
-
-def test_a_still_state_is_saved_without_a_copy(tmp_path: Path) -> None:
-    live = tree()
-    placed = copy(Staging(CPU, still=True), live)
-    assert same(placed, live)
-    whole, view = live["model"]["weight"], live["model"]["expanded"]
-    assert placed["model"]["weight"].data_ptr() == whole.data_ptr()
-    assert placed["model"]["expanded"].data_ptr() != view.data_ptr(), "its file would hold what it is a view of"
-    # the control: without the word that nothing changes, all is copied
-    assert copy(Staging(CPU), live)["model"]["weight"].data_ptr() != whole.data_ptr()
