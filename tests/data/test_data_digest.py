@@ -29,8 +29,6 @@ from evenkeel.training.task import evaluation_sets, training_set
 from tests.support.small_runs import ODD_TASKS
 
 Pair = namedtuple("Pair", ["x", "y"])
-
-
 CONFIG = Config()
 
 

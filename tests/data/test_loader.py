@@ -40,8 +40,6 @@ from evenkeel.data.shuffle import shuffled
 from tests.support.processes import LIMIT
 
 CPU = torch.device("cpu")
-
-
 patient = settings(deadline=None)  # a busy machine is no failure
 
 

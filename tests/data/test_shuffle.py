@@ -24,8 +24,6 @@ from evenkeel.data import shuffle as order
 from evenkeel.data.shuffle import shuffled
 
 Order = NDArray[np.int64]
-
-
 Shuffle = Callable[[int, int, int], Order]
 """(samples, seed, epoch) -> which sample stands at each position."""
 

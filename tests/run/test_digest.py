@@ -15,11 +15,7 @@ from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State, named_tensors
 
 sizes = st.integers(0, 70)
-
-
 seeds = st.integers(0, 2**32)
-
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
 
 

@@ -27,8 +27,6 @@ from tests.support.processes import TRAIN, run, run_forked
 from tests.support.small_runs import job
 
 CPU = torch.device("cpu")
-
-
 OTHER = {"ATEN_CPU_CAPABILITY": "default"}
 """Kernels without vectors: the bits of another machine, on this one."""
 

@@ -61,17 +61,8 @@ def test_facts(tmp_path: Path) -> None:
 
 
 def test_values_that_are_no_numbers_count_as_not_finite() -> None:
-    record = {
-        "kind": "train",
-        "step": 1,
-        "time": 1,
-        "a": math.nan,
-        "b": 10**400,
-        "c": -math.inf,
-        "d": "x",
-        "e": 1,
-        "f": None,
-    }
+    values = {"a": math.nan, "b": 10**400, "c": -math.inf, "d": "x", "e": 1, "f": None}
+    record = {"kind": "train", "step": 1, "time": 1, **values}
     unknown = dict.fromkeys(("train/a", "train/b", "train/c", "train/f"))
     assert values_of(record) == unknown | {"train/e": 1}
     assert shown(values_of(record)) == "train/a nan  train/b nan  train/c nan  train/e 1.0000  train/f nan"

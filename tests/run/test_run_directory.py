@@ -32,8 +32,6 @@ from tests.support.processes import ROOT
 from tests.tasks.test_command_line import contents
 
 OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
-
-
 OPTIONS = {"schedule": "cosine", "batch_size": 64, "seed": 0, "task": "digits", "num_workers": 0}
 OPTIONS |= {"grace": 25.0, "keep": 2, "on_nonfinite": "stop"}
 NOBODY = 65534

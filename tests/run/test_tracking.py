@@ -25,8 +25,6 @@ from evenkeel.run.tracking import Tracker, start_logs
 from tests.support.needs import small_disk
 
 PLAN = Plan(samples=100, global_batch=10, micro_batch=5, epochs=2)
-
-
 KEY = "5ec2e7" + "0123456789abcdef" * 2 + "fe"  # of a key's length and letters, and nobody's
 
 

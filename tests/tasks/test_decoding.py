@@ -249,6 +249,15 @@ def test_nothing_warns_while_images_are_loaded(tmp_path: Path, way: str, monkeyp
                 torchvision.io.decode_jpeg(torch.frombuffer(bytearray(encoded(photograph(9, 9))), dtype=torch.uint8))
 
 
+def test_a_decoder_that_does_not_load_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_another_torch() -> decoding.Decoder:
+        raise OSError("libtorchcodec_image.so: undefined symbol")
+
+    monkeypatch.setattr(decoding, "_torchvision", lambda: torch.clone)
+    monkeypatch.setattr(decoding, "_torchcodec", of_another_torch)
+    assert decoding.jpeg_decoders.__wrapped__() == {"torchvision": torch.clone}
+
+
 def test_a_bad_test_image_is_black_in_the_size_of_the_others(tmp_path: Path) -> None:
     folder(tmp_path, encoded(photograph(100, 75))[:300])
     for decode in ("exact", "fast"):

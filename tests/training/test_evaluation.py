@@ -26,11 +26,7 @@ from evenkeel.training.evaluation import Evaluation
 from evenkeel.training.task import Classification, Task
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), launched=False)
-
-
 CLASSES = 3
-
-
 SAMPLES = 37  # micro-batches of 5: seven, and one of 2
 
 

@@ -28,8 +28,6 @@ from evenkeel.training.state import State
 from evenkeel.training.task import Classification
 
 CPU = torch.device("cpu")
-
-
 ALONE = World(0, 0, 1, 1, CPU, launched=False)
 
 
@@ -39,14 +37,6 @@ ALONE = World(0, 0, 1, 1, CPU, launched=False)
 )
 def test_the_next_smaller_micro_batch_divides_the_batch_where_it_can(sizes: list[int], batch: int) -> None:
     assert [next_smaller(size, batch) for size in sizes[:-1]] == sizes[1:]
-
-
-def test_what_a_batch_is_told_as() -> None:
-    batch = {"image": torch.zeros(2, 3), "more": (torch.zeros(2, dtype=torch.long), ["a", "b"])}
-    note_batch(error := MemoryError(), batch)
-    assert "the batch was [2, 3] float32, [2] int64;" in explained(error, CPU)
-    note_batch(error, [torch.zeros(1)] * 8)
-    assert "[1] float32 and 2 more;" in explained(error, CPU)
 
 
 def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +59,10 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
         assert part in text
     assert "is 1 already" in remedy(Config(batch_size=64, micro_batch=1))
     note_batch(ValueError("something else"), None)
+    note_batch(error := MemoryError(), {"image": torch.zeros(2, 3), "more": (torch.zeros(2).long(), ["a", "b"])})
+    assert "the batch was [2, 3] float32, [2] int64;" in explained(error, CPU)
+    note_batch(error, [torch.zeros(1)] * 8)
+    assert "[1] float32 and 2 more;" in explained(error, CPU)
 
 
 class Greedy(Classification):

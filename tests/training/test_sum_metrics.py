@@ -37,7 +37,6 @@ from tests.training.test_evaluation import Classify, evaluation
 
 CLASSES, SAMPLES = 4, 61
 CUTS = (1, 7, 16, 61)
-
 SINGLE = "SumMetrics takes single metrics of torchmetrics, "
 
 
