@@ -9,7 +9,6 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,27 +146,6 @@ def test_it_reads_little_and_leaves_no_trace() -> None:
     assert look(CONFIG, both(*sets), TWICE) == (digests, [])
     assert look(CONFIG, both(limited(sets[0], 10), sets[1]), TWICE)[0].keys() == digests.keys()
     assert look(CONFIG, both(Map(int, 1), InMemory(torch.zeros(2, 3))), TWICE)[0].keys() == digests.keys()
-
-
-def test_a_file_that_is_opened_at_the_first_read_is_not_shared_with_loader_processes(tmp_path: Path) -> None:
-    def reader() -> Map:
-        opened: list[Any] = []
-
-        def read(index: int) -> int:
-            if not opened:
-                opened.append((tmp_path / "file").open("rb"))
-            return opened[0].read(1)[0] + index
-
-        found = Map(read)
-        found.opened = opened  # type: ignore[attr-defined]
-        return found
-
-    (tmp_path / "file").write_bytes(bytes(100))
-    for workers in (0, 2):
-        data = reader()
-        digests, _ = look(Config(num_workers=workers), both(data, Map(int)), TWICE)
-        assert len(digests) == 2
-        assert len(data.opened) == (workers == 0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -274,18 +274,6 @@ def test_len_is_the_number_of_batches_that_are_left(job: Job, world_size: int, d
     assert len(sampler) == len(list(sampler))
 
 
-def test_batches_know_their_place_in_the_run() -> None:
-    sampler = elastic(Job(samples=23, global_batch=10, micro_batch=4), world_size=2, rank=0)
-    sampler.set_epoch(1, first_step=1)
-    batches = list(sampler)
-    assert [batch.epoch for batch in batches] == [1, 1, 1]
-    assert [batch.micro_batch for batch in batches] == [
-        MicroBatch(step=4, id=0, start=10, size=4),
-        MicroBatch(step=4, id=1, start=14, size=4),
-        MicroBatch(step=5, id=0, start=20, size=3),
-    ]
-
-
 class Untouched:
     """A data set whose samples nobody may fetch."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +15,8 @@ from torch import nn
 from evenkeel.common.phases import CHECKPOINT, COMMIT, COMPUTING, activity
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
-from evenkeel.data.plan import Plan, next_smaller
+from evenkeel.data.plan import next_smaller
 from evenkeel.distributed.world import World
-from evenkeel.run.attempt import Attempt
 from evenkeel.training.batch_size_finder import Probe
 from evenkeel.training.evaluation import Evaluation
 from evenkeel.training.oom import OutOfMemory, _others, explained, explaining, note_batch, remedy
@@ -173,23 +170,3 @@ def test_the_probe_finds_what_fits_and_leaves_no_trace(fit: int) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert str(state.optimizers[0].state_dict()) == optimizer
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_whose_number_auto_means(tmp_path: Path) -> None:
-    """The newest of those that nodes know; with --fresh only one of this very launch."""
-
-    def settled(fresh: bool, *known: tuple[str, dict[str, Any]]) -> tuple[int, str]:
-        task = Needy(64)
-        config = Config(run_dir=tmp_path, batch_size=40, micro_batch="auto", fresh=fresh).resolved()
-        run = Attempt(config, task, Plan.of(config, 50), replace(ALONE, rank=1, local_rank=1))
-        said = run._settle_cut(list(known), lambda: (10, "found"))  # type: ignore[arg-type]
-        assert run.options["micro_batch"] == run.config.micro_batch == run.plan.micro_batch
-        assert run.checkpoints.fingerprint["micro_batch"] == str(run.plan.micro_batch)
-        return run.plan.micro_batch, said
-
-    old = {"micro_batch": 4, "world_sizes": [2], "launch": ["a"]}
-    new = {"micro_batch": 5, "world_sizes": [2, 1], "launch": ["b"]}
-    assert settled(False, ("x", {})) == (10, "found")
-    assert settled(False, ("x", old), ("y", {}), ("z", new)) == (5, "")
-    assert settled(True, ("x", old), ("y", {})) == (10, "found")
-    assert settled(True, ("x", {}), ("a", old)) == (4, ""), "torchrun has started this again"
