@@ -565,27 +565,26 @@ def test_a_node_that_joins_an_elastic_job_does_not_end_it(typed: list[str], elas
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("rank", "local_rank", "world_size", "local_world_size", "expected"),
     [
-        ({"RANK": 5, "WORLD_SIZE": "two"}, "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=two"),
-        (
-            {"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1},
-            "RANK=5: must be a whole number from 0 to 1;",
-        ),
-        (
-            {"RANK": 0, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
-            "LOCAL_RANK=1: must be a whole number from 0 to 0;",
-        ),
-        (
-            {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 3},
-            "LOCAL_WORLD_SIZE=3: must be a whole number from 1 to 2;",
-        ),
-        ({"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}, "MASTER_ADDR is not set"),
+        (5, None, "two", None, "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=two"),
+        (5, 0, 2, 1, "RANK=5: must be a whole number from 0 to 1;"),
+        (0, 1, 2, 2, "LOCAL_RANK=1: must be a whole number from 0 to 0;"),
+        (0, 0, 2, 3, "LOCAL_WORLD_SIZE=3: must be a whole number from 1 to 2;"),
+        (0, 0, 2, 2, "MASTER_ADDR is not set"),
     ],
 )
 def test_a_rank_that_cannot_be(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, variables: dict[str, Any], expected: str
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    local_rank: int | None,
+    world_size: int | str,
+    local_world_size: int | None,
+    expected: str,
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
+    values = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
+    for name, value in values.items():
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
     assert expected in refused()
