@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -679,6 +680,17 @@ def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> Non
     assert same(checkpoints.load_newest(), state(1, 100_000))
     checkpoints.save(state(2, 100_000), {})
     assert steps(checkpoints) == [1, 2]
+
+
+def test_a_snapshot_that_cannot_be_cleared_stays(disk: Path) -> None:
+    checkpoints = snapshots(disk / "checkpoints", 1, 2)
+    remount = ["mount", "-o", "remount,ro", str(disk)]
+    subprocess.run(remount, capture_output=True, timeout=30, check=True)
+    with pytest.raises(OSError, match="Read-only file system"):
+        (disk / "file").touch()
+    checkpoints.clear_snapshots(before=2)
+    assert steps(checkpoints) == [1, 2]
+    assert same(load(checkpoints.all()[0]), state(1))
 
 
 def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkpoints) -> None:
