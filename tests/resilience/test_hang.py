@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from evenkeel.distributed.world import World
-from evenkeel.resilience import flight_recorder
 from evenkeel.resilience.hang import Beat, describe
 from tests.support import processes
 from tests.support.processes import (
@@ -41,15 +39,6 @@ def test_the_culprit_comes_first() -> None:
     assert describe(frozen, [5, 7]).startswith("ranks 5, 7 do not answer any more, last seen in gradient reduction")
     gpu = replace(beat(811, "data loading"), device="cuda:0 (GPU 2)")
     assert describe({0: waiting, 3: gpu}, [3]).startswith("rank 3 (cuda:0 (GPU 2) of host) does not answer any more")
-
-
-def test_each_backend_s_recorder_is_asked() -> None:
-    """What has been recorded is in `test_a_frozen_rank_...`, for gloo, and in `tests/gpu/test_placement`."""
-    told = [*json.loads(flight_recorder.as_json()).values()]
-    assert len(told) == 3
-    general = torch._C._distributed_c10d._dump_fr_trace_json
-    assert ("version" in told[2]) == ("backend" in (general.__doc__ or "")), "nccl2, if this release knows it"
-    assert "version" in told[0]
 
 
 def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) -> None:

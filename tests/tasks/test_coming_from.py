@@ -26,10 +26,6 @@ from tests.support.processes import ROOT
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
 TOOLS, SUBJECTS = PAGE.split("\n## Subject by subject\n")
-PEERS = (
-    "PyTorch's DDP example", "`mp.spawn` and `DataParallel` scripts", "torchvision's references", "timm's `train.py`",
-    "Lightning", "Accelerate", "Hugging Face's Trainer", "torchtitan",
-)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
     len(built_in()) < len(BUILT_IN) or len(subcommands()) < len(COMMANDS) or not EXAMPLES,
@@ -112,12 +108,6 @@ def test_what_it_says_to_write_exists() -> None:
         if name != "gradient_checkpointing_enable":  # a method of transformers' networks
             parameters = [*inspect.signature(getattr(Task, name)).parameters]
             assert not given or given.split(", ") == parameters[1:], name
-
-
-@pytest.mark.parametrize("peer", PEERS)
-def test_ten_things(peer: str) -> None:
-    (section,) = re.findall(rf"^## {re.escape(peer)}\n(.*?)(?=^## |\Z)", TOOLS, re.DOTALL | re.MULTILINE)
-    assert len(rows(section)) == 10
 
 
 @pytest.mark.parametrize(("there", "here"), rows(TOOLS), ids=[there for there, _ in rows(TOOLS)])
