@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, records
-from tests.support.small_runs import options, wait_for_step, weights_of
+from tests.support.processes import TRAIN, finish_all, fork_ranks
+from tests.support.small_runs import options, starts, struck_at, weights_of
 
 
 def job(ranks: int, run_dir: Path, *more: object, reduce: str = "tree") -> list[subprocess.Popen[str]]:
@@ -23,14 +23,9 @@ def job(ranks: int, run_dir: Path, *more: object, reduce: str = "tree") -> list[
 def test_the_bits_are_the_same_through_a_kill_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     finish_all(job(1, tmp_path / "undisturbed"))
     run_dir = tmp_path / "run"
-    ranks = job(3, run_dir, "--activation-checkpointing")
-    wait_for_step(run_dir, 20, ranks[0])
-    for rank in ranks:
-        rank.send_signal(signal.SIGKILL)
-    for rank in ranks:
-        finish(rank)
+    struck_at(20, run_dir, job(3, run_dir, "--activation-checkpointing"), signal.SIGKILL)
     finish_all(job(2, run_dir))
-    assert len(records(run_dir, "start")) == 2
+    assert len(starts(run_dir)) == 2
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run, torchrun
-from tests.support.small_runs import PLAN, job
+from tests.support.processes import TRAIN, read, records, run, torchrun
+from tests.support.small_runs import PLAN, job, trained
 
 BAD = 7
 """The step that is not finite, counted from 1."""
@@ -28,13 +28,13 @@ def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before(tmp_path: Path) 
         log = (run_dir / "logs" / "attempt-0001" / f"rank-{rank}.log").read_text()
         assert f"failed at step {BAD - 1}: the loss or the gradient" in log
 
-    finish_all(fork_ranks(2, TRAIN, *options, "--on-nonfinite", "skip"))
+    trained(2, [*options, "--on-nonfinite", "skip"])
     assert read(run_dir)["step"] == PLAN.total_steps
 
 
 def test_skip_leaves_the_step_out_on_all_ranks_and_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    finish_all(fork_ranks(2, TRAIN, *job(run_dir, "--on-nonfinite", "skip", "--nan-at", 2 * BAD)))
+    trained(2, job(run_dir, "--on-nonfinite", "skip", "--nan-at", 2 * BAD))
     assert [(record["step"], record["skipped"]) for record in records(run_dir, "nonfinite")] == [(BAD, 1)]
     assert read(run_dir)["step"] == PLAN.total_steps
     weights = torch.load(run_dir / "model.pt", weights_only=True)
