@@ -54,10 +54,10 @@ def kept_job(run_dir: Path, *more: object) -> list[str]:
     return job(run_dir, "--keeper", "on", *more)
 
 
-def recipe_job(run_dir: Path, *more: object) -> list[str]:
-    """The same with BatchNorm and dropout."""
+def recipe_job(run_dir: Path, *more: object, task: str = "Recipe") -> list[str]:
+    """The same of a task of recipe_task.py, with BatchNorm and dropout."""
     shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1]
-    return options(f"{SUPPORT / 'recipe_task.py'}:Recipe", run_dir, *shape, *more)
+    return options(f"{SUPPORT / 'recipe_task.py'}:{task}", run_dir, *shape, *more)
 
 
 def odd_job(task: str, run_dir: Path, *more: object) -> list[str]:
@@ -228,6 +228,13 @@ def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
         os.killpg(pid, signal.SIGKILL)
     process.kill()
     process.communicate()
+
+
+def kill_at(step: int, run_dir: Path, process: subprocess.Popen[str], every: int = 2) -> None:
+    """The same at a step, when the last checkpoint before it is on the disk, of one in so many steps."""
+    wait_for_step(run_dir, step, process)
+    wait_until(lambda: saved_step(run_dir) >= step - every, f"the last checkpoint before step {step}")
+    kill_workers_and_agent(process)
 
 
 def bytes_in_memory(pid: int) -> int:
