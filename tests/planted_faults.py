@@ -1,4 +1,4 @@
-"""Plant 25 small faults, one at a time, and see whether the tests find them.
+"""Plant 40 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -217,6 +217,111 @@ FAULTS = [
         "(gradient - mean - normalised * along)",
         "(gradient - mean + normalised * along)",
         "tests/distributed | tests/promises/test_sync_batchnorm.py",
+    ),
+    Fault(
+        "a part of a line stays in a file when the disk is full",
+        ENGINE + "common/files.py",
+        "file.truncate(end)",
+        "pass",
+        "tests/common",
+    ),
+    Fault(
+        "a process that writes the last step and is killed is not followed by another",
+        ENGINE + "resilience/held.py",
+        "if os.WIFSIGNALED(status) and tries:",
+        "if os.WIFSIGNALED(status) and tries < 0:",
+        "tests/resilience | tests/promises/test_held.py",
+    ),
+    Fault(
+        "a state in memory is read by its path alone, which another container may have as well",
+        ENGINE + "resilience/held.py",
+        "if _identity(each.path) == each.identity:",
+        "if _identity(each.path):",
+        "tests/resilience | tests/promises/test_held.py",
+    ),
+    Fault(
+        "a rank that makes no progress is healthy as long as it beats",
+        ENGINE + "resilience/heartbeat.py",
+        "if 0 < pulse.patience < idle:",
+        "if 0 < pulse.patience < silent:",
+        "tests/resilience",
+    ),
+    Fault(
+        "an option that is newer than a run makes another run of it",
+        ENGINE + "config.py",
+        "options.get(n, defaults.get(n))",
+        "options.get(n)",
+        "tests/test_config.py",
+    ),
+    Fault(
+        "the best checkpoint is deleted when it is old",
+        ENGINE + "run/checkpoint.py",
+        "if path != best:",
+        "if path:",
+        "tests/run | tests/processes/test_validation.py",
+    ),
+    Fault(
+        "a rank on another kind of machine is not seen",
+        ENGINE + "run/fingerprint.py",
+        "in differences(fingerprints[0], theirs).items():",
+        "in differences(theirs, theirs).items():",
+        "tests/run",
+    ),
+    Fault(
+        "--task lm: a document sees the ones before it",
+        ENGINE + "tasks/transformer.py",
+        "(tokens == end).cumsum(1)",
+        "(tokens == end).cumsum(1) * 0",
+        "tests/tasks/test_transformer.py",
+    ),
+    Fault(
+        "--task lm: the padding of the last window counts as predicted tokens",
+        ENGINE + "tasks/lm.py",
+        "(batch[:, 1:] != PAD).sum(1)}",
+        "(batch[:, 1:] != PAD - 1).sum(1)}",
+        "tests/tasks/test_lm.py | tests/processes/test_lm.py",
+    ),
+    Fault(
+        "torchrun expands ${...} in the options of a task",
+        ENGINE + "launch/topology.py",
+        'argument.replace("$", "$$")',
+        "argument",
+        "tests/launch",
+    ),
+    Fault(
+        "a node whose rank refuses tells its scheduler that it has crashed",
+        ENGINE + "launch/agent.py",
+        "if REFUSED in codes:",
+        "if codes == [REFUSED]:",
+        "tests/launch",
+    ),
+    Fault(
+        "Slurm's answer about a task of an array is taken for another job",
+        ENGINE + "launch/slurm/jobs.py",
+        'f"{array}_{task}" if task.isdecimal() else number',
+        "number",
+        "tests/launch/slurm | tests/processes/test_slurm.py",
+    ),
+    Fault(
+        "compare: digests of steps that were done again are those of the first time",
+        ENGINE + "cli/compare.py",
+        'if step <= record["step"]}',
+        "if step}",
+        "tests/cli/test_compare.py | tests/processes/test_compare.py",
+    ),
+    Fault(
+        "checkpoint verify: exit code 0 for a damaged one",
+        ENGINE + "cli/checkpoint.py",
+        "code = 1",
+        "code = 0",
+        "tests/cli/test_checkpoint.py | tests/processes/test_checkpoint_command.py",
+    ),
+    Fault(
+        "predict: an image of no known class counts as wrong",
+        ENGINE + "cli/predict.py",
+        'known = rows["target"] >= 0',
+        'known = rows["target"] >= -1',
+        "tests/cli/test_predict.py",
     ),
 ]
 

@@ -91,7 +91,7 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
         """,
     )
     done = run(torchrun(2, TRAIN, *job(tmp_path / "run", *RARE, "--task", task)), env=OWN, expect=1)
-    assert f"\n{raised}\n" in done.stderr
+    assert f"{raised}\n" in done.stderr
     assert "start again in place" not in done.stderr
     assert len(starts(tmp_path / "run")) == 1
 
