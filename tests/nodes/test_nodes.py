@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -14,10 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.nodes import Lab
-from tests.support.processes import LIMIT
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
+from tests.support.processes import LIMIT, wait_until
 
 SOON = 30.0
 """Seconds. It takes 7 to 8, with torch's own timings about 44."""
@@ -71,24 +67,21 @@ class Wait(NamedTuple):
 class Job:
     """A job over the nodes of a lab, started node by node with the launcher."""
 
-    def __init__(self, lab: Lab, folder: Path, *options: str) -> None:
-        self.lab, self.folder, self.options = lab, folder, options
+    def __init__(self, lab: Lab, folder: Path, nodes: str, *options: str) -> None:
+        self.lab, self.folder, self.nodes, self.options = lab, folder, nodes, options
         self.launchers: dict[int, subprocess.Popen[Any]] = {}
         self.script = folder / "worker.py"
         self.script.write_text(WORKER)
 
     def start(self, node: int) -> None:
-        own = ["-nr", str(node), "--master", self.lab.address(0), "--script", str(self.script)]
-        argv = [str(REPOSITORY / "launch" / "multi_node.py"), *self.options, *own, "--", str(self.folder)]
-        with (self.folder / f"node{node}.log").open("a") as log:
-            self.launchers[node] = self.lab.popen(
-                node, argv, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT, env=environment()
-            )
+        words = [*self.options, "--script", self.script, "--", self.folder]
+        self.launchers[node] = self.lab.launch(node, self.nodes, self.folder / f"node{node}.log", *words)
 
-    def wait_for(self, world: int, timeout: float = LIMIT) -> Wait:
+    def wait_for(self, world: int) -> Wait:
         """Wait for a step on so many ranks from now on."""
         begin = time.time()
-        while time.time() - begin < timeout:
+
+        def there() -> Wait | None:
             diary = [line.split() for line in self.diary()]
             events = [(float(at) - begin, event) for at, event, size in diary if int(size) == world]
             started = [at for at, event in events if event == "start" and at > 0]
@@ -97,8 +90,10 @@ class Job:
                 before = [float(at) - begin for at, event, _ in diary if event == "step"]
                 idle = stepped[0] - max([at for at in before if at < stepped[0]], default=stepped[0])
                 return Wait((started or [0.0])[0], stepped[0], idle)
-            time.sleep(0.05)
-        raise AssertionError(f"no step on {world} ranks within {timeout} s\n{self.logs()}")
+            return None
+
+        found: Wait = wait_until(there, f"a step on {world} ranks", more=self.logs, every=0.05)
+        return found
 
     def finish(self) -> dict[int, int]:
         """Ask the ranks to end, and return the exit status of every launcher."""
@@ -114,12 +109,6 @@ class Job:
 
     def logs(self) -> str:
         return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.folder.glob("node*.log")))
-
-
-def environment() -> dict[str, str]:
-    """What a user has who has set nothing: the tests may themselves run under torchrun's or CI's variables."""
-    unset = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
-    return {**{k: v for k, v in os.environ.items() if k not in unset}, "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture
@@ -139,7 +128,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def test_two_nodes_of_two_ranks_and_one_that_comes_back(start: Callable[..., Job]) -> None:
-    job = start(2, "-n", "2", "-g", "2")
+    job = start(2, "2", "-g", "2")
     job.wait_for(4)
     facts = job.facts()
     assert [f["host"] for f in facts] == [job.lab.hostname(n) for n in (0, 0, 1, 1)]
@@ -156,7 +145,7 @@ def test_two_nodes_of_two_ranks_and_one_that_comes_back(start: Callable[..., Job
 
 
 def test_three_nodes_lose_one_go_on_and_take_it_back(start: Callable[..., Job]) -> None:
-    job = start(3, "-n", "1:3", "-g", "1")
+    job = start(3, "1:3")
     job.wait_for(3)
 
     job.lab.kill_node(1)
