@@ -227,10 +227,10 @@ a node whose rank refuses tells its scheduler that it has crashed
     - if REFUSED in codes:
     + if codes == [REFUSED]:
 
-Slurm's answer about a task of an array is taken for another job
-    launch/slurm/jobs.py | tests/launch/slurm | tests/processes/test_slurm.py
-    - f"{array}_{task}" if task.isdecimal() else number
-    + number
+a container may write to the data set that is mounted
+    launch/docker/docker_run.py | tests/launch/docker
+    - ("" if writable else ",readonly")
+    + ""
 
 compare: digests of steps that were done again are those of the first time
     cli/compare.py | tests/cli/test_compare.py | tests/processes/test_compare.py
@@ -242,10 +242,10 @@ checkpoint verify: exit code 0 for a damaged one
     - code = 1
     + code = 0
 
-predict: an image of no known class counts as wrong
+predict: the class of a sample is written as its number
     cli/predict.py | tests/cli/test_predict.py
-    - known = rows["target"] >= 0
-    + known = rows["target"] >= -1
+    - named = classes if by_class and
+    + named = None if by_class and
 
 a window of the order of shards has one block only, so neighbours stay together
     data/blocks.py | tests/data/test_blocks.py

@@ -15,9 +15,9 @@ from tests.support.readme import blocks
 from tests.support.small_runs import PLAN, SAMPLES, job, steps_of, wait_for_start
 
 
-def type_in(lab: Lab, nodes: str, options: list[str], folder: Path, log: str = "node") -> list[subprocess.Popen[Any]]:
-    """Start the launcher on all nodes of the lab: `nodes` is N or MIN:MAX."""
-    return [lab.launch(node, nodes, folder / f"{log}{node}.log", "--", *options) for node in lab.nodes]
+def type_in(lab: Lab, nodes: str, options: list[str], folder: Path, *more: str) -> list[subprocess.Popen[Any]]:
+    """Start the launcher on all nodes of the lab: `nodes` is N or MIN:MAX, `more` are other options of it."""
+    return [lab.launch(node, nodes, folder / f"node{node}.log", *more, "--", *options) for node in lab.nodes]
 
 
 def ended(job: subprocess.Popen[Any], log: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
 
         for node in lab.nodes:
             lab.run(node, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        jobs = type_in(lab, "2", [*options, "0"], tmp_path, "first")
+        jobs = type_in(lab, "2", [*options, "0"], tmp_path)
         wait_until(lambda: on_disk(0, "metrics.jsonl").count('"train"') >= 3, "three steps")
         lab.kill_node(0)
         assert jobs[1].wait(timeout=LIMIT) != 0
@@ -145,8 +145,8 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
 
         lab.start_node(0)
         lab.run(0, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        for node, process in enumerate(type_in(lab, "2", [*options, "5"], tmp_path, "second")):
-            ended(process, tmp_path / f"second{node}.log")
+        for node, process in enumerate(type_in(lab, "2", [*options, "5"], tmp_path)):
+            ended(process, tmp_path / f"node{node}.log")
         begun = json.loads(next(line for line in on_disk(0, "metrics.jsonl").splitlines() if '"start"' in line))
         assert begun["step"] >= 3
         assert begun["attempt"] == 2, "the survivor also knew the run's history"

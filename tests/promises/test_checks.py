@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import TRAIN, finish, fork_ranks, kill_group, records, run, torchrun
+from tests.support.processes import TRAIN, finish, fork_ranks, kill_group, records
 from tests.support.small_runs import odd_job, the_line, trained
 
 alone = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
@@ -67,9 +67,3 @@ def test_the_control_with_a_collective_the_result_depends_on_the_ranks(tmp_path:
         trained(ranks, job)
         losses.add(records(tmp_path / str(ranks), "train")[-1]["train/loss"])
     assert len(losses) == 2
-
-
-def test_torchrun_ends_with_the_line(tmp_path: Path) -> None:
-    done = run(torchrun(2, TRAIN, *odd_job("VectorLoss", tmp_path / "run")), expect=1)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: loss() returned")]
-    assert lines  # of each rank that has come so far

@@ -79,12 +79,9 @@ def test_killed_on_two_ranks_and_finished_on_others_each_sample_of_the_shards_co
     assert total == Counter({(epoch, number): 1 for epoch in range(3) for number in range(100)})
     assert read(run_dir)["world_sizes"] == [2, ranks]
 
+    assert by_node(2, 0, 4) + by_node(2, 4, 100) == Counter(range(100)), "which is right on as many ranks"
     control = by_node(2, 0, second) + by_node(ranks, second, 100)
     assert control != Counter(range(100)), "whole shards, dealt to ranks: some come twice or never"
-
-
-def test_the_control_is_right_on_as_many_ranks() -> None:
-    assert by_node(2, 0, 4) + by_node(2, 4, 100) == Counter(range(100))
 
 
 def test_a_run_keeps_its_order(tmp_path: Path) -> None:
