@@ -27,23 +27,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return weights
 
 
-@pytest.mark.long
-def test_the_digits_reach_their_accuracy(cluster: Cluster, tmp_path: Path) -> None:
-    """2 x 2 ranks by submit.py and 4 x 1 by sbatch."""
-    options = ["--epochs", "12", "--wandb", "disabled", "--run-dir"]
-    runs = {name: tmp_path / name for name in ("submit-2x2", "sbatch-4x1")}
-    jobs = {
-        "submit-2x2": submitted(cluster, "-n", 2, "-g", 2, "--", *options, runs["submit-2x2"]),
-        "sbatch-4x1": sbatch(cluster, ["-N4", "--gpus-per-node=1"], [*options, str(runs["sbatch-4x1"])], tmp_path),
-    }
-    for name, job in jobs.items():
-        ended(cluster, job, runs[name])
-        summary = read(runs[name])
-        print(f"{name}: {summary['metrics']}, {summary['seconds']} s")
-        assert summary["metrics"]["test/accuracy"] > 0.97
-        assert summary["world_sizes"] == [4]
-
-
 def test_at_its_time_limit_a_job_is_saved_and_goes_on_by_itself(
     cluster: Cluster, tmp_path: Path, alone: Weights
 ) -> None:
