@@ -98,9 +98,8 @@ def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, tmp_pat
     it = look(run_dir)
     assert it.job
     assert (it.state, it.starts, it.job.state, it.job.requeues) == ("finished", 2, "COMPLETED", 1)
-    (row,) = run(
-        [sys.executable, "-m", "evenkeel", "status", str(run_dir)], env=cluster.environment()
-    ).stdout.splitlines()[1:]
+    status = [sys.executable, "-m", "evenkeel", "status", str(run_dir)]
+    (row,) = run(status, env=cluster.environment()).stdout.splitlines()[1:]
     assert row.split()[1:6] == ["finished", job_id, "completed", "27/27", "100%"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import TRAIN, finish_all, fork_ranks
-from tests.support.small_runs import options, starts, struck_at, weights_of
+from tests.support.small_runs import options, signal_ranks_at, starts, weights_of
 
 
 def job(ranks: int, run_dir: Path, *more: object) -> list[subprocess.Popen[str]]:
@@ -23,7 +23,7 @@ def job(ranks: int, run_dir: Path, *more: object) -> list[subprocess.Popen[str]]
 def test_the_bits_are_the_same_through_a_kill_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     finish_all(job(1, tmp_path / "undisturbed"))
     run_dir = tmp_path / "run"
-    struck_at(20, run_dir, job(3, run_dir, "--activation-checkpointing"), signal.SIGKILL)
+    signal_ranks_at(20, run_dir, job(3, run_dir, "--activation-checkpointing"), signal.SIGKILL)
     finish_all(job(2, run_dir))
     assert len(starts(run_dir)) == 2
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")

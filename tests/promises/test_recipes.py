@@ -14,7 +14,15 @@ import torch
 from evenkeel.run.checkpoint import Checkpoints, load
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until
 from tests.support.rooms import has
-from tests.support.small_runs import recipe_job, saved_step, struck, struck_at, told_step, trained, weights_of
+from tests.support.small_runs import (
+    recipe_job,
+    saved_step,
+    signal_ranks,
+    signal_ranks_at,
+    told_step,
+    trained,
+    weights_of,
+)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
@@ -32,7 +40,7 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
     options = recipe_job(run_dir, *recipe, "--slow", slow)
     for ranks, victims, number in ((2, 2, signal.SIGKILL), (2, 1, signal.SIGKILL), (3, 3, signal.SIGTERM)):
         target, started = told_step(run_dir) + dice.randrange(2, 5), fork_ranks(ranks, TRAIN, *options)
-        struck_at(target, run_dir, started, number, victims)
+        signal_ranks_at(target, run_dir, started, number, victims)
     slow.unlink()
     trained(0, options)
     finish_all(undisturbed)
@@ -68,7 +76,7 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
         waiting.unlink(missing_ok=True)
         started = fork_ranks(ranks, TRAIN, *options)
         wait_until(lambda: waiting.exists() and saved_step(run_dir) >= 2, "the evaluation after step 3")
-        struck(started, number)
+        signal_ranks(started, number)
         assert saved_step(run_dir) == saved
     hold.unlink()
     # the control: a memory which says that it has been evaluated

@@ -11,7 +11,16 @@ import pytest
 from evenkeel.run.checkpoint import load
 from tests.support.processes import TRAIN, fork_ranks, read, records, run_forked, wait_until
 from tests.support.recipe_task import STEPS, bare_rates
-from tests.support.small_runs import recipe_job, saved_step, struck, struck_at, the_line, told_step, trained, weights_of
+from tests.support.small_runs import (
+    recipe_job,
+    saved_step,
+    signal_ranks,
+    signal_ranks_at,
+    the_line,
+    told_step,
+    trained,
+    weights_of,
+)
 
 
 def job(run_dir: Path, kind: str, *more: object, task: str = "Scheduled") -> list[str]:
@@ -28,7 +37,7 @@ def kill(ranks: int, run_dir: Path, slow: Path, *words: str, victims: int = 1) -
     """kill -9 of some ranks, a few steps after the start."""
     target = told_step(run_dir) + random.randrange(2, 6)
     slow.touch()
-    struck_at(target, run_dir, fork_ranks(ranks, TRAIN, *words), signal.SIGKILL, victims)
+    signal_ranks_at(target, run_dir, fork_ranks(ranks, TRAIN, *words), signal.SIGKILL, victims)
     slow.unlink()
 
 
@@ -75,7 +84,7 @@ def test_a_run_killed_between_a_step_and_its_evaluation_steps_the_scheduler_once
     hold.touch()
     started = fork_ranks(2, TRAIN, *words)
     wait_until(Path(f"{hold}.waiting").exists, "the evaluation after step 3")
-    struck(started, signal.SIGTERM)
+    signal_ranks(started, signal.SIGTERM)
     assert load(run_dir / "checkpoints" / "step-00000003")["schedulers"]["evaluated"] == 0
     hold.unlink()
     trained(0, words)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.processes import TRAIN, checked, finish, fork_ranks, kill_group, read
-from tests.support.small_runs import recipe_job, results_of, struck_at, told_step, trained, weights_of
+from tests.support.small_runs import recipe_job, results_of, signal_ranks_at, told_step, trained, weights_of
 
 
 def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_run_is_that_of_one_process_with_the_whole_batch_and_the_same_bits_on_
     options = recipe_job(run_dir, *sync, "--slow", slow)
     slow.touch()
     for ranks, number in ((4, signal.SIGKILL), (3, signal.SIGTERM)):
-        struck_at(told_step(run_dir) + 3, run_dir, fork_ranks(ranks, TRAIN, *options), number, victims=1)
+        signal_ranks_at(told_step(run_dir) + 3, run_dir, fork_ranks(ranks, TRAIN, *options), number, victims=1)
     slow.unlink()
     first, second = fork_ranks(2, TRAIN, *options)
     refused = checked(finish(first), 2)

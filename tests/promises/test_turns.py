@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import TRAIN, fork_ranks, records, run_forked
-from tests.support.small_runs import SUPPORT, options, struck_at, trained, weights_of
+from tests.support.small_runs import SUPPORT, options, signal_ranks_at, trained, weights_of
 from tests.training.test_compilation import code  # noqa: F401  (a fixture)
 
 
@@ -23,7 +23,7 @@ def test_turns_go_through_a_kill_and_other_numbers_of_ranks(tmp_path: Path, redu
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     words = job(run_dir, "--reduce", reduce, "--slow", slow)
     slow.touch()
-    struck_at(4, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGKILL, victims=1)
+    signal_ranks_at(4, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGKILL, victims=1)
     slow.unlink()
     trained(3, words)
     trained(0, job(plain, "--reduce", reduce))

@@ -10,7 +10,7 @@ import torch
 
 from tests.support import small_runs
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records
-from tests.support.small_runs import struck_at, trained
+from tests.support.small_runs import signal_ranks_at, trained
 
 
 def options(run_dir: Path, *more: object) -> list[str]:
@@ -25,9 +25,9 @@ def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> 
     shape += ["--checkpoint-every", 2, "--adversarial", 0.1, "--schedule", "poly", "--ema", 0.9]
     undisturbed = fork_ranks(1, TRAIN, *options(tmp_path / "one", *shape))
     run_dir = tmp_path / "run"
-    struck_at(3, run_dir, fork_ranks(3, TRAIN, *options(run_dir, *shape)), signal.SIGTERM)
+    signal_ranks_at(3, run_dir, fork_ranks(3, TRAIN, *options(run_dir, *shape)), signal.SIGTERM)
     place = ["--place", "segmenter=0,discriminator=1"]
-    struck_at(9, run_dir, fork_ranks(2, TRAIN, *options(run_dir, *shape, *place)), signal.SIGKILL)
+    signal_ranks_at(9, run_dir, fork_ranks(2, TRAIN, *options(run_dir, *shape, *place)), signal.SIGKILL)
     trained(0, options(run_dir, *shape, "--model-parallel", 2))
     finish_all(undisturbed)
     ours, theirs = read(run_dir), read(tmp_path / "one")

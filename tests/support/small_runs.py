@@ -81,19 +81,19 @@ def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return checked(finish(process), 0)
 
 
-def struck(ranks: list[subprocess.Popen[str]], number: signal.Signals, victims: int = 0) -> list[int]:
+def signal_ranks(ranks: list[subprocess.Popen[str]], number: signal.Signals, victims: int = 0) -> list[int]:
     """Send a signal to the last so many ranks of a job (0: to all), wait for the ends of all; their exit codes."""
     for rank in ranks[-victims:]:
         rank.send_signal(number)
     return [finish(rank).returncode for rank in ranks]
 
 
-def struck_at(
+def signal_ranks_at(
     step: int, run_dir: Path, ranks: list[subprocess.Popen[str]], number: signal.Signals, victims: int = 0
 ) -> list[int]:
     """The same when a step stands in the metrics of the run."""
     wait_for_step(run_dir, step, ranks[0])
-    return struck(ranks, number, victims)
+    return signal_ranks(ranks, number, victims)
 
 
 def results_of(ranks: int, worker: str, folder: Path, *arguments: object) -> Any:
