@@ -259,6 +259,11 @@ class Fills(Usual):
         return super().loss(model, batch)
 
 
+class NoFolder(Usual):
+    def train_dataset(self) -> Any:
+        return Path("no/such/folder/train.csv").read_text()
+
+
 class Exiting(Dataset[Any]):
     def __len__(self) -> int:
         return 13
@@ -306,7 +311,6 @@ OtherDataOnRank1 = odd(
     "OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[int(os.environ.get("RANK", "0")) :]
 )
 Exits = odd("Exits", train_dataset=lambda task: Exiting())  # the process, at a sample that no start looks at
-NoFolder = odd("NoFolder", train_dataset=lambda task: Path("no/such/folder/train.csv").read_text())
 TooLong = odd("TooLong", train_dataset=lambda task: OfLength(lambda: 100))
 NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda: -1))
 NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())
