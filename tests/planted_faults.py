@@ -1,4 +1,4 @@
-"""Plant 53 small faults, one at a time, and see whether the tests find them.
+"""Plant 61 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -311,6 +311,46 @@ metrics.csv: a row that was cut off by a kill stays, and the next one is written
     run/trackers.py | tests/run/test_trackers.py
     - int(row["step"]) <= step]
     + int(row["step"]) <= 10**9]
+
+docker/run.py puts the value of a secret on the command line
+    launch/docker/docker_run.py | tests/launch/docker/test_docker_run.py
+    - f"--env={name}" for name in sorted(environ)
+    + f"--env={name}={environ[name]}" for name in sorted(environ)
+
+half a minute of --time is lost
+    launch/slurm/cluster.py | tests/launch/slurm/test_submission.py
+    - (seconds + 59) // 60
+    + seconds // 60
+
+status lists runs that --fresh has moved aside
+    cli/status.py | tests/cli/test_status.py
+    -  and not re.fullmatch(ASIDE, name))
+    + )
+
+doctor blames a whole node for one of its ranks
+    cli/doctor/findings.py | tests/cli/doctor/test_findings.py
+    - len(having) == sum(it.host in hosts for it in asked)
+    + len(having) <= sum(it.host in hosts for it in asked)
+
+chaos cuts the oldest checkpoint, not the newest
+    cli/chaos/faults.py | tests/cli/chaos/test_faults.py
+    - newest = max((run_dir
+    + newest = min((run_dir
+
+the report has targets and predictions the wrong way round
+    cli/report/classified.py | tests/cli/report/test_extras.py
+    - np.add.at(confusion, (targets, predictions), 1)
+    + np.add.at(confusion, (predictions, targets), 1)
+
+merged traces: clocks are put wrong, not right
+    cli/profile.py | tests/cli/test_profile.py
+    - (since - facts["clock_ahead_ns"])
+    + (since + facts["clock_ahead_ns"])
+
+names of runs and metrics act on a terminal
+    common/display.py | tests/cli/test_terminal.py
+    - return UNSEEN.sub(lambda it: it[0].encode("unicode_escape").decode(), text)
+    + return text
 """
 
 
