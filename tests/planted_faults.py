@@ -1,4 +1,4 @@
-"""Plant 61 small faults, one at a time, and see whether the tests find them.
+"""Plant 60 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -321,11 +321,6 @@ half a minute of --time is lost
     launch/slurm/cluster.py | tests/launch/slurm/test_submission.py
     - (seconds + 59) // 60
     + seconds // 60
-
-status lists runs that --fresh has moved aside
-    cli/status.py | tests/cli/test_status.py
-    -  and not re.fullmatch(ASIDE, name))
-    + )
 
 doctor blames a whole node for one of its ranks
     cli/doctor/findings.py | tests/cli/doctor/test_findings.py
