@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import tomli_w
 
-from evenkeel.common.arguments import flag
 from evenkeel.common.errors import Refusal
 from evenkeel.config import CUTTING, HARMLESS, UNSAVED, Config, differences, saved_options, validate
 
