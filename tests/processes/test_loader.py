@@ -83,6 +83,32 @@ def test_a_process_kills_its_loader_processes_without_an_error_about_it() -> Non
     assert (done.stdout, done.stderr) == ("left\n", "")
 
 
+CUT_OFF = """
+import os, signal, sys, time
+from multiprocessing import connection, resource_sharer
+import torch
+from evenkeel.data.dataset import InMemory
+from evenkeel.data.loader import loader
+from evenkeel.data.sampler import ElasticSampler
+
+def cut_off(place):
+    connection.SocketClient(place[0]).close()  # as the kernel does for a process that is being killed
+    time.sleep(float(sys.argv[1]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+resource_sharer._resource_sharer.get_connection = cut_off
+sampler = ElasticSampler(range(40), 4, 4, num_replicas=1, rank=0)
+next(iter(loader(InMemory(torch.arange(40)), sampler, "train", 1, torch.device("cpu"))))
+"""
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.5, False), (3, True)], ids=["killed", "alive"])
+def test_a_loader_process_says_nothing_of_a_training_process_that_was_killed(seconds: float, said: bool) -> None:
+    """It is cut off while it hands over a tensor. The control: one that lives on hears of it."""
+    done = run([sys.executable, "-c", CUT_OFF, str(seconds)], expect=-signal.SIGKILL)
+    assert ("Traceback" in done.stderr) == said, done.stderr
+
+
 WATCHING = """
 import logging, os
 from dataclasses import dataclass
