@@ -62,10 +62,7 @@ def test_a_ratio_is_taken_to_the_best_of_its_own_round(smoke: Any) -> None:
     assert peers.ratios(runs, "evenkeel", ["bare", "fabric"], "step") == [6 / 8, 12 / 20]
     assert peers.ratios(runs, "evenkeel", ["bare"], "step") == [0.6, 0.6]
     # nobody to compare with in the third
-    assert peers.ratios([*runs, run("evenkeel", 2, 1.0)], "evenkeel", ["bare"], "step") == [
-        0.6,
-        0.6,
-    ]
+    assert peers.ratios([*runs, run("evenkeel", 2, 1.0)], "evenkeel", ["bare"], "step") == [0.6, 0.6]
 
 
 def test_the_picture_of_kills_is_xml_and_has_both_lines(smoke: Any) -> None:

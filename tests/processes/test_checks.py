@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import (
-    TRAIN,
-    read,
-    refused_ranks,
-    run,
-    run_forked,
-    torchrun,
-)
+from tests.support.processes import TRAIN, read, refused_ranks, run, run_forked, torchrun
 from tests.support.small_runs import ODD_TASKS, odd_job, the_line
 
 
@@ -64,11 +57,7 @@ from tests.support.small_runs import ODD_TASKS, odd_job, the_line
         ("NoneInside", 1, "sample[1]: TypeError: default_collate: batch must contain tensors"),
         ("Images", 1, "sample['image']: TypeError: default_collate: batch must contain tensors"),
         ("ManySizes", 1, "sample[0]: RuntimeError: stack expects each tensor to be equal size, but got [3, 4]"),
-        (
-            "DataClasses",
-            1,
-            "a sample: TypeError: default_collate: batch must contain tensors",
-        ),
+        ("DataClasses", 1, "a sample: TypeError: default_collate: batch must contain tensors"),
         ("MissingKey", 1, "a sample: KeyError: 'y'; return tensors"),
         (
             "OneUnused",

@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.common.processes import stat
-from tests.support.processes import (
-    LIMIT,
-    TRAIN,
-    finish,
-    run,
-    start,
-    torchrun,
-    wait_until_gone,
-)
+from tests.support.processes import LIMIT, TRAIN, finish, run, start, torchrun, wait_until_gone
 from tests.support.refusals import NONSENSE, REFUSER
 from tests.tasks.test_command_line import (
     folder,  # noqa: F401  (a fixture)

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.distributed.devices import (
-    describe,
-)
+from evenkeel.distributed.devices import describe
 from tests.distributed.test_devices import CPU, gpu
 from tests.support.processes import TRAIN, checked, finish, run_forked, start
 

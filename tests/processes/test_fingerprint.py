@@ -7,13 +7,7 @@ from pathlib import Path
 
 from evenkeel.common.processes import REFUSAL
 from tests.run.test_checkpoint import flip_a_bit
-from tests.run.test_fingerprint import (
-    OTHER,
-    another_machine,
-    elsewhere,
-    here,
-    small,
-)
+from tests.run.test_fingerprint import OTHER, another_machine, elsewhere, here, small
 from tests.support.processes import contents_of, finish_all, fork_ranks, read, records, run, torchrun
 from tests.support.small_files import write_folder
 

@@ -42,11 +42,7 @@ def hints(run_dir: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("rank", "part", "more"),
-    [
-        (0, "data", {}),
-        (2, "forward", {"--reduce": "tree"}),
-        (1, "backward", {"--reduce": "tree", "slow_unused": 1}),
-    ],
+    [(0, "data", {}), (2, "forward", {"--reduce": "tree"}), (1, "backward", {"--reduce": "tree", "slow_unused": 1})],
 )
 def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
     tmp_path: Path, rank: int, part: str, more: dict[str, object]

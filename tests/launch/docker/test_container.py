@@ -14,11 +14,7 @@ import torch
 from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.launch.docker import container_job
-from evenkeel.launch.docker.container_job import (
-    hold_places,
-    refuse_unwritable,
-    warn_of_small_shm,
-)
+from evenkeel.launch.docker.container_job import hold_places, refuse_unwritable, warn_of_small_shm
 from evenkeel.launch.topology import refuse_useless_gpus
 from evenkeel.resilience.heartbeat import VARIABLE
 from tests.support import needs, processes

@@ -47,10 +47,7 @@ def options(argv: list[str]) -> set[str]:
 def test_one_node(tmp_path: Path) -> None:
     argv = engine_command("-g", "2", "--runs", str(tmp_path), "--", "--epochs", "5")
     assert argv[:2] == ["docker", "run"]
-    assert argv[argv.index("evenkeel") :] == [
-        "evenkeel",
-        *["launch", "--gpus", "2", "--", "--epochs", "5"],
-    ]
+    assert argv[argv.index("evenkeel") :] == ["evenkeel", *["launch", "--gpus", "2", "--", "--epochs", "5"]]
     launch = {word for word in options(argv) if not word.startswith("--env=EVENKEEL_LAUNCH=")}
     assert launch == {
         "--rm",
