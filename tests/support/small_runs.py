@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from evenkeel.common.processes import process_name
 from evenkeel.data.plan import Plan
-from tests.support import processes
-from tests.support.processes import ROOT, TRAIN, fork_ranks, read, records
+from tests.support.processes import ROOT, TRAIN, fork_ranks, read, records, stop, wait_beside
 from tests.support.recording_task import SAMPLES
 
 SUPPORT = ROOT / "tests" / "support"
@@ -89,13 +87,19 @@ def saved_step(run_dir: Path) -> int:
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Until a step stands in the metrics of a run."""
-    deadline = time.monotonic() + processes.LIMIT
-    while time.monotonic() < deadline:
-        if told_step(run_dir) >= step:
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} did not come")
+    wait_beside(process, lambda: told_step(run_dir) >= step, f"step {step}")
+
+
+def stop_at(
+    run_dir: Path,
+    step: int,
+    process: subprocess.Popen[str],
+    number: signal.Signals = signal.SIGTERM,
+    expect: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Send a process a signal after a step of its run, and wait for its end."""
+    wait_for_step(run_dir, step, process)
+    return stop(process, number, expect)
 
 
 def children(pid: int) -> list[int]:
