@@ -54,13 +54,6 @@ def test_the_columns() -> None:
         "target": torch.tensor([1, -1]),
         "pixels": torch.tensor([[3, 4], [5, 6]]),
     }
-    assert table(rows, range(2), ["cat", "dog"]) == {
-        "index": [0, 1],
-        "prediction": ["dog", "cat"],
-        "confidence": [0.75, 0.5],
-        "target": ["dog", None],
-        "pixels_0": [3, 5],
-        "pixels_1": [4, 6],
-        "prediction_2": ["cat", "dog"],
-        "confidence_2": [0.25, 0.5],
-    }
+    first = {"index": [0, 1], "prediction": ["dog", "cat"], "confidence": [0.75, 0.5], "target": ["dog", None]}
+    second = {"prediction_2": ["cat", "dog"], "confidence_2": [0.25, 0.5]}
+    assert table(rows, range(2), ["cat", "dog"]) == {**first, "pixels_0": [3, 5], "pixels_1": [4, 6], **second}
