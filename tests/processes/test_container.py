@@ -86,9 +86,3 @@ def test_ranks_that_have_lost_torchrun_may_save_before_the_container_ends(tmp_pa
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[object], line: str) -> None:
     done = checked(finish(container(tmp_path, *arguments)), REFUSED)
     assert the_line(done.stderr).startswith(line)
-
-
-def test_a_dry_run_starts_nothing_and_needs_no_other_node(tmp_path: Path) -> None:
-    words = ["launch", "-n", 2, "-g", 1, "-nr", 1, "--master", "later.invalid", "--dry-run", "--"]
-    checked(finish(container(tmp_path, *words, "--run-dir", tmp_path / "run")), 0)
-    assert not (tmp_path / "run").exists()
