@@ -109,6 +109,7 @@ def test_files_that_are_none_of_a_run(tmp_path: Path) -> None:
     (write_run(tmp_path / "torn", state="finished") / "metrics.jsonl").write_text(half)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "status.json").write_text("{}")  # of another program
+    write_run(tmp_path / "cut.old-20260102-030405")  # moved aside by --fresh
     (link := tmp_path / "link").symlink_to(tmp_path)
     found = facts(tmp_path, link)
     assert {name: it["state"] for name, it in found.items()} == {

@@ -25,6 +25,7 @@ CPU = Partition("cpu", default=False, nodes=100, gpus=0, minutes=None)
 
 def test_a_request_is_for_the_default_partition_or_the_named_one() -> None:
     assert choose([GPU, CPU], None, 2, None, None) == GPU
+    assert choose([GPU, CPU], None, 4, 8, 24 * 60) == GPU, "all that it has"
     assert choose([GPU, CPU], "cpu", 4, 3, 9) == CPU
 
 
