@@ -69,8 +69,8 @@ class Launched:
         self.argv = [SINGLE, *options, "--script", folder / "worker.py", "--", *args]
         unset = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
         mine = {"OUT": str(folder), "CUDA_VISIBLE_DEVICES": "", **environ}
-        self.environ = [f"{name}={value}" for name, value in mine.items()]
-        self.env = ["env", *(f"--unset={name}" for name in unset), *self.environ]
+        given = [f"{name}={value}" for name, value in mine.items()]
+        self.env = ["env", *(f"--unset={name}" for name in unset), *given]
 
     def run(self, argv: Sequence[object] = (), expect: int = 0) -> subprocess.CompletedProcess[str]:
         return run([*self.env, *(argv or self.argv)], expect=expect)

@@ -35,10 +35,8 @@ from tests.support.terminal import Terminal
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Runs that have finished, failed, were stopped and killed; one at work goes on as long as the tests do."""
     folder = tmp_path_factory.mktemp("status") / "runs"
-    finished, failed = (
-        fork(TRAIN, *job(folder / "finished")),
-        fork(TRAIN, *job(folder / "sweep/failed", "--fail-at", 10)),
-    )
+    finished = fork(TRAIN, *job(folder / "finished"))
+    failed = fork(TRAIN, *job(folder / "sweep" / "failed", "--fail-at", 10))
     stopped, killed = (fork(TRAIN, *endless(folder / name)) for name in ("sweep/stopped", "killed"))
     stop_at(folder / "sweep" / "stopped", 3, stopped, signal.SIGTERM, 75)
     stop_at(folder / "killed", 3, killed, signal.SIGKILL, -signal.SIGKILL)
