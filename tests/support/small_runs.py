@@ -24,6 +24,8 @@ from tests.support.processes import (
     fork_ranks,
     read,
     records,
+    stop,
+    wait_beside,
     wait_until,
 )
 from tests.support.recording_task import SAMPLES
@@ -159,12 +161,19 @@ def wait_for_start(run_dir: Path, count: int) -> None:
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Until a step stands in the metrics of a run."""
+    wait_beside(process, lambda: told_step(run_dir) >= step, f"step {step}")
 
-    def there() -> bool:
-        return told_step(run_dir) >= step or process.poll() is not None
 
-    wait_until(there, f"step {step}")
-    assert told_step(run_dir) >= step, process.communicate()
+def stop_at(
+    run_dir: Path,
+    step: int,
+    process: subprocess.Popen[str],
+    number: signal.Signals = signal.SIGTERM,
+    expect: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Send a process a signal after a step of its run, and wait for its end."""
+    wait_for_step(run_dir, step, process)
+    return stop(process, number, expect)
 
 
 def children(pid: int) -> list[int]:
