@@ -2,7 +2,7 @@
 
     command.py    the options, what is run in which order, and the table
     jobs.py       jobs of torchrun that run side by side, are killed and stopped, and leave nothing behind
-    observed.py   what a rank of such a job notes: its samples, or where its time goes; it can wait to be killed
+    observed.py   what a rank of such a job notes: its samples and its time; it can wait to be killed
     probe.py      the task alone, as each rank would have it: data, weights, loss and metrics, read and computed twice
     verdicts.py   from what the jobs have left to the rows of the table
     rows.py       a row of the table, and the lines of a task that are probably to blame

@@ -1,4 +1,4 @@
-"""The command line of `python -m evenkeel check`: probe the task, run the jobs, print the table, leave nothing."""
+"""The command line of `python -m evenkeel check`: look at the task, run the jobs, print the table, leave nothing."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...common.display import say
-from ...common.errors import REFUSED, Refusal
+from ...common.errors import Refusal
 from ...config import MaybePath
-from . import verdicts
 from .jobs import Jobs, Waiting, last_words, together
 from .rows import FAILED, MEASURED, Row
-from .verdicts import RANKS, Left
+from .verdicts import Left, of_probes
 
 INTERRUPTED = 128 + signal.SIGINT
 STEPS, EPOCH = 12, 5
 """Steps of a job, and of an epoch unless --limit-batches says otherwise."""
 KILLED, STOPPED, RESIZED = 7, 2, 8
-"""Steps from 0 that are broken off: the third, eighth and ninth, all in mid-epoch."""
+"""Steps from 0 that are broken off, in mid-epoch."""
 
 OWN = ("run-dir", "max-steps", "epochs", "reduce", "digest-every", "log-every", "checkpoint-every", "wandb", "fresh",
        "eval-only", "profile", "patience", "config", "nodes", "gpus")  # fmt: skip
@@ -63,26 +61,29 @@ class CheckCommand:
         """Do all checks.
 
         Raises:
-            Refusal: the task or an option cannot be meant; nothing has been started but a look at the task.
+            Refusal: the task or an option cannot be meant; nothing has been run but a look at the task.
         """
         self._refuse(options)
         limit = [] if named(options, "limit-batches") else [f"--limit-batches={EPOCH}"]
         given = [*options, *limit, "--wandb=disabled", f"--max-steps={STEPS}", "--epochs=1000000"]
-        with self._folder() as (folder, done):
-            # a script with a task of its own takes no --task
-            own = (
-                self.task.rpartition(":")[0].endswith(".py")
-                and self.script.resolve() == Path(self.task.rpartition(":")[0]).resolve()
-            )
-            jobs = Jobs(
-                folder, self.script, given if own else [f"--task={self.task}", *given], {"OMP_NUM_THREADS": "1"}
-            )
-            try:
-                rows = Check(jobs, [f"--task={self.task}", *given]).rows()
-            finally:
-                with uninterrupted():
-                    jobs.end_all()
-            done(all(row.result != FAILED for row in rows))
+        task = [f"--task={self.task}"]
+        source = self.task.rpartition(":")[0]
+        own = (
+            source.endswith(".py") and self.script.resolve() == Path(source).resolve()
+        )  # such a script takes no --task
+        folder = Path(tempfile.mkdtemp(prefix="evenkeel-check-")) if self.keep is None else self.keep
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs, rows = Jobs(folder, self.script, given if own else [*task, *given]), list[Row]()
+        try:
+            rows = Check(jobs, [*task, *given]).rows()
+        finally:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # nothing may interrupt the cleaning up
+            jobs.end_all()
+            if self.keep or any(row.result == FAILED for row in rows):
+                say(f"evenkeel: the jobs and their output are in {folder}", to_stderr=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return rows
 
     def _refuse(self, options: Sequence[str]) -> None:
@@ -96,22 +97,6 @@ class CheckCommand:
         if self.keep and self.keep.exists():
             raise Refusal(f"--keep {self.keep}: exists already; name another folder")
 
-    @contextmanager
-    def _folder(self) -> Iterator[tuple[Path, Callable[[bool], None]]]:
-        """The folder of the jobs, and a function to tell whether all has passed. A temporary one stays if not."""
-        made = not self.keep
-        folder = Path(tempfile.mkdtemp(prefix="evenkeel-check-")) if self.keep is None else self.keep
-        folder.mkdir(parents=True, exist_ok=True)
-        told: list[bool] = []
-        try:
-            yield folder, told.append
-        finally:
-            if made and told != [False]:
-                with uninterrupted():
-                    shutil.rmtree(folder, ignore_errors=True)
-            else:
-                say(f"evenkeel: the jobs and their output are in {folder}", to_stderr=True)
-
 
 class Check:
     """The checks of one task.
@@ -123,105 +108,66 @@ class Check:
 
     def __init__(self, jobs: Jobs, options: Sequence[str]) -> None:
         self.jobs, self.options, self.began = jobs, options, time.monotonic()
+        self.missing: dict[str, str] = {}
 
     def rows(self) -> list[Row]:
-        """Probe, then run, then judge."""
+        """Look at the task, run the jobs, and judge what they leave."""
         probes = self._probe()
-        first = probes[0]
-        rows = [verdicts.data_at_each_read(first), verdicts.data_on_each_rank(probes), verdicts.no_hidden_state(first)]
-        rows += [verdicts.of_the_cut(first, "loss"), verdicts.of_the_cut(first, "metrics")]
+        first, rows = probes[0], [*of_probes(probes)]
+        where = self._where(first)
         for row in rows:
             self._say(f"{row.name}: {row.result}")
-        return [self._where(first), *rows, *self._run(first, rows[1].result == FAILED)]
+        fixed = [] if first["typed"] else [f"--micro-batches={first['cut']}"]
+        fixed += ["--digest-every=1", "--log-every=1", "--checkpoint-every=5"]
+        tree, ring, job = [*fixed, "--reduce=tree"], [*fixed, "--reduce=ring"], self.jobs.job
+        todo = {f"tree-{ranks}": job(f"tree-{ranks}", [ranks], tree) for ranks in (2, 3, 1)}
+        todo["stop"] = job("stop", [2, 2, 3], tree, {STOPPED: signal.SIGTERM, RESIZED: signal.SIGTERM})
+        todo["kill"] = job("kill", [2], tree, {KILLED: signal.SIGKILL})
+        todo |= {f"ring-{ranks}": job(f"ring-{ranks}", [ranks], ring) for ranks in (3, 1, 2)}
+        why = "first see to the data on each rank" * (rows[1].result == FAILED)
+        why = why or "--strategy dp is one process" * (first["strategy"] == "dp")
+        why = why or "--sync-batchnorm ties the cut to the number of ranks" * first["sync_batchnorm"]
+        self.missing = dict.fromkeys(todo, f"not run: {why}") if why else {}
+        alone = {} if why else {"ring-2": todo.pop("ring-2")}  # for its times
+        self._do({} if why else todo, 2)
+        self._do(alone, 1)
+        breaks = [
+            ("kill -9", "rank 1 of 2 killed", "kill", 1, KILLED),
+            ("stop", "SIGTERM on 2 ranks", "stop", 1, STOPPED),
+            ("resize", "SIGTERM, on with 3 ranks", "stop", 2, RESIZED),
+        ]
+        return [where, *rows, *Left(self.jobs.folder, self.missing, first).rows(breaks)]
 
     def _probe(self) -> list[dict[str, Any]]:
         """What three processes find of the task, each as if it were a rank."""
         self._say("looking at the task: data, loss and metrics")
-        outputs = [self.jobs.folder / f"probe-{rank}" for rank in range(3)]
-        ranks = [
-            {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
-            for rank in range(3)
-        ]
-        module = ["-m", f"{__package__}.probe"]
-        started = [
-            self.jobs.popen([*module, f"{output}.json", *self.options], output, env)
-            for output, env in zip(outputs, ranks, strict=True)
-        ]
-        waits = {
-            str(output): self.jobs.ended(process, output, "the look at the task")
-            for process, output in zip(started, outputs, strict=True)
-        }
-        failed = [(name, why) for name, why in together(waits, 3) if why]
-        for name, why in failed:
-            refused = any(it.returncode == REFUSED for it in started)
-            raise Refusal(last_words(Path(name)) if refused else f"--task: {why}")
+        outputs, looks = [self.jobs.folder / f"probe-{rank}" for rank in range(3)], {}
+        for rank, output in enumerate(outputs):
+            env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+            process = self.jobs.popen(["-m", f"{__package__}.probe", f"{output}.json", *self.options], output, env)
+            looks[str(output)] = self.jobs.ended(process, output)
+        for name, why in together(looks, 3):
+            if why:
+                raise Refusal(last_words(Path(name)))
         return [json.loads(Path(f"{output}.json").read_text()) for output in outputs]
 
     def _where(self, probe: dict[str, Any]) -> Row:
         """Where the jobs compute; without a GPU for each rank on the CPU, unless they are to share."""
-        gpus = probe["gpus"]
-        row = Row("where", "jobs of 1, 2 and 3 ranks", MEASURED, f"{gpus} GPUs, NCCL")
-        if gpus < max(RANKS) and not (gpus and probe["share_gpu"]):
+        gpus, figure = probe["gpus"], f"{probe['gpus']} GPUs" + ", shared" * probe["share_gpu"]
+        if gpus < 3 and not (gpus and probe["share_gpu"]):
             self.jobs.env["CUDA_VISIBLE_DEVICES"] = ""
-            few = f"; 3 ranks need as many GPUs, and there are {gpus}: add --share-gpu to use them" * bool(gpus)
-            row = row._replace(figure=f"CPU, gloo{few}")
-        elif gpus < max(RANKS):
-            row = row._replace(figure=f"{gpus} GPUs, shared, gloo")
-        cut = "its own micro-batches" if probe["typed"] else f"{probe['cut']} micro-batches"
-        return row._replace(figure=f"{row.figure}; a batch of {probe['batch_size']} in {cut}")
+            figure = "CPU, gloo" + f" (3 ranks would need 3 GPUs, not {gpus}, or --share-gpu)" * bool(gpus)
+        cut = "micro-batches as typed" if probe["typed"] else f"{probe['cut']} micro-batches"
+        return Row("where", "jobs of 1, 2 and 3 ranks", MEASURED, f"{figure}; batch {probe['batch_size']}, {cut}")
 
-    def _run(self, probe: dict[str, Any], stop: bool) -> list[Row]:
-        """Run all jobs, unless there is no use in it, and judge what they leave."""
-        cut = [] if probe["typed"] else [f"--micro-batches={probe['cut']}"]
-        noted = [*cut, "--digest-every=1", "--log-every=1", "--checkpoint-every=5"]
-        tree, ring = [*noted, "--reduce=tree"], [*noted, "--reduce=ring"]
-        jobs = self.jobs
-        todo: dict[str, Waiting] = {
-            f"tree-{ranks}": jobs.undisturbed(f"tree-{ranks}", ranks, tree) for ranks in (2, 3, 1)
-        }
-        todo |= {
-            "stop": jobs.stopped("stop", [2, 2, 3], [STOPPED, RESIZED], tree),
-            "kill": jobs.killed("kill", 2, KILLED, tree),
-        }
-        todo |= {f"ring-{ranks}": jobs.undisturbed(f"ring-{ranks}", ranks, ring) for ranks in (3, 2, 1)}
-        failed: dict[str, str] = {}
-        if stop:
-            failed = dict.fromkeys([*todo, "timed"], "not run: first see to the data of each rank")
-        elif probe["strategy"] == "dp" or probe["sync_batchnorm"]:
-            why = (
-                "--strategy dp is one process"
-                if probe["strategy"] == "dp"
-                else "--sync-batchnorm ties the cut to the ranks"
-            )
-            failed = dict.fromkeys([*todo, "timed"], f"not run: {why}; check the task without it")
-        for name, told in together({name: it for name, it in todo.items() if name not in failed}, 2):
-            self._tell(name, told, failed)
-        timed = jobs.undisturbed("timed", 2, [*cut, "--checkpoint-every=5"], timed=True)
-        for name, told in together({} if "timed" in failed else {"timed": timed}, 1):  # alone, for its times
-            self._tell(name, told, failed)
-        left = Left(jobs.folder, failed, probe)
-        return [
-            left.same_samples(), left.same_numbers(), left.same_bits(), left.exact_evaluation(),
-            left.survived("kill -9", "rank 1 of 2 killed", "kill", 1, KILLED),
-            left.survived("stop", "SIGTERM on 2 ranks", "stop", 1, STOPPED, RESIZED),
-            left.survived("resize", "SIGTERM on 2 ranks, on with 3,", "stop", 2, RESIZED),
-            left.cost(),
-        ]  # fmt: skip
-
-    def _tell(self, name: str, why: str | None, failed: dict[str, str]) -> None:
-        """A line when a job begins, and one if it fails."""
-        kind, _, ranks = name.partition("-")
-        what = {
-            "tree": f"{ranks} ranks, --reduce tree", "ring": f"{ranks} ranks, --reduce ring", 
-            "kill": "kill -9 of rank 1 of 2",
-            "stop": "SIGTERM on 2 ranks, continued on 2; SIGTERM, continued on 3",
-            "timed": "2 ranks, where the time goes",
-        }[kind]  # fmt: skip
-        if why is None:
-            self._say(what)
-        elif why:
-            failed[name] = why
-            self._say(f"{what}: {why}")
+    def _do(self, jobs: Mapping[str, Waiting], at_most: int) -> None:
+        """Run jobs side by side, with a line when one begins, and one if it fails."""
+        for name, why in together(jobs, at_most):
+            kind, _, ranks = name.partition("-")
+            what = {"kill": "kill -9 of rank 1 of 2", "stop": "SIGTERM, on with 2 ranks; SIGTERM, on with 3"}
+            text = what.get(name, f"--reduce {kind} on {ranks} rank{'s' * (ranks != '1')}")
+            self.missing |= {name: why} if why else {}
+            self._say(f"{text}: {why}" if why else text) if why != "" else None
 
     def _say(self, text: str) -> None:
         say(f"evenkeel: {time.monotonic() - self.began:5.1f} s  {text}", to_stderr=True)
@@ -234,19 +180,9 @@ def named(options: Sequence[str], name: str) -> bool:
 
 def as_table(rows: Sequence[Row]) -> str:
     """The rows in columns, with the remedy below each that failed."""
-    widths = [max(len(row[column]) for row in rows) for column in (0, 2)]
+    wide, mid = (max(len(row[column]) for row in rows) for column in (0, 2))
     lines = []
     for row in rows:
-        lines.append(f"{row.name:<{widths[0]}}  {row.result:<{widths[1]}}  {row.compared}: {row.figure}")
-        lines += [f"{'':{widths[0]}}  -> {row.remedy}"] * bool(row.remedy)
+        lines.append(f"{row.name:<{wide}}  {row.result:<{mid}}  {row.compared}: {row.figure}")
+        lines += [f"{'':{wide}}  -> {row.remedy}"] * bool(row.remedy)
     return "\n".join(lines)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """A context in which Ctrl-C waits. For the main thread."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -12,17 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ...common.naming import count_ranks
 from ...common.processes import descendants, die_with_parent
 
-NOTES, TIMED, HOLD = "EVENKEEL_CHECK_NOTES", "EVENKEEL_CHECK_TIMED", "EVENKEEL_CHECK_HOLD"
-"""Environment variables by which `observed` is told what to do."""
-
-LIMIT = 600.0
-"""Seconds that a job may take, or that may pass until a rank holds."""
+NOTES, HOLD = "EVENKEEL_CHECK_NOTES", "EVENKEEL_CHECK_HOLD"
+"""Environment variables that tell `observed` what to do."""
+LIMIT = 900.0
+"""Seconds that a part of a job may take."""
 
 Waiting = Iterator[None]
-"""What is done step by step beside others: it gives the turn back whenever it has to wait."""
+"""Something that is done beside others: it gives the turn back whenever it has to wait."""
 
 
 class JobFailed(Exception):  # noqa: N818
@@ -36,107 +34,66 @@ class Jobs:
         folder: for runs and notes.
         script: the training script.
         options: of train.py, for every job.
-        env: environment variables of every job.
     """
 
-    def __init__(self, folder: Path, script: Path, options: Sequence[str], env: Mapping[str, str]) -> None:
-        self.folder, self.script, self.options, self.env = folder, script, options, dict(env)
-        self._running: list[subprocess.Popen[bytes]] = []
+    def __init__(self, folder: Path, script: Path, options: Sequence[str]) -> None:
+        self.folder, self.script, self.options = folder, script, options
+        self.env = {"OMP_NUM_THREADS": "1"}
+        """Environment variables of every process."""
+        self._started: list[subprocess.Popen[bytes]] = []
 
-    def run_dir(self, name: str) -> Path:
-        """The run of a job."""
-        return self.folder / name / "run"
-
-    def start(
+    def job(
         self,
         name: str,
-        ranks: int,
-        options: Sequence[str] = (),
-        hold: tuple[int, int] | None = None,
-        timed: bool = False,
-    ) -> subprocess.Popen[bytes]:
-        """Start a job, or continue it on so many ranks. ``hold``: (step from 0, rank) where that rank is to wait."""
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--max-restarts=1"]
-        own = [*self.options, f"--run-dir={self.run_dir(name)}", *options]
-        env = {NOTES: str(folder)} | ({TIMED: "1"} if timed else {})
-        if hold:
-            env[HOLD] = f"{hold[0]}:{hold[1]}:{folder / f'held-{hold[0]}'}"
-        observed = ["-m", f"{__package__}.observed", str(self.script), *own]
-        return self.popen([*torchrun, *observed], folder / "output", env)
+        ranks: Sequence[int],
+        options: Sequence[str],
+        breaks: Mapping[int, signal.Signals] | None = None,
+    ) -> Waiting:
+        """A job from its start to its end, started on these numbers of ranks in turn.
+
+        ``breaks``: the steps, from 0, in the midst of which there is a SIGTERM, after which it is started again, or a
+        SIGKILL of its last rank, after which it continues by itself.
+        """
+        folder, left = self.folder / name, list((breaks or {}).items())
+        folder.mkdir()
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+        observed = ["-m", f"{__package__}.observed", str(self.script), *self.options, f"--run-dir={folder / 'run'}"]
+        for number in ranks:
+            step, how = left.pop(0) if left else (-1, None)
+            held = folder / f"held-{step}"
+            env = {NOTES: str(folder), HOLD: f"{step}:{number - 1}:{held}"}
+            arguments = [*torchrun, f"--nproc_per_node={number}", *observed, *options]
+            process = self.popen(arguments, folder / "output", env)
+            while how and not held.exists() and process.poll() is None:
+                yield
+            if how and held.exists():
+                os.kill(int(held.read_text()) if how == signal.SIGKILL else process.pid, how)
+            yield from self.ended(process, folder / "output", stopped=how == signal.SIGTERM and held.exists())
 
     def popen(self, arguments: Sequence[str], output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start Python in a session of its own, so that Ctrl-C is for this process, which then ends all."""
         with output.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env={**os.environ, **self.env, **env},
-                start_new_session=True,
-                preexec_fn=partial(die_with_parent, signal.SIGTERM),
-            )
-        self._running.append(process)
+                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                start_new_session=True, env={**os.environ, **self.env, **env}, preexec_fn=partial(die_with_parent, signal.SIGTERM),
+            )  # fmt: skip
+        self._started.append(process)
         return process
 
-    def ended(self, process: subprocess.Popen[bytes], output: Path, what: str, fails: bool = False) -> Waiting:
-        """Wait for the end of a process. Raises JobFailed unless it ends well; ``fails``: it need not."""
+    def ended(self, process: subprocess.Popen[bytes], output: Path, stopped: bool = False) -> Waiting:
+        """Wait for the end of a process; raises JobFailed unless it ends well or was stopped."""
         until = time.monotonic() + LIMIT
-        while process.poll() is None:
-            if time.monotonic() > until:
-                raise JobFailed(f"{what} has not ended after {LIMIT:g} s")
+        while process.poll() is None and time.monotonic() < until:
             yield
-        if process.returncode and not fails:
-            raise JobFailed(f"{what} ended with code {process.returncode}: {last_words(output)}")
-
-    def undisturbed(self, name: str, ranks: int, options: Sequence[str] = (), timed: bool = False) -> Waiting:
-        """A job from its start to its end."""
-        process = self.start(name, ranks, options, timed=timed)
-        yield from self.ended(process, self.folder / name / "output", f"the job on {count_ranks(ranks)}")
-
-    def killed(self, name: str, ranks: int, step: int, options: Sequence[str]) -> Waiting:
-        """A job whose last rank is killed in the midst of a step."""
-        process = self.start(name, ranks, options, (step, ranks - 1))
-        for pid in self._held(name, step, process):
-            if pid:
-                os.kill(pid, signal.SIGKILL)
-            yield
-        yield from self.ended(process, self.folder / name / "output", "the job with a killed rank")
-
-    def stopped(self, name: str, ranks: Sequence[int], steps: Sequence[int], options: Sequence[str]) -> Waiting:
-        """A job that is stopped by SIGTERM in these steps, and continued each time, on the next number of ranks."""
-        output = self.folder / name / "output"
-        for number, step in zip(ranks, steps, strict=False):
-            process = self.start(name, number, options, (step, number - 1))
-            for _ in self._held(name, step, process):
-                yield
-            process.send_signal(signal.SIGTERM)
-            yield from self.ended(process, output, "the stopped job", fails=True)
-        process = self.start(name, ranks[-1], options)
-        yield from self.ended(process, output, f"the job continued on {count_ranks(ranks[-1])}")
-
-    def _held(self, name: str, step: int, process: subprocess.Popen[bytes]) -> Iterator[int]:
-        """Wait until a rank holds; gives its pid at last."""
-        file, until = self.folder / name / f"held-{step}", time.monotonic() + LIMIT
-        while not file.exists():
-            if process.poll() is not None or time.monotonic() > until:
-                said = last_words(self.folder / name / "output")
-                raise JobFailed(f"the job ended with code {process.poll()} before step {step + 1}: {said}")
-            yield 0
-        yield int(file.read_text())
+        if process.returncode is None or (process.returncode and not stopped):
+            raise JobFailed(f"exit code {process.returncode}: {last_words(output)}")
 
     def end_all(self) -> None:
         """Kill all processes that are left, and those below them."""
-        for _ in range(100):
-            roots = [process for process in self._running if process.poll() is None]
-            left = [*descendants(*(process.pid for process in roots)), *(process.pid for process in roots)]
-            for pid in left:
+        while roots := [process.pid for process in self._started if process.poll() is None]:
+            for pid in [*descendants(*roots), *roots]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if not left:
-                return
             time.sleep(0.02)
 
 
@@ -149,19 +106,21 @@ def together(tasks: Mapping[str, Waiting], at_most: int) -> Iterator[tuple[str, 
             active[name] = task
             yield name, None
         for name, task in list(active.items()):
+            why = ""
             try:
                 next(task)
+                continue
             except StopIteration:
-                del active[name]
-                yield name, ""
+                pass
             except JobFailed as failed:
-                del active[name]
-                yield name, str(failed)
+                why = str(failed)
+            del active[name]
+            yield name, why
         time.sleep(0.02)
 
 
 def last_words(output: Path) -> str:
-    """What a job has said of its end: its own line, or the last ones."""
+    """What a process has said of its end: its own line, or the last one."""
     said = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
     own = [line for line in said if line.startswith("evenkeel: ")]
     errors = [line for line in said if "Error: " in line and not line.startswith("[")]

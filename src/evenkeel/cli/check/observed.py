@@ -1,7 +1,6 @@
 """What a rank of a checked job notes: `python -m evenkeel.cli.check.observed SCRIPT OPTIONS` runs SCRIPT and looks on.
 
-The job is told by environment variables what it is to do: NOTES is the folder for what it notes, TIMED asks for times
-in place of samples, HOLD=STEP:RANK:FILE lets a rank write its pid to a file in the midst of a step, and wait there.
+NOTES is the folder for it; HOLD=STEP:RANK:FILE lets a rank write its pid to a file in the midst of a step, and wait.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ...run.run import Run
 from ...training.arrivals import BACKWARD, FORWARD, Arrivals
 from ...training.distributed_loss import DistributedLoss
 from ...training.evaluation import Evaluation
-from .jobs import HOLD, NOTES, TIMED
+from .jobs import HOLD, NOTES
 
 WARM_UP = 3
 """Steps whose times do not count."""
@@ -41,8 +40,8 @@ def exact(batch: Any) -> str:
     def add(part: Any) -> Any:
         found.update(type(part).__name__.encode())
         if isinstance(part, torch.Tensor):
-            whole = part.detach().cpu().contiguous().flatten()
-            found.update(f"{part.dtype}{list(part.shape)}".encode() + bytes(whole.view(torch.uint8).numpy()))
+            found.update(f"{part.dtype}{list(part.shape)}".encode())
+            found.update(bytes(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
         elif isinstance(part, (np.ndarray, np.generic)):
             found.update(np.ascontiguousarray(part).tobytes())
         elif isinstance(part, (str, bytes, int, float, complex)):
@@ -55,46 +54,20 @@ def exact(batch: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def hold(rank: int, step: int) -> None:
-    """Wait here for ever, once, if this is the rank and the step to do so."""
-    at, who, file = os.environ.get(HOLD, "-1:-1:").split(":", 2)
-    if (step, rank) == (int(at), int(who)) and not (path := Path(file)).exists():
-        path.with_suffix(".new").write_text(str(os.getpid()))
-        path.with_suffix(".new").rename(path)
-        while True:
-            time.sleep(1)
-
-
-def note_samples(folder: Path) -> None:
-    """Write a line [step, micro-batch, first position, samples, digest] for each micro-batch before it is computed."""
-    original = DistributedLoss.micro_batches
-
-    def micro_batches(self: DistributedLoss, step: Step) -> Iterator[Any]:
-        hold(self.world.rank, step.number)
-        for number, batch in enumerate(original(self, step)):
-            micro = step.micro_batches[number]
-            line = [micro.step, micro.id, micro.start, micro.size, exact(self.last_micro_batch[0])]
-            with (folder / f"samples-{self.world.rank}-{os.getpid()}.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            yield batch
-
-    DistributedLoss.micro_batches = micro_batches  # type: ignore[method-assign]
-
-
-class Stopwatch:
+class Watch:
     """Seconds by name: what has passed since the last charge. On a GPU the device is waited for."""
 
     def __init__(self) -> None:
+        self.steps, self.last = 0, time.perf_counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._last = time.perf_counter()
 
     def charge(self, name: str) -> None:
         """Add the time since the last charge."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.seconds[name] += now - self._last
-        self._last = now
+        self.seconds[name] += now - self.last
+        self.last = now
 
     def around(self, kind: type, method: str, before: str, after: str) -> None:
         """Charge at the beginning and at the end of each call of a method."""
@@ -103,52 +76,61 @@ class Stopwatch:
         @wraps(original)
         def timed(*arguments: Any, **more: Any) -> Any:
             self.charge(before)
-            try:
-                return original(*arguments, **more)
-            finally:
-                self.charge(after)
+            returned = original(*arguments, **more)
+            self.charge(after)
+            return returned
 
         setattr(kind, method, timed)
 
 
-def note_times(folder: Path) -> None:
-    """Write the seconds of the steps after the first few by what they went to, when the run ends."""
-    watch, told = Stopwatch(), {FORWARD: "forward", BACKWARD: "backward"}
-    mark, after, finish, steps = Arrivals.mark, Run.after_step, Run.finish, [0]
+def hold(rank: int, step: int) -> None:
+    """Wait here for ever, once, if this is the rank and the step to do so."""
+    at, who, file = os.environ[HOLD].split(":", 2)
+    if (step, rank) == (int(at), int(who)) and not (path := Path(file)).exists():
+        path.with_suffix(".new").write_text(str(os.getpid()))
+        path.with_suffix(".new").rename(path)
+        while True:
+            time.sleep(1)
+
+
+def observe(folder: Path) -> None:
+    """Let the methods of this process note each micro-batch before it is computed, and where the time goes."""
+    watch, parts = Watch(), {FORWARD: "forward", BACKWARD: "backward"}
+    micro_batches, mark, after_step = DistributedLoss.micro_batches, Arrivals.mark, Run.after_step
     watch.around(Arrivals, "begin", "other", "other")
     watch.around(Transfer, "__call__", "data", "transfer")
     watch.around(DistributedLoss, "step", "reduction", "optimizer")
     watch.around(Evaluation, "__call__", "other", "evaluation")
     watch.around(Run, "checkpoint", "other", "checkpoint")
 
+    def noted(self: DistributedLoss, step: Step) -> Iterator[Any]:
+        hold(self.world.rank, step.number)
+        for number, batch in enumerate(micro_batches(self, step)):
+            line = [*step.micro_batches[number], exact(self.last_micro_batch[0])]
+            with (folder / f"samples-{self.world.rank}-{os.getpid()}.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            watch.charge("notes")
+            yield batch
+
     def marked(self: Arrivals, part: int) -> None:
-        if part in told:
-            watch.charge(told[part])
+        if part in parts:
+            watch.charge(parts[part])
         mark(self, part)
 
-    def after_step(self: Run, *arguments: Any) -> None:
-        after(self, *arguments)
+    def after(self: Run, *arguments: Any) -> None:
+        after_step(self, *arguments)
         watch.charge("other")
-        steps[0] += 1
-        if steps[0] == WARM_UP:
+        watch.steps += 1
+        if watch.steps == WARM_UP:
             watch.seconds.clear()
+        told = {"steps": watch.steps - WARM_UP, "seconds": watch.seconds}
+        (folder / f"times-{self.world.rank}.json").write_text(json.dumps(told))
 
-    def finished(self: Run) -> None:
-        found = {"steps": steps[0] - WARM_UP, "seconds": dict(watch.seconds), "device": str(self.world.device)}
-        (folder / f"times-{self.world.rank}.json").write_text(json.dumps(found))
-        finish(self)
-
-    Arrivals.mark, Run.after_step, Run.finish = marked, after_step, finished  # type: ignore[method-assign, assignment]
-
-
-def main() -> None:
-    """Run the script in this process as Python would, and look on."""
-    folder = Path(os.environ[NOTES])
-    (note_times if os.environ.get(TIMED) else note_samples)(folder)
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    DistributedLoss.micro_batches, Arrivals.mark, Run.after_step = noted, marked, after  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
-    main()
+    observe(Path(os.environ[NOTES]))
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

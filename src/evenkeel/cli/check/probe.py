@@ -60,10 +60,9 @@ def main() -> int:
     if config.micro_batch == "auto":
         raise Refusal("--micro-batch auto: check compares numbers of ranks at one cut; give a number, or leave it out")
     sets = {TRAINING: training_set(task, config)} | evaluation_sets(task, config)
-    found = facts(config, task, sets) | {"sets": {name: read(config, it, name) for name, it in sets.items()}}
     again = {TRAINING: training_set(task, config)} | evaluation_sets(task, config)
-    for name, dataset in again.items():
-        found["sets"][name] |= compared(config, found["sets"][name], dataset, name, task)
+    found = facts(config, task, sets)
+    found["sets"] = {name: read(config, task, name, sets[name], again[name]) for name in sets}
     if os.environ["RANK"] == "0":
         found |= {"lines": lines(task, sets)} | computed(config, task, sets)
     Path(output).write_text(json.dumps(found))
@@ -107,33 +106,29 @@ def size_of(dataset: SizedDataset) -> int:
     return len(first()) if first else len(dataset)
 
 
-def read(config: Config, dataset: SizedDataset, name: str) -> Found:
-    """The digests of samples of a set, by number, read in order and then, as "again", from the last to the first."""
-    size, until = size_of(dataset), time.monotonic() + SECONDS
-    found: Found = {"length": size, "samples": {}, "again": {}}
+def read(config: Config, task: Task, name: str, dataset: SizedDataset, anew: SizedDataset) -> Found:
+    """Digests of samples of a set by number, and how many differ when they are read again, in the other order, or from
+    the set built anew; with the line that is probably to blame."""
+    size, until, samples = size_of(dataset), time.monotonic() + SECONDS, dict[str, str]()
+
+    def digest(of: SizedDataset, number: int) -> str:
+        return exact(samples_of(config, of, name, [number]))
+
     for number in sorted({i * (size - 1) // (MOST - 1) for i in range(MOST)}):
         if time.monotonic() < until:
-            found["samples"][str(number)] = exact(samples_of(config, dataset, name, [number]))
-    for number in reversed(found["samples"]):
-        found["again"][number] = exact(samples_of(config, dataset, name, [int(number)]))
-    return found
-
-
-def compared(config: Config, found: Found, dataset: SizedDataset, name: str, task: Task) -> Found:
-    """What differs between reads, or from the same set built anew, and the line that is probably to blame."""
+            samples[str(number)] = digest(dataset, number)
+    found: Found = {"length": size, "samples": samples, "how": "between two reads"}
+    found["differing"] = sum(digest(dataset, int(it)) != samples[it] for it in reversed(samples))
     method = task.train_dataset if name == TRAINING else task.test_dataset
-    samples, again = found["samples"], found.pop("again")
-    differing = [number for number in samples if samples[number] != again[number]]
-    if differing:
-        return {"differing": len(differing), "how": "between two reads", "line": blame(
-            [*readers(dataset), method, module_of(task)], OWN_DICE, CLOCK, CHANGED)}  # fmt: skip
-    few = list(samples)[:: max(1, len(samples) // 8)]
-    if size_of(dataset) == found["length"]:
-        differing = [it for it in few if exact(samples_of(config, dataset, name, [int(it)])) != samples[it]]
-    if differing or size_of(dataset) != found["length"]:
-        how = f"when {method.__name__}() is called again"
-        return {"differing": len(differing) or 1, "how": how, "line": blame([method, *readers(dataset)], OWN_DICE)}
-    return {"differing": 0}
+    suspects = [*readers(dataset), method, module_of(task)]
+    if not found["differing"]:
+        suspects, found["how"] = [method, *readers(dataset)], f"when {method.__name__}() is called again"
+        few = list(samples)[:: max(1, len(samples) // 8)]
+        same = size_of(anew) == size
+        found["differing"] = (
+            sum(digest(anew, int(it)) != samples[it] for it in few) if same else abs(size_of(anew) - size)
+        )
+    return found | {"line": blame(suspects, OWN_DICE, CLOCK, CHANGED) if found["differing"] else ""}
 
 
 def readers(dataset: Any) -> list[Any]:
@@ -158,10 +153,9 @@ def lines(task: Task, sets: Mapping[str, SizedDataset]) -> Found:
     computing = [task.loss, *methods(task)]
     return {
         "rank": blame([*data, module_of(task)], BY_RANK),
-        "cut": blame([task.loss, module_of(task)], SUM),
+        "loss": blame([task.loss, module_of(task)], SUM),
         "state": blame([*computing, module_of(task)], OWN_DICE, CHANGED),
         "kill": blame([*computing, module_of(task)], CHANGED, OWN_DICE),
-        "loss": blame([task.loss]),
         "metrics": blame([task.metrics]),
     }
 
