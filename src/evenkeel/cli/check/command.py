@@ -19,10 +19,11 @@ from .jobs import Jobs, Waiting, last_words, together
 from .rows import FAILED, MEASURED, Row
 from .verdicts import Left, of_probes
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
 STEPS, EPOCH = 12, 5
 """Steps of a job, and of an epoch unless --limit-batches says otherwise."""
-KILLED, STOPPED, RESIZED = 7, 2, 8
+KILLED, STOPPED, RESIZED = 7, 1, 7
 """Steps from 0 that are broken off, in mid-epoch."""
 
 OWN = ("run-dir", "max-steps", "epochs", "reduce", "digest-every", "log-every", "checkpoint-every", "wandb", "fresh",
@@ -49,6 +50,8 @@ class CheckCommand:
 
     def __call__(self, train_options: list[str]) -> int:
         """Check, and print the table."""
+        for number in STOPS:
+            signal.signal(number, signal.default_int_handler)  # it raises KeyboardInterrupt
         try:
             rows = self.rows(train_options)
         except KeyboardInterrupt:
@@ -77,7 +80,7 @@ class CheckCommand:
         try:
             rows = Check(jobs, [*task, *given]).rows()
         finally:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # nothing may interrupt the cleaning up
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # nothing may interrupt the cleaning up
             jobs.end_all()
             if self.keep or any(row.result == FAILED for row in rows):
                 say(f"evenkeel: the jobs and their output are in {folder}", to_stderr=True)

@@ -75,7 +75,8 @@ class Jobs:
         with output.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                start_new_session=True, env={**os.environ, **self.env, **env}, preexec_fn=partial(die_with_parent, signal.SIGTERM),
+                start_new_session=True, env={**os.environ, **self.env, **env},
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )  # fmt: skip
         self._started.append(process)
         return process
