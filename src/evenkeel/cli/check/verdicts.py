@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...run.records import read_records
-from ..digests import compare_digests, last_digests
+from ..digests import Digests, compare_digests, last_digests
 from .rows import FAILED, MEASURED, PASSED, UNCHECKED, Row
 
 LOOSE = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 2e-2, "fp16": 5e-3}
@@ -128,8 +128,11 @@ class Left:
         return {f"step {it['step']}: {name}": value for it in found for name, value in it.items() if "/" in name}
 
     def _digests(self, job: str) -> dict[Any, Any]:
-        found = last_digests(self._records(job, "start") + self._records(job, "digest"))
-        return {f"step {step}: {name}": bits for step, it in found.items() for name, bits in it.items()}
+        found = self._last(job).items()
+        return {f"step {step}: {name}": bits for step, it in found for name, bits in it.items()}
+
+    def _last(self, job: str) -> dict[int, Digests]:
+        return last_digests(read_records(self.folder / job / "run" / "metrics.jsonl"))
 
     def _absent(self, row: Row, *jobs: str) -> Row | None:
         """The row if one of the jobs it needs has failed or was not run."""
@@ -167,9 +170,7 @@ class Left:
         if starts[attempt : attempt + 1] != [step]:
             figure = f"attempts began after steps {starts}, none after {step}"
             return row._replace(result=FAILED, figure=figure, remedy="the output of the job says why")
-        first, second = (
-            last_digests(self._records(it, "start") + self._records(it, "digest")) for it in ("tree-2", job)
-        )
+        first, second = self._last("tree-2"), self._last(job)
         differing = min((it for it in first if first[it] != second.get(it)), default=until + 1)
         if differing <= step:
             return row._replace(result=UNCHECKED, figure=f"the bits differ from step {differing} on, before this")
