@@ -34,7 +34,7 @@ def rows_of(task: str, folder: Path, *options: str) -> dict[str, Row]:
     started = []
     for rank in range(3):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-        words = ["-m", "evenkeel.cli.check.probe", folder / f"{rank}.json", "--task", task, *options]
+        words = ["-m", "evenkeel.cli.check.probe", folder / f"{rank}.json", "--task", task, "--max-steps", 12, *options]
         started.append(fork(*words, env=env))
     for process in started:
         checked(finish(process), 0)

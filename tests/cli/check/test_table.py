@@ -88,7 +88,7 @@ def test_other_samples_numbers_and_bits_on_three_ranks_are_each_in_their_row(job
     assert found["samples, 1-3 ranks"].figure.startswith("step 1, micro-batch 0: ")
     assert found["numbers, 1-3 ranks"].figure == "step 1: train/loss: 1.0 on 1 rank, 1.0001 on 3"
     assert found["bits, 1-3 ranks"].figure == "step 4: w: same on 1 rank, other on 3"
-    assert found["evaluation, 1-3 ranks"].result == PASSED
+    assert found["evaluation, 1-3 ranks"].result == UNCHECKED, "of other weights"
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ class Check:
         for row in rows:
             self._say(f"{row.name}: {row.result}")
         fixed = [] if first["typed"] else [f"--micro-batches={first['cut']}"]
-        fixed += ["--digest-every=1", "--log-every=1", "--checkpoint-every=5"]
-        tree, ring, job = [*fixed, "--reduce=tree"], [*fixed, "--reduce=ring"], self.jobs.job
+        fixed += ["--log-every=1", "--checkpoint-every=5"]
+        tree, ring, job = [*fixed, "--reduce=tree", "--digest-every=1"], [*fixed, "--reduce=ring"], self.jobs.job
         todo = {f"tree-{ranks}": job(f"tree-{ranks}", [ranks], tree) for ranks in (2, 3, 1)}
         todo["stop"] = job("stop", [2, 2, 3], tree, {STOPPED: signal.SIGTERM, RESIZED: signal.SIGTERM})
         todo["kill"] = job("kill", [2], tree, {KILLED: signal.SIGKILL})

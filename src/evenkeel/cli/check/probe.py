@@ -6,8 +6,10 @@ computes, the others only read. There is no process group. Exit code 2: the opti
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -161,11 +163,12 @@ def lines(task: Task, sets: Mapping[str, SizedDataset]) -> Found:
 
 
 def methods(task: Task) -> Iterator[Any]:
-    """All methods of a task's class and its parents, and of the networks that its file defines."""
+    """The methods that compute: of a task's class and its parents, and of the networks that its file defines."""
     kinds = [*type(task).__mro__, *(it for it in vars(module_of(task)).values() if isinstance(it, type))]
     for kind in kinds:
         if issubclass(kind, (Task, nn.Module)):
-            yield from (method for method in vars(kind).values() if callable(method))
+            computing = {name: it for name, it in vars(kind).items() if not re.search("__init__|^model$|dataset", name)}
+            yield from filter(callable, computing.values())
 
 
 def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Found:
@@ -212,8 +215,9 @@ class Parts:
     def compare(self, training: bool) -> Found:
         """What was found: "repeats", whether it is the same twice; "why", a reason not to compare; or "off"."""
         everything = list(range(self.size))
+        batch = self.batch(everything)
         with mode(self.model, training=training, calm=False):
-            first, _, again = (self.sums(numbers, 1) for numbers in (everything, everything[::2], everything))
+            first, _, again = (self.sums(it, 1) for it in (batch, self.batch(everything[::2]), batch))
         found: Found = {"repeats": all(torch.equal(first[it], again[it]) for it in first), "why": "it fails in parts"}
         if self.size < 3:
             return found | {"why": f"the {self.name} data has {self.size} samples"}
@@ -231,12 +235,12 @@ class Parts:
 
     def cut(self, everything: list[int]) -> Found:
         """Compare the whole with the sum of its parts: nothing if they agree, else by how much they are off."""
-        whole, other = self.sums(everything, 1), self.sums(everything, 2)
+        whole, other = (self.sums(self.batch(everything), seed) for seed in (1, 2))
         if any(not torch.equal(whole[name], other[name]) for name in whole):
             return {"why": "it draws random numbers, which are a micro-batch's own", "off": 0.0}
         bounds = [0, PARTS[0] * self.size // BATCH, (PARTS[0] + PARTS[1]) * self.size // BATCH, self.size]
         parts = [everything[a:b] for a, b in pairwise(bounds) if b > a]
-        found = [self.sums(part, 1) for part in parts]
+        found = [self.sums(self.batch(part), 1) for part in parts]
         for name, expected in whole.items():
             total = torch.stack([part[name] for part in found]).sum(0)
             off = float((total - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
@@ -246,12 +250,16 @@ class Parts:
                 return {"name": name, "why": "", "off": off} | means
         return {"off": 0.0, "why": "", "name": ", ".join(whole)}
 
-    def sums(self, numbers: list[int], seed: int) -> dict[str, Tensor]:
-        """Each value, times the samples of these numbers that it is the mean of; or the sum of its rows."""
-        batch = to_device(samples_of(self.config, self.dataset, self.name, numbers), self.device)
+    def batch(self, numbers: list[int]) -> tuple[Any, int]:
+        """A batch of these samples on the device, and their number."""
+        loaded = samples_of(self.config, self.dataset, self.name, numbers)
+        return to_device(loaded, self.device), len(numbers)
+
+    def sums(self, batch: tuple[Any, int], seed: int) -> dict[str, Tensor]:
+        """Each value of a batch times its samples, if it is their mean, or the sum of its rows."""
         seed_computation(seed, [self.device] if self.device.type == "cuda" else [])
         with same_tensors(self.model):
-            found = _of_each(self.compute(batch), len(numbers))
+            found = _of_each(self.compute(copy.deepcopy(batch[0])), batch[1])  # a loss may change its batch
         return {name: value.detach().double().sum(0).cpu() for name, value in found.items()}
 
 

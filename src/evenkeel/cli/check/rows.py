@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 PASSED, FAILED, UNCHECKED, MEASURED = "passed", "FAILED", "not checked", "measured"
 
-OWN_DICE = r"\bgenerator=|SystemRandom|default_rng\(|\bRandom\(|RandomState\(|urandom|uuid4|secrets\.|Generator\("
+OWN_DICE = (
+    r"\bgenerator=(?!torch\.Gen)|SystemRandom|default_rng\(\)|\bRandom\(\)|urandom|uuid4|Generator\(\)(?!\.manual)"
+)
 CHANGED = r"self\.[\w.\[\]]+ *(?:[-+*/|@]|//|\*\*)= |\bnext\(|\bglobal |\.append\(|self\.\w+ *= "
 BY_RANK = r"RANK|get_rank|\brank\b|get_worker_info|getpid|gethostname|listdir|glob\(|\bhash\("
 CLOCK = r"\btime\.\w+\(|datetime|perf_counter"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...run.records import read_records
-from ..digests import Digests, compare_digests, last_digests
+from ..digests import Digests, last_digests
 from .rows import FAILED, MEASURED, PASSED, UNCHECKED, Row
 
 LOOSE = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 2e-2, "fp16": 5e-3}
@@ -101,9 +101,12 @@ class Left:
         row = Row("numbers, 1-3 ranks", f"loss and gradient norm of {EARLY} steps, to {limit:.0e}", PASSED)
         yield self._on_ranks(row, "ring", self._numbers, "state", lines["state"], limit)
         row = Row("bits, 1-3 ranks", "all tensors after each step, with --reduce tree", PASSED)
-        yield self._on_ranks(row, "tree", self._digests, "state", lines["state"])
+        yield (bits := self._on_ranks(row, "tree", self._digests, "state", lines["state"]))
         row = Row("evaluation, 1-3 ranks", "each evaluation, to the last digit", PASSED)
-        yield self._on_ranks(row, "tree", self._metrics, "metrics", lines["metrics"])
+        if bits.result == FAILED:
+            yield row._replace(result=UNCHECKED, figure="the weights differ already")
+        else:
+            yield self._on_ranks(row, "tree", self._metrics, "metrics", lines["metrics"])
         for number, (name, event, job, attempt, step) in enumerate(breaks):
             later = next((it[-1] for it in breaks[number + 1 :] if it[2] == job), 10**9)
             yield self._survived(name, event, job, attempt, step, later)
@@ -176,9 +179,10 @@ class Left:
             return row._replace(result=UNCHECKED, figure=f"the bits differ from step {differing} on, before this")
         if differing > until:
             return row
-        return failed(
-            row, " ".join(compare_digests(first, second)[1].split()[:24]), "state", self.probe["lines"]["kill"]
-        )
+        mine, theirs = first[differing], second.get(differing, {})
+        names = [it for it in mine if mine[it] != theirs.get(it)]
+        figure = f"from step {differing} on {len(names)} of {len(mine)} tensors differ, {names[0]} for one"
+        return failed(row, figure, "state", self.probe["lines"]["kill"])
 
     def _cost(self) -> Row:
         """What a step and a batch cost, and where."""
