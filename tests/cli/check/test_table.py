@@ -32,13 +32,19 @@ def results(rows: Any) -> dict[str, str]:
     return {row.name: row.result for row in rows}
 
 
-def leave(folder: Path, job: str, starts: Any = (0,), bits: Any = (), loss: float = 1.0, sample: str = "x") -> None:
+def leave(
+    folder: Path, job: str, starts: Any = (0,), bits: Any = (), loss: float = 1.0, sample: str = "x", untold: int = 0
+) -> None:
     """A job of six steps as it would be left; ``bits``: steps whose weights are others."""
     lines: list[dict[str, Any]] = [{"kind": "start", "step": step} for step in starts[:1]]
     for step in range(1, 7):
         lines += [{"kind": "start", "step": step - 1}] * (step - 1 in starts[1:])
         lines.append({"kind": "train", "step": step, "train/loss": loss, "train/grad_norm": 2.0})
-        lines.append({"kind": "digest", "step": step, "digests": {"w": "other" if step in bits else "same"}})
+        lines += (
+            []
+            if step == untold
+            else [{"kind": "digest", "step": step, "digests": {"w": "other" if step in bits else "same"}}]
+        )
     lines.append({"kind": "eval", "step": 6, "test/loss": 0.5})
     (folder / job / "run").mkdir(parents=True)
     text = "".join(json.dumps({"time": 1.0, **line}) + "\n" for line in lines)
@@ -99,6 +105,12 @@ def test_a_kill_that_costs_steps_or_bits(jobs: Path, starts: Any, bits: Any, kil
     (jobs / "kill").rename(jobs / "before")
     leave(jobs, "kill", starts=starts, bits=bits)
     assert results(left(jobs))["kill -9"] == kill
+
+
+def test_a_digest_that_a_signal_has_come_before_is_no_lost_step(jobs: Path) -> None:
+    (jobs / "kill").rename(jobs / "before")
+    leave(jobs, "kill", starts=(0, 3), untold=3)
+    assert results(left(jobs))["kill -9"] == PASSED
 
 
 def test_of_two_breaks_the_one_after_which_the_bits_differ_has_failed(jobs: Path) -> None:

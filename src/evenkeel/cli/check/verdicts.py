@@ -13,8 +13,8 @@ from .rows import FAILED, MEASURED, PASSED, UNCHECKED, Row
 
 LOOSE = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 2e-2, "fp16": 5e-3}
 """How far losses and gradient norms of a ring may differ, relatively, by --precision."""
-EARLY = 3
-"""Steps whose numbers are compared so: later ones also differ by what the optimizer makes of the last bits."""
+EARLY = 1
+"""Steps whose numbers are compared so: Adam's first steps make much of the last bits (3e-5 in the second, measured)."""
 
 Found = Mapping[str, Any]
 
@@ -98,7 +98,7 @@ class Left:
         limit, lines = LOOSE[self.probe["precision"]], self.probe["lines"]
         row = Row("samples, 1-3 ranks", "each micro-batch: its place and its bits", PASSED)
         yield self._on_ranks(row, "tree", self._samples, "rank", lines["rank"])
-        row = Row("numbers, 1-3 ranks", f"loss and gradient norm of {EARLY} steps, to {limit:.0e}", PASSED)
+        row = Row("numbers, 1-3 ranks", f"loss and gradient norm of the first step, to {limit:.0e}", PASSED)
         yield self._on_ranks(row, "ring", self._numbers, "state", lines["state"], limit)
         row = Row("bits, 1-3 ranks", "all tensors after each step, with --reduce tree", PASSED)
         yield (bits := self._on_ranks(row, "tree", self._digests, "state", lines["state"]))
@@ -174,12 +174,13 @@ class Left:
             figure = f"attempts began after steps {starts}, none after {step}"
             return row._replace(result=FAILED, figure=figure, remedy="the output of the job says why")
         first, second = self._last("tree-2"), self._last(job)
-        differing = min((it for it in first if first[it] != second.get(it)), default=until + 1)
+        # a signal may come before the last step's digest is written, which is no lost step
+        differing = min((it for it in first if it in second and first[it] != second[it]), default=until + 1)
         if differing <= step:
             return row._replace(result=UNCHECKED, figure=f"the bits differ from step {differing} on, before this")
         if differing > until:
             return row
-        mine, theirs = first[differing], second.get(differing, {})
+        mine, theirs = first[differing], second[differing]
         names = [it for it in mine if mine[it] != theirs.get(it)]
         figure = f"from step {differing} on {len(names)} of {len(mine)} tensors differ, {names[0]} for one"
         return failed(row, figure, "state", self.probe["lines"]["kill"])
