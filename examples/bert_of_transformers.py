@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from evenkeel import Classification
-from evenkeel.data.dataset import InMemory
-from evenkeel.tasks.digits import digits
+from evenkeel.tasks import InMemory, digits
 
 
 @dataclass

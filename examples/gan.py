@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from evenkeel import Config, Run, Task, clip_grad_norm, parse, start
-from evenkeel.data.dataset import InMemory
-from evenkeel.tasks.digits import digits
+from evenkeel.tasks import InMemory, digits
 
 NOISE = 32
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenkeel import Classification, Config
-from evenkeel.data.dataset import InMemory
-from evenkeel.tasks.digits import digits
+from evenkeel.tasks import InMemory, digits
 
 
 @dataclass

@@ -52,15 +52,17 @@ def test_a_command_that_does_not_exist(
     assert (captured.err.count("\n"), captured.out) == (1, "")
 
 
-def test_the_help_has_a_sentence_for_each_command(
+def test_the_help_has_a_line_for_each_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if not subcommands():
+        pytest.skip("this copy has left out all commands")
     monkeypatch.setattr(sys, "argv", ["evenkeel", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        run()
+    assert run() == 0
     text = capsys.readouterr().out
-    assert all(re.search(rf"\W {name} +[A-Z]", text) for name in subcommands())
-    assert "Example: " not in text, "which the help of the command has"
+    assert all(re.search(rf"^  {name} +[A-Z].*\.$", text, re.MULTILINE) for name in subcommands())
+    assert len(text.splitlines()) == len(subcommands()) + 4, "options and examples are in the help of the command"
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_without_any_command_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,12 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import tyro
 
 from .common.arguments import lose_stdout, one_line_errors, refuse_empty, refuse_unknown_command
-from .common.display import Lines
+from .common.display import Lines, say
 from .common.errors import Refusal
 from .config import check_numbers
 from .distributed.exits import exit_code
@@ -60,29 +60,39 @@ def main() -> int:
     refuse_empty(arguments[:cut], *known.values())
     _refuse_unknown(arguments[:cut], known)
     prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"
-    if arguments[0] in ("-h", "--help"):
-        one_line_errors(lambda: _show_commands(known, prog))
-    command: Callable[..., int] = one_line_errors(
-        lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments[:cut], prog=prog, description=__doc__)
-    )
-    check_numbers(getattr(command, "action", command))
-    words = arguments[cut + 1 :]
-    takes_words = bool(inspect.signature(command).parameters)
-    if words and not takes_words:
-        raise Refusal(f"-- {' '.join(words)}: `{arguments[0]}` takes no options of train.py; leave them out")
     try:
-        return command(words) if takes_words else command()
+        if arguments[0] in ("-h", "--help"):
+            say(_help(known, prog))
+            return 0
+        return _command(arguments[:cut], known, prog)(arguments[cut + 1 :])
     except BrokenPipeError:
         lose_stdout()
         return 0
 
 
-def _show_commands(known: dict[str, Callable[..., Any]], prog: str) -> None:
-    """Print the help with a line for each command, and raise SystemExit."""
-    lines = {name: (inspect.getdoc(kind) or "").partition("\n")[0] for name, kind in known.items()}
-    kinds = tuple(Annotated[it, tyro.conf.subcommand(name, description=lines[name])] for name, it in known.items())
-    any_of_them: Any = Union[kinds]  # noqa: UP007  (of a tuple)
-    tyro.cli(any_of_them, args=["--help"], prog=prog, description=__doc__)
+def _command(arguments: list[str], known: dict[str, Callable[..., Any]], prog: str) -> Callable[[list[str]], int]:
+    """The command with its options; call it with what follows `--`."""
+    command: Callable[..., int] = one_line_errors(
+        lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments, prog=prog, description=__doc__)
+    )
+    check_numbers(getattr(command, "action", command))
+    if inspect.signature(command).parameters:
+        return command
+
+    def without_words(words: list[str]) -> int:
+        if words:
+            raise Refusal(f"-- {' '.join(words)}: `{arguments[0]}` takes no options of train.py; leave them out")
+        return command()
+
+    return without_words
+
+
+def _help(known: dict[str, Callable[..., Any]], prog: str) -> str:
+    """A line for each command; the options of one are in its own help."""
+    width = max(map(len, known))
+    lines = [f"  {name:{width}}  {(inspect.getdoc(kind) or '').splitlines()[0]}" for name, kind in known.items()]
+    more = f"`{prog} COMMAND --help` shows its options and an example."
+    return "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", *lines, "", more])
 
 
 def _refuse_unknown(words: list[str], known: dict[str, Callable[..., Any]]) -> None:

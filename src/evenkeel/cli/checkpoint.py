@@ -153,7 +153,7 @@ class ExportModel:
 
 @dataclass(frozen=True)
 class CheckpointCommand:
-    """List a run's checkpoints, look into one, check that they are whole, or export the model.
+    """List, inspect, verify or export a run's checkpoints.
 
     Example: python -m evenkeel checkpoint list runs/classify
     """

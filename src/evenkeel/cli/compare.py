@@ -21,12 +21,13 @@ from .digests import Digests, Verdict, compare_digests, last_digests, name_tenso
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """Find the first step at which two runs differ, and in which tensors. Exit code 0: equal, 1: different.
+    """Find the first step and the tensors in which two runs differ.
 
     Example: python -m evenkeel compare runs/a runs/b
 
     Train both with --digest-every 1; otherwise only the final weights or a common checkpoint can be compared.
-    Differences in options, machine, libraries and code are printed too: usually one of them is the cause.
+    Differences in options, machine, libraries and code are printed too: usually one of them is the cause. Exit code 0:
+    equal, 1: different.
     """
 
     run_a: tyro.conf.Positional[Path]

@@ -59,7 +59,7 @@ class VerifyShards:
 
 @dataclass(frozen=True)
 class DataCommand:
-    """Index a folder of shards (tar, JSON lines, Parquet, MDS), or verify it.
+    """Index or verify a folder of shards (tar, JSONL, Parquet, MDS).
 
     Example: python -m evenkeel data index /data/shards
     """

@@ -30,7 +30,7 @@ CODES = {"finished": 0, "stopped": STOPPED, "failed": FAILED, "lost": FAILED}
 
 @dataclass(frozen=True)
 class FollowCommand:
-    """Show a run as its own console does, until it ends. Of a Slurm job: its log and its state, over all its requeues.
+    """Show a run live until it ends, or a Slurm job over its requeues.
 
       python -m evenkeel follow runs/classify
 

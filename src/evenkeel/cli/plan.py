@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Show how a job is cut into steps and micro-batches, and what each rank computes. Trains nothing.
+    """Show how a job is cut into steps, and what each rank computes.
 
     Example: python -m evenkeel plan -w 3 -- --batch-size 60 --micro-batch 8
 
-    What follows after `--` are options of train.py.
+    It trains nothing. What follows after `--` are options of train.py.
     """
 
     world_size: Annotated[int, tyro.conf.arg(aliases=["-w"])] = option(2, 1, 2**16)

@@ -36,12 +36,13 @@ FORMATS = (".csv", ".parquet")
 
 @dataclass(frozen=True)
 class PredictCommand:
-    """Write a run's predictions for a folder of images, or for a set of its task, to a CSV or Parquet file.
+    """Write a run's predictions to a CSV or Parquet file.
 
     Example: python -m evenkeel predict runs/classify --set test --output test.csv
 
-    On several processes: torchrun --standalone --nproc_per_node=2 -m evenkeel predict ... The rows are the same. What
-    follows after `--` are options of train.py that differ from the run's, for example -- --data-dir /elsewhere.
+    Predictions are made for a set of the run's task, or for a folder of images. What follows after `--` are options of
+    train.py that differ from the run's, for example -- --data-dir /elsewhere. On several processes, with the same rows:
+    torchrun --standalone --nproc_per_node=2 -m evenkeel predict ...
     """
 
     run: tyro.conf.Positional[Path]

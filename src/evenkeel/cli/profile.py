@@ -33,7 +33,7 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True)
 class ProfileCommand:
-    """Merge the traces that train.py --profile has left in a run directory, one for each rank, onto one clock.
+    """Merge the ranks' traces of train.py --profile onto one clock.
 
     Example: python -m evenkeel profile runs/classify
 

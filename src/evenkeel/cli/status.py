@@ -53,7 +53,7 @@ SILENCE = 600.0  # seconds without a new line after which a run on another machi
 
 @dataclass(frozen=True)
 class StatusCommand:
-    """Show all runs below some folders: state, Slurm job, step, time left, metrics, and why a run has stopped.
+    """Show all runs: state, step, time left, metrics, why they ended.
 
     Example: python -m evenkeel status runs/sweep --watch
 

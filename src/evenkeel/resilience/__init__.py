@@ -1,4 +1,4 @@
-"""What ends a job before its time, noticed by those who survive it. See docs/survival.md.
+"""What ends a job before its time, noticed by those who survive it. See docs/what-happens.md.
 
     keeper        forks what trains, and forks it again when it has died: a restart without imports
     held          the state that a rank leaves in memory for the next one, and for its keeper to write to the disk

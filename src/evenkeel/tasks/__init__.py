@@ -14,12 +14,15 @@ how. To give it a name of its own, add a module here and a line to `BUILT_IN` in
 
 To delete one, delete its module, `tests/tasks/test_NAME.py` and `tests/processes/test_NAME.py`. With `classify` go its
 five modules and their tests; then set another default of --task in config.py. With `lm` go its two, the text in assets/
-and cli/sample.py. `digits.py` may go with the last task that uses it. Everything else stays, and --task says in a line
-what has been deleted. Nothing outside this folder imports a built-in task, but tests of other rooms use `classify` and
-`segment` as examples.
+and cli/sample.py. Everything else stays, and --task says in one line what has been deleted. Nothing outside this folder
+imports a built-in task, but tests of other components use `classify` and `segment` as examples.
 """
 
+from ..data.dataset import InMemory
+from ..data.shards import Shards
+from ..data.streams import Streams
 from ..training.sum_metrics import SumMetrics
 from ..training.task import Classification, Task, constants, secret
+from .digits import digits
 
-__all__ = ["Classification", "SumMetrics", "Task", "constants", "secret"]
+__all__ = ["Classification", "InMemory", "Shards", "Streams", "SumMetrics", "Task", "constants", "digits", "secret"]

@@ -204,7 +204,7 @@ def _with_file(values: dict[str, Any], source: str, *classes: type) -> list[Any]
                 found[-1][option.name] = _from_toml(value, hint)
             except (TypeError, ValueError):
                 shown = str(hint) if get_origin(hint) else getattr(hint, "__name__", str(hint))
-                expected = re.sub(r"\b(typing|pathlib)\.", "", shown)
+                expected = re.sub(r"\b(typing|pathlib(\._local)?)\.", "", shown)
                 raise Refusal(f"{source}: {name} = {value!r} has the wrong type; expected {expected}") from None
     if unknown := sorted(set(values) - {option_name(name) for options in found for name in options}):
         raise Refusal(f"{source}: unknown key '{unknown[0]}'; keys are option names, e.g. batch_size")

@@ -1,4 +1,4 @@
-"""The report, from records written by hand: what is lost, what is only untold, how long a recovery takes."""
+"""The report, from records written by hand: what is lost, what is only not logged, how long a recovery takes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_step_that_is_done_again_was_lost_and_one_without_a_line_was_not(tmp_p
     again = [("start", 2, 10.0), ("train", 3, 11.0), ("train", 4, 12.0)]
     untold = [("start", 5, 20.0), ("train", 6, 21.0)]
     progress = progress_of(tmp_path, *told, *again, *untold, status={"step": 6, "total_steps": 9})
-    assert dict(steps(progress)) == {"steps done": "6 of 9", "lost, done again": "2", "done, but untold": "1"}
+    assert dict(steps(progress)) == {"steps done": "6 of 9", "lost, done again": "2", "done, not logged": "1"}
 
 
 def test_with_a_line_for_ten_steps_a_line_counts_ten(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_with_a_line_for_ten_steps_a_line_counts_ten(tmp_path: Path) -> None:
     report = dict(steps(progress_of(tmp_path, *records, status={"step": 25})))
     assert report["steps done"] == "25 of 0"
     assert report["lost, done again"] == "1 lines of 10 steps"
-    assert report["done, but untold"] == "0 lines of 10 steps"
+    assert report["done, not logged"] == "0 lines of 10 steps"
 
 
 def test_records_of_an_earlier_time_do_not_count(tmp_path: Path) -> None:

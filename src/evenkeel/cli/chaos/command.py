@@ -31,7 +31,7 @@ INTERRUPTED = 128 + signal.SIGINT  # exit code
 
 @dataclass(frozen=True)
 class ChaosCommand:
-    """Start a job, break a part of it again and again, and report what that has cost.
+    """Start a job, break it again and again, report what that costs.
 
     Example: python -m evenkeel chaos -- torchrun --nproc_per_node=2 --max-restarts=3 train.py --run-dir runs/x
 

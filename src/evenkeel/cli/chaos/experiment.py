@@ -148,7 +148,7 @@ def steps(progress: Progress) -> Iterator[tuple[str, str]]:
     total = progress.status.get("total_steps", 0)
     yield "steps done", f"{done} of {total}" + f", {first} of them before" * bool(first)
     yield "lost, done again", f"{told.total() - len(told)}{each}"
-    yield "done, but untold", f"{len(due - told.keys())}{each}"  # rank 0 was killed before it could write the line
+    yield "done, not logged", f"{len(due - told.keys())}{each}"  # rank 0 was killed before it could write the line
 
 
 def seconds_to_step(done: Sequence[Done], progress: Progress) -> list[float]:

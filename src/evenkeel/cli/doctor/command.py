@@ -12,13 +12,13 @@ from ...config import Flag, MaybePath, option
 
 @dataclass(frozen=True)
 class DoctorCommand:
-    """Check the machines before a job: versions, GPUs, memory, network, clocks, run directory, collectives.
+    """Check the machines before a job: GPUs, network, memory, clocks.
 
     Example: torchrun --standalone --nproc_per_node=2 -m evenkeel doctor -- --num-workers 4
 
-    Under torchrun it checks all ranks of a job, else this machine. What follows after `--` are the options of train.py
-    that the job will have. Below each WARN and FAIL is what was expected and the line to type. Exit code: 1 after a
-    FAIL.
+    Also versions, the run directory and collectives. Under torchrun it checks all ranks of a job, else this machine.
+    What follows after `--` are the options of train.py that the job will have. Below each WARN and FAIL is what was
+    expected and the line to type. Exit code: 1 after a FAIL.
     """
 
     run_dir: MaybePath = None

@@ -25,12 +25,12 @@ HEAD = ("run", "attempt", "kind", "step", "time", "name", "value")
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Make one HTML file about a run, or about several side by side: curves, all attempts, where the time went.
+    """Make one HTML file about a run, or about several side by side.
 
     Example: python -m evenkeel report runs/classify
 
-    The file needs no network and no data, so it can be sent as it is. It may be made while a run is at work. Needs
-    matplotlib: pip install 'evenkeel[report]'
+    It shows curves, all attempts and where the time went. It needs no network and no data, so you can send it as it is,
+    and it can be made while the run goes on. Needs matplotlib: pip install 'evenkeel[report]'
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]]

@@ -41,7 +41,7 @@ STRONG, WEAK = "fixed global batch", "fixed batch a rank"
 
 @dataclass(frozen=True)
 class ScalingCommand:
-    """Measure how a job gets faster with more ranks, by short real runs in turn.
+    """Measure how much faster a job gets with more ranks.
 
       python -m evenkeel scaling -g 1,2 --output scaling.svg -- --batch-size 256
       python -m evenkeel scaling -n 1,2 -g 4 -nr 0 --master node0     on the first of two nodes; on the other with -nr 1
