@@ -46,6 +46,8 @@ ROOMS = {
     "report": "src/evenkeel/cli/report src/evenkeel/assets/report.css tests/cli/report tests/support/reports.py "
     "docs/report.*",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
+    "check": "src/evenkeel/cli/check src/evenkeel/testing.py tests/cli/check tests/*/test_check.py "
+    "tests/support/bad_tasks.py docs/check.md",
     "doctor": "src/evenkeel/cli/doctor tests/cli/doctor tests/*/test_doctor.py docs/doctor.md",
     "slurm": "src/evenkeel/launch/slurm slurm tests/launch/slurm tests/cluster docs/slurm.md",
     "docker": "src/evenkeel/launch/docker docker .dockerignore tests/launch/docker tests/docker docs/docker.md",
