@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Make this template yours: give the package your name, and take out the rooms that you do not need.
+"""Make this template yours: own 600 lines, or own it all.
 
-    tools/make_it_yours.py mytrainer
-    tools/make_it_yours.py mytrainer --without slurm docker
+    tools/make_it_yours.py mytrainer --thin --with slurm    a project beside this checkout, which has it as a dependency
+    tools/make_it_yours.py mytrainer                        this checkout, with your name for the package
+    tools/make_it_yours.py mytrainer --without slurm docker the same without the rooms that you do not need
 
-It works on its own checkout and commits nothing. All is computed before anything is written, and a failure or Ctrl-C
+--thin is `evenkeel new` (docs/thin.md), from a wheel of this checkout unless --from names another source. All else
+works on this checkout itself and commits nothing. All is computed before anything is written, and a failure or Ctrl-C
 leaves the checkout as it was. Earlier runs continue: what they wrote does not depend on the name. `EVENKEEL_...`
 variables keep their names, because shells' start-up files and jobs in a queue may set them.
 """
@@ -13,22 +15,20 @@ from __future__ import annotations
 
 import argparse
 import ast
-import builtins
 import contextlib
 import functools
-import importlib.util
-import keyword
+import importlib
 import os
-import pkgutil
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "evenkeel"
@@ -39,6 +39,7 @@ ROOMS = {
     "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
     "status": "src/evenkeel/cli/status.py src/evenkeel/cli/follow.py tests/cli/test_status.py "
     "tests/processes/test_follow.py",
+    "new": "src/evenkeel/cli/new tests/cli/test_new.py tests/processes/test_new.py docs/thin.md",
     "data": "src/evenkeel/cli/data.py tests/cli/test_data.py",
     "predict": "src/evenkeel/cli/predict.py tests/cli/test_predict.py tests/processes/test_predict.py",
     "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
@@ -49,8 +50,10 @@ ROOMS = {
     "check": "src/evenkeel/cli/check src/evenkeel/testing.py tests/cli/check tests/*/test_check.py "
     "tests/support/bad_tasks.py docs/check.md",
     "doctor": "src/evenkeel/cli/doctor tests/cli/doctor tests/*/test_doctor.py docs/doctor.md",
-    "slurm": "src/evenkeel/launch/slurm slurm tests/launch/slurm tests/cluster docs/slurm.md",
-    "docker": "src/evenkeel/launch/docker docker .dockerignore tests/launch/docker tests/docker docs/docker.md",
+    "slurm": "src/evenkeel/launch/slurm src/evenkeel/cli/new/templates/slurm-* "
+    "slurm tests/launch/slurm tests/cluster docs/slurm.md",
+    "docker": "src/evenkeel/launch/docker src/evenkeel/cli/new/templates/docker-* "
+    "docker .dockerignore tests/launch/docker tests/docker docs/docker.md",
     "segment": "src/evenkeel/tasks/segment.py tests/tasks/test_segment.py tests/promises/test_two_networks.py",
     "regress": "src/evenkeel/tasks/regress.py",
     "lm": "src/evenkeel/tasks/lm.py src/evenkeel/tasks/text.py src/evenkeel/tasks/transformer.py "
@@ -62,6 +65,7 @@ ROOMS = {
 
 USERS = ("tests/", "benchmarks/", "examples/")
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INSTALLED = [str(folder) for folder in ROOT.glob(".venv/lib/*/site-packages")]
 Texts = Mapping[str, str]  # the contents of text files, by their paths below the root
 
 
@@ -93,18 +97,19 @@ def texts() -> dict[str, str]:
     return found
 
 
+def ours(name: str) -> Any:
+    """A module of the package that needs only the standard library; the package itself would ask for torch."""
+    package = sys.modules.setdefault(NAME, types.ModuleType(NAME))
+    package.__path__ = [str(ROOT / "src" / NAME)]
+    return importlib.import_module(f"{NAME}.{name}")
+
+
 def check_name(name: str, files: Texts) -> None:
     """Refuse a name that a package here cannot have."""
-    if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
-        refuse(f"{name}: is no name of a package; use small letters, digits and _, as in mytrainer")
-    if keyword.issoftkeyword(name) or name in dir(builtins):
-        refuse(f"{name}: is a word of Python; choose another, as mytrainer")
-    installed = pkgutil.iter_modules([*sys.path, *map(str, ROOT.glob(".venv/lib/*/site-packages"))])
-    taken = {*sys.stdlib_module_names, *folders(files), *(module.name for module in installed)}
+    taken = {*folders(files), *re.findall(r"^([\w-]+)==", files.get("requirements.lock", ""), re.MULTILINE)}
     taken |= {Path(file).stem for file in files if file.endswith(".py") and not file.startswith(("src/", "tests/"))}
-    taken |= set(re.findall(r"^([\w-]+)==", files.get("requirements.lock", ""), re.MULTILINE))
-    if name in {other.lower().replace("-", "_") for other in taken} or importlib.util.find_spec(name):
-        refuse(f"{name}: there is a module of this name already; choose another")
+    if reason := ours("common.package_name").why_not(name, taken, INSTALLED):
+        refuse(f"{name}: {reason}")
     for file, text in files.items():
         if file.endswith(".py") and re.search(rf"\b{name}\b", text):
             for node in ast.walk(ast.parse(text, file)):
@@ -387,13 +392,58 @@ def make_it(name: str, without: list[str]) -> None:
     print("  make format lint test")
 
 
+def wheel(folder: str) -> Path:
+    """A wheel of this checkout, made in a folder."""
+    source, python = Path(folder, "source"), ROOT / ".venv" / "bin" / "python"
+    leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")  # building in the checkout would leave files there
+    shutil.copytree(ROOT / "src", source / "src", ignore=leave_out)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(source)]
+    done = subprocess.run([python if python.exists() else sys.executable, *words], capture_output=True, text=True)
+    if done.returncode:
+        refuse(f"no wheel of this checkout: {done.stderr.strip().splitlines()[-1]}; run `make setup`, or give --from")
+    return next(Path(folder).glob("*.whl"))
+
+
+def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
+    """Write a project of the user's own beside this checkout."""
+    try:
+        thin = ours("cli.new.project")
+    except ModuleNotFoundError:
+        refuse("--thin: cli/new has been deleted from this copy")
+    folder = ROOT.parent / name
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    try:
+        thin.check(name, folder, parts, INSTALLED)
+        with tempfile.TemporaryDirectory() as temporary:
+            found = thin.source_of(source or str(wheel(temporary)))
+            answers = thin.Answers(name, task, tuple(sorted({*parts})), found.requirement, found.kind)
+            written = thin.write(answers, version, folder, found.wheel)
+    except ours("common.errors").Refusal as refusal:
+        refuse(str(refusal))
+    print(thin.next_steps(folder, written))
+
+
 def main() -> None:
     """Do it, or say in a line why not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", metavar="NAME", help="what you will import, e.g. mytrainer")
     parser.add_argument("--without", metavar="ROOM", nargs="+", default=[], help=", ".join(ROOMS))
+    thin = parser.add_argument_group("with --thin")
+    thin.add_argument("--thin", action="store_true", help="write a small project beside this checkout")
+    thin.add_argument("--task", choices=["classify", "lm", "empty"], help="what its task does to begin with")
+    thin.add_argument("--with", dest="parts", choices=["slurm", "docker"], nargs="+", help="launchers to add")
+    thin.add_argument("--from", dest="source", help="evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or a wheel")
     options = parser.parse_args()
+    if options.thin and options.without:
+        parser.error("--thin --without: a thin project has no rooms; choose its launchers by --with")
+    if not options.thin and (options.task or options.parts or options.source):
+        parser.error("--task, --with and --from are for --thin")
     try:
+        if options.thin:
+            make_thin(options.name, options.task or "classify", options.parts or [], options.source or "")
+            return
         make_it(options.name, options.without)
     except KeyboardInterrupt:
         refuse("stopped; nothing has been changed", 130)

@@ -1,4 +1,4 @@
-"""Check machines, plan a job, watch and report its runs, predict, sample, compare, and try what a job survives."""
+"""Begin a project, check machines, plan a job, watch and report its runs, predict, compare, try what a job survives."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from .config import check_numbers
 from .distributed.exits import exit_code
 
 COMMANDS = {
+    "new": "cli.new.command.NewCommand",
+    "update": "cli.new.update.UpdateCommand",
     "plan": "cli.plan.PlanCommand",
     "checkpoint": "cli.checkpoint.CheckpointCommand",
     "chaos": "cli.chaos.command.ChaosCommand",

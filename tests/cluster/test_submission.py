@@ -171,7 +171,7 @@ def test_a_run_directory_of_each_node_and_a_folder_that_some_do_not_see(cluster:
     assert [read(disk, "status.json")["world_sizes"] for disk in disks] == [[2], [2]]
 
     script = tmp_path / "blind.sh"
-    script.write_text(f"#!/bin/bash\nsource {ROOT}/slurm/job.sh\nevenkeel_probe {cluster.local}/only-here\n")
+    script.write_text(f"#!/bin/bash\nsource {submission.JOB_SCRIPT}\nevenkeel_probe {cluster.local}/only-here\n")
     (cluster.disk(1) / "only-here").mkdir()
     job = cluster.submit(script, "-N2", "--nodelist=node[1-2]")
     assert cluster.wait_for(job, "FAILED")["ExitCode"] == "2:0"

@@ -52,8 +52,8 @@ def test_an_agent_that_still_waits_for_others_ends_as_stopped() -> None:
 
 def test_scripts_are_plain_bash() -> None:
     pytest.importorskip("evenkeel.launch.slurm")
-    for name in ("job.sh", "train.sbatch"):
-        processes.run(["bash", "-n", ROOT / "slurm" / name])
+    for name in ("src/evenkeel/launch/slurm/job.sh", "slurm/train.sbatch"):
+        processes.run(["bash", "-n", ROOT / name])
     done = processes.run([sys.executable, "slurm/node.py", "--", "--epochs", "1"], expect=2)
     assert done.stderr.startswith("evenkeel: slurm/node.py is a task of a Slurm job: srun --ntasks-per-node=1")
     assert os.access(ROOT / "slurm" / "submit.py", os.X_OK)

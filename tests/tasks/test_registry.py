@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from evenkeel.common.errors import Refusal
+from evenkeel.config import Config
 from evenkeel.tasks import registry
-from evenkeel.tasks.registry import built_in, load_task
+from evenkeel.tasks.registry import built_in, default_task, load_task
 from evenkeel.training.task import Classification
 
 Write = Callable[[str, str], Path]
@@ -69,6 +70,39 @@ def test_a_built_in_task_that_has_been_deleted_says_so(monkeypatch: pytest.Monke
     assert refusal("gone").startswith(
         f"has been deleted from this copy of Evenkeel; built in: {', '.join(built_in())}; "
     )
+
+
+@pytest.mark.parametrize("where", ["working folder", "script", "launcher", "copy of a job"])
+def test_the_task_of_a_project(where: str, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found from any folder, and so is what it imports."""
+    monkeypatch.delenv("EVENKEEL_CODE", raising=False)
+    write("tide/task.py", GOOD)
+    write("pyproject.toml", '[tool.evenkeel]\ntask = "tide.task:Mine"\n')
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "argv", ["/nowhere/near/x.py"])
+    assert default_task() == Config.task, "the control: no project is here"
+    if where == "working folder":
+        monkeypatch.chdir(tmp_path)
+    elif where == "copy of a job":
+        monkeypatch.setenv("EVENKEEL_CODE", str(tmp_path))
+    else:
+        monkeypatch.setattr(sys, "argv", [str(tmp_path / ("train.py" if where == "script" else "launch/x.py"))])
+    assert default_task() == "tide.task:Mine"
+    assert load_task(default_task()).__module__ == "tide.task"
+
+
+@pytest.mark.parametrize(("text", "task"), [("[tool.evenkeel]", "classify"), ("[tool]", "classify"), ("", "classify")])
+def test_a_project_without_a_task(text: str, task: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write("pyproject.toml", text).parent)
+    assert default_task() == task
+
+
+@pytest.mark.parametrize("text", ["tool = ", "[tool.evenkeel]\ntask = 3"])
+def test_a_projects_task_that_cannot_be_read(text: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write("pyproject.toml", text).parent)
+    with pytest.raises(Refusal, match=r"pyproject.toml: (not TOML|task of \[tool.evenkeel\] is 3; give)"):
+        default_task()
 
 
 def test_the_old_name_of_the_default_task_says_what_it_is_now() -> None:

@@ -1,5 +1,6 @@
 """The commands of `python -m evenkeel`: they look at a job or at what a run has left, and one breaks jobs on purpose.
 
+    new/            new: a small project of one's own that has this package as a dependency; update: compare it later
     plan.py         plan: which rank would compute what, without running it
     checkpoint.py   checkpoint: list, inspect, verify and export the checkpoints of a run
     data.py         data: index a folder of shards, or verify it

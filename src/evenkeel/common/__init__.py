@@ -10,6 +10,7 @@
     memory      freed memory that is kept, and errors that say it has run out
     naming      names of metrics, ranks and types in messages
     network     this node's address, and whether node 0 answers
+    package_name  names that a package of a user's may have; for tools without torch
     phases      what this process is doing, and where its seconds went
     processes   other processes of this machine: state, signals, torchrun
 

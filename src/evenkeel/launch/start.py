@@ -22,7 +22,7 @@ from ..resilience.keeper import Keeper, unforkable
 from ..run.records import read_config
 from ..run.saver import write_held
 from ..tasks.command_line import options_of
-from ..tasks.registry import load_task
+from ..tasks.registry import default_task, load_task
 from ..training.oom import explaining
 from ..training.task import Task
 from . import launchers
@@ -70,10 +70,11 @@ def _task_to_keep(arguments: list[str]) -> str:
         typed, _ = some_options(arguments, ("--keeper",), ("--task",), ("--config",))
         recorded = read_config(Path(typed.config)) if typed.config else {}
         launches = launchers.topology_in(arguments)
+        task = str(typed.task or recorded.get("task") or default_task())
     except Refusal:  # the rank meets it again, and tells of it
         return ""
     wanted = (typed.keeper or recorded.get("keeper", Config.keeper)) == "on" and not launches
-    return str(typed.task or recorded.get("task", Config.task)) if wanted else ""
+    return task if wanted else ""
 
 
 def _prepare(task: str) -> str:

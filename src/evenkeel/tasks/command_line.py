@@ -22,7 +22,7 @@ from ..config import GROUPS, OPTION_NAMES, Config, check_numbers, validate
 from ..run.records import is_run, read_config
 from ..training.checks import check_best
 from ..training.task import Task, option_name
-from .registry import load_task
+from .registry import default_task, load_task
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})
 """Options by which train.py hands over to a launcher (launchers.py)."""
@@ -84,9 +84,11 @@ def options_of(
         from_file = {name: value for name, value in from_file.items() if name not in ("micro_batch", "micro_batches")}
     if task and early.task:
         raise Refusal(f"--task {early.task}: this script trains its own task, {task.__name__}; leave --task out")
+    if not early.task and "task" not in from_file and not task:
+        from_file["task"] = default_task()
     if task:
         from_file["task"] = f"{os.path.relpath(inspect.getfile(task))}:{task.__name__}"
-    task_class = task or load_task(str(early.task or from_file.get("task", Config.task)))
+    task_class = task or load_task(str(early.task or from_file["task"]))
     task_options = task_class if is_dataclass(task_class) else _NoOptions
     _check_options(task_class, task_options)
     refuse_empty(arguments, task_options)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import Refusal, place_of
+from ..config import Config
+from ..run.records import read_config
 from ..training.task import Task
 
 BUILT_IN = {"classify": "Classify", "regress": "Regress", "segment": "Segment", "lm": "Lm"}
@@ -18,6 +20,32 @@ BUILT_IN = {"classify": "Classify", "regress": "Regress", "segment": "Segment", 
 def built_in() -> list[str]:
     """Names of the tasks whose modules are here."""
     return [name for name in BUILT_IN if Path(__file__).with_name(f"{name}.py").is_file()]
+
+
+def default_task() -> str:
+    """The task of a job without --task: `task` of [tool.evenkeel] in the project's pyproject.toml, else a built-in one.
+
+    The project is the working folder, else that of the script (train.py, or a launcher in a folder beside it), else a
+    queued job's copy of the code. It is put on the path for imports, so that MODULE:CLASS is found from any folder.
+
+    Raises:
+        Refusal: pyproject.toml is not TOML, or its task is not text.
+    """
+    script = Path(sys.argv[0]).absolute()
+    copy = map(Path, filter(None, [os.environ.get("EVENKEEL_CODE")]))
+    for folder in dict.fromkeys((Path.cwd(), script.parent, script.parent.parent, *copy)):
+        path = _as_submitted(folder / "pyproject.toml")
+        if not path.is_file():
+            continue
+        tool = read_config(path).get("tool")
+        table = tool.get("evenkeel") if isinstance(tool, dict) else None
+        if isinstance(table, dict) and "task" in table:
+            if not isinstance(task := table["task"], str):
+                raise Refusal(f'{path}: task of [tool.evenkeel] is {task!r}; give "MODULE:CLASS"')
+            if str(path.parent) not in sys.path:
+                sys.path.insert(0, str(path.parent))
+            return task
+    return Config.task
 
 
 def load_task(name: str) -> type[Task]:

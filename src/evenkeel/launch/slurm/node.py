@@ -1,6 +1,6 @@
 """One node's share of a Slurm job: a task that runs torchrun's agent, which starts a rank for each GPU.
 
-So a crashed rank is restarted within the job, and the job ends with one exit code, by which slurm/job.sh decides
+So a crashed rank is restarted within the job, and the job ends with one exit code, by which job.sh decides
 whether it is requeued.
 """
 
@@ -192,7 +192,7 @@ def _forbid_requeues() -> None:
 
 
 def _meeting() -> str:
-    """HOST:PORT where the nodes of a step meet, the same on all of them, if slurm/job.sh has not said it."""
+    """HOST:PORT where the nodes of a step meet, the same on all of them, if job.sh has not said it."""
     try:
         first = slurm("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()[0]
         known = slurm("scontrol", "show", "node", "--oneliner", first)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ...config import Config
 
 WARNING_SECONDS = 90  # before the time limit; Slurm may be a minute early, and a snapshot takes up to --grace, 25 s
+JOB_SCRIPT = Path(__file__).with_name("job.sh")  # what the scripts of all jobs source
 MOST_SEEDS = 10_000  # in one array; Slurm's own limit (MaxArraySize) is mostly 1,000
 
 Words = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
@@ -113,6 +114,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
         print(executor._make_submission_file_text(executor._submitit_command_str, ""))
         return 0
     revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, parent))
+    shutil.copy2(JOB_SCRIPT, folder)
     submitted = time.time()  # what a run says later is this job's
     script, limits = folder / "code" / "train.py", (typed.max_restarts, typed.max_requeues)
     jobs = _submit(executor, [Node(script, tuple(member), gpus, *limits, folder, typed.doctor) for member in members])
@@ -217,7 +219,7 @@ def _executor(
         f"export EVENKEEL_CODE={shlex.quote(str(code))}",
         f"export EVENKEEL_ORIGIN={shlex.quote(str(repository))}",
         'export PYTHONPATH="$EVENKEEL_CODE/src${PYTHONPATH:+:$PYTHONPATH}"',
-        f"source {shlex.quote(str(code / 'slurm' / 'job.sh'))}",
+        f"source {shlex.quote(str(folder / JOB_SCRIPT.name))}",
         f"evenkeel_probe {shlex.quote(str(folder))}",
     ]
     container = []

@@ -1,5 +1,6 @@
 # Sourced by the script of every Slurm job of ours, on its first node: where the nodes meet, how they are started, and
-# whether the job comes back when it ends. Both slurm/train.sbatch and what slurm/submit.py submits use it.
+# whether the job comes back when it ends. slurm/train.sbatch uses it, and so does what slurm/submit.py submits,
+# which has a copy in the folder of the job.
 
 # One task a node, on all nodes we got: of a range, Slurm would start the least. The CPUs of a task are said again,
 # because newer versions of Slurm do not hand them down. When one node has ended, the others have the time of a snapshot.

@@ -1,0 +1,39 @@
+"""`evenkeel new`: a small project of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ... import __version__
+from ...config import NAME
+from .project import Answers, check, next_steps, source_of, write
+
+
+@dataclass(frozen=True)
+class NewCommand:
+    """Write a small project of your own: a task, train.py, launchers and a test. The package stays a dependency.
+
+    Example: evenkeel new tide --task lm --with slurm docker
+    """
+
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    """Name of the project, its folder and its package, such as tide."""
+    task: Annotated[Literal["classify", "lm", "empty"], NAME] = "classify"
+    """What its task does to begin with: classify (digits), lm (a text) or empty (random data)."""
+    with_: Annotated[tuple[Literal["slurm", "docker"], ...], tyro.conf.arg(name="with")] = ()
+    """Launchers to add: slurm, docker."""
+    from_: Annotated[str, tyro.conf.arg(name="from", metavar="SOURCE", help_behavior_hint="")] = ""
+    """evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or a wheel to copy. Default: this version, by an index."""
+
+    def __call__(self) -> int:
+        """Write it, and say what to do next."""
+        folder, parts = Path(self.name), tuple(sorted(set(self.with_)))
+        check(self.name, folder, parts)
+        source = source_of(self.from_ or f"evenkeel=={__version__}")
+        answers = Answers(self.name, self.task, parts, source.requirement, source.kind)
+        print(next_steps(folder, write(answers, __version__, folder, source.wheel)))
+        return 0

@@ -1,0 +1,213 @@
+"""A thin project: from answers to its files, written all or none, with a record by which `update` compares later.
+
+A template may have `@name@`, `@class@` (of the task), `@requirement@` and `@find@` (for pip), and lines between `@if
+PART@` and `@end@`, which stay if the project has that part: slurm, docker, wheel or git.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import Refusal
+from ...common.package_name import why_not
+
+TEMPLATES = Path(__file__).with_name("templates")
+RECORD = ".evenkeel.json"
+WHEELS = "wheels"
+TASKS = {"classify": "Digits", "lm": "Text", "empty": "MyTask"}
+"""The class that the template of each task defines."""
+
+PARTS = ("slurm", "docker")
+"""What --with may add: a folder of this name."""
+
+FILES = (
+    "train.py",
+    "NAME/task.py",
+    "launch/interpreter.py",
+    "launch/single_node.py",
+    "launch/multi_node.py",
+    "slurm/submit.py",
+    "docker/Dockerfile",
+    "docker/run.py",
+    "tests/test_task.py",
+    "pyproject.toml",
+    "Makefile",
+    "README.md",
+    ".ci/run",
+    ".gitignore",
+)
+IN_THE_WAY = {word for path in FILES for word in Path(path).with_suffix("").parts} | {
+    "evenkeel",
+    "runs",
+    "data",
+    WHEELS,
+}
+"""Names of modules and folders in a project that the package must not hide."""
+
+GIT = re.compile(r"git\+(https|ssh|file)://[^\s\"'\\]+@[^\s\"'\\@:]+")
+VERSION = r"[0-9][0-9A-Za-z.!+]*"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the project gets the package."""
+
+    requirement: str
+    """As pip reads it: evenkeel==0.1.0, or evenkeel @ git+https://..."""
+    kind: str = "index"
+    """index, git or wheel."""
+    wheel: Path | None = None
+    """The file to copy."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What decides the texts of a project; stored in its record."""
+
+    name: str
+    task: str
+    parts: tuple[str, ...]
+    requirement: str
+    kind: str
+
+
+def source_of(typed: str) -> Source:
+    """What --from names.
+
+    Raises:
+        Refusal: neither a version, a git address with a revision, nor a wheel of this package.
+    """
+    if re.fullmatch(f"evenkeel=={VERSION}", typed):
+        return Source(typed)
+    if typed.startswith("git+"):
+        host = typed.partition("://")[2].partition("/")[0]
+        if not GIT.fullmatch(typed) or "@" not in typed.partition("://")[2][len(host) :]:
+            raise Refusal(f"--from {typed}: name the revision, as in git+https://HOST/evenkeel@v0.1.0")
+        if ":" in host.partition("@")[0] and "@" in host:
+            raise Refusal("--from: the address has a password, which would stand in files; let git ask for it")
+        return Source(f"evenkeel @ {typed}", "git")
+    if typed.endswith(".whl"):
+        path = Path(typed)
+        named = re.fullmatch(rf"evenkeel-({VERSION})-py3-none-any\.whl", path.name)
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            raise Refusal(f"--from {typed}: {'is not a wheel' if path.is_file() else 'no such file'}")
+        if not named:
+            raise Refusal(
+                f"--from {typed}: is not a wheel of evenkeel; those are named evenkeel-VERSION-py3-none-any.whl"
+            )
+        return Source(f"evenkeel=={named[1]}", "wheel", path)
+    raise Refusal(f"--from {typed}: give evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or the path of a wheel")
+
+
+def check(name: str, folder: Path, parts: Sequence[str], known: Sequence[str] = ()) -> None:
+    """Refuse a folder that holds something, a name that a package cannot have, and a part that is not here.
+
+    `known` are folders with installed modules, besides those of this Python.
+    """
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise Refusal(f"{folder}: exists already, and nothing is overwritten; choose another name, or remove it")
+    if not folder.absolute().parent.is_dir():
+        raise Refusal(f"{folder.parent}: no such folder")
+    if reason := why_not(name, IN_THE_WAY, known):
+        raise Refusal(f"{name}: {reason}")
+    for part in parts:
+        if not _template(f"{part}/{'submit' if part == 'slurm' else 'run'}.py").is_file():
+            raise Refusal(f"--with {part}: has been deleted from this copy of Evenkeel")
+
+
+def _template(path: str, task: str = "", templates: Path = TEMPLATES) -> Path:
+    name = f"task-{task}.py" if path == "NAME/task.py" else path.lstrip(".").replace("/", "-")
+    return templates / f"{name}.tmpl"
+
+
+def render(answers: Answers, templates: Path = TEMPLATES) -> dict[str, str]:
+    """The texts of a project by their paths in it."""
+    parts = {*answers.parts, answers.kind}
+    values = {
+        "name": answers.name,
+        "class": TASKS[answers.task],
+        "requirement": json.dumps(answers.requirement, ensure_ascii=False),  # a string of JSON is one of TOML
+        "find": f"--find-links {WHEELS} " if answers.kind == "wheel" else "",
+    }
+
+    def block(match: re.Match[str]) -> str:
+        return match[2] if match[1] in parts else ""
+
+    texts = {}
+    for path in FILES:
+        if path.partition("/")[0] not in PARTS or path.partition("/")[0] in parts:
+            text = _template(path, answers.task, templates).read_text()
+            text = re.sub(r"^@if (\w+)@\n(.*?)^@end@\n", block, text, flags=re.MULTILINE | re.DOTALL)
+            text = re.sub(rf"@({'|'.join(values)})@", lambda it: values[it[1]], text)
+            texts[path.replace("NAME", answers.name)] = text
+    return texts
+
+
+def record_of(answers: Answers, version: str, texts: Mapping[str, str]) -> str:
+    """The text of the record: a line for each file."""
+    about = "what `evenkeel new` wrote; `evenkeel update` compares with it"
+    return json.dumps({"about": about, "version": version, **asdict(answers), "files": texts}, indent=0) + "\n"
+
+
+def write(answers: Answers, version: str, folder: Path, wheel: Path | None = None) -> list[str]:
+    """Write a project; returns the paths of its files.
+
+    All is written beside first, and then moved by one rename, so that a failure leaves nothing.
+
+    Raises:
+        Refusal: it cannot be written, or something has come into the folder meanwhile.
+    """
+    texts = render(answers)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.absolute().parent) as temporary:
+            made = Path(temporary, "project")
+            for path, text in {**texts, RECORD: record_of(answers, version, texts)}.items():
+                (made / path).parent.mkdir(parents=True, exist_ok=True)
+                (made / path).write_text(text)
+                if text.startswith("#!"):
+                    (made / path).chmod(0o777 & ~_umask())
+            if wheel:
+                (made / WHEELS).mkdir()
+                shutil.copy(wheel, made / WHEELS)
+            made.rename(folder)  # a folder that exists must be empty
+    except OSError as error:
+        raise Refusal(f"{folder}: cannot be written: {error.strerror}; nothing has been written") from None
+    return [*texts, RECORD, *([f"{WHEELS}/{wheel.name}"] if wheel else [])]
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def next_steps(folder: Path, written: Sequence[str]) -> str:
+    """What to say after it."""
+    return f"wrote {len(written)} files to {folder}. Next:\n  cd {folder}\n  make train test"
+
+
+def read_record(folder: Path) -> tuple[Answers, str, dict[str, str]]:
+    """The answers, the version and the texts of a record.
+
+    Raises:
+        Refusal: there is none, or it is damaged.
+    """
+    path = folder / RECORD
+    try:
+        known: Any = json.loads(path.read_text())
+        answers = Answers(**{it: known[it] for it in Answers.__annotations__} | {"parts": tuple(known["parts"])})
+        texts = {str(file): str(text) for file, text in known["files"].items()}
+        return answers, str(known["version"]), texts
+    except FileNotFoundError:
+        raise Refusal(f"no {RECORD} here: run this in the folder that `evenkeel new` wrote") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise Refusal(f"{path}: is damaged; take it from an earlier commit") from None

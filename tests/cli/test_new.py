@@ -1,0 +1,269 @@
+"""`evenkeel new` and `evenkeel update`: what is written, what is refused, and what a newer version changes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from evenkeel import __version__
+from evenkeel.__main__ import run
+from evenkeel.cli.new import project
+from evenkeel.cli.new.project import PARTS, RECORD, TASKS, Answers, render, source_of, write
+from evenkeel.common.errors import Refusal
+from tests.support import needs
+from tests.support.processes import ROOT, contents_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = tuple(part for part in PARTS if (ROOT / part).is_dir())
+CHOICES = [*product(TASKS, ((), HERE))]
+WHEEL = "evenkeel-0.1.0-py3-none-any.whl"
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, words: str) -> int:
+    """What a user types after `evenkeel`; the exit code."""
+    monkeypatch.setattr(sys, "argv", ["evenkeel", *words.split()])
+    return run()
+
+
+def answers(task: str = "classify", parts: tuple[str, ...] = HERE, source: str = "evenkeel==0.1.0") -> Answers:
+    found = source_of(source)
+    return Answers("tide", task, parts, found.requirement, found.kind)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project, and the working folder."""
+    write(answers(), "0.1.0", tmp_path / "tide")
+    monkeypatch.chdir(tmp_path / "tide")
+    return tmp_path / "tide"
+
+
+@pytest.mark.parametrize(("task", "parts"), CHOICES)
+def test_it_is_small(task: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    write(answers(task, parts), "0.1.0", tmp_path / "tide")
+    files = [path for path in (tmp_path / "tide").rglob("*") if path.is_file()]
+    lines = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert len(files) <= 15
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 600
+    assert max(lines.values()) <= 100, lines
+    assert {path.name for path in (tmp_path / "tide").iterdir() if path.name in PARTS} == set(parts)
+
+
+@pytest.mark.parametrize(("task", "parts"), CHOICES)
+def test_its_texts_are_complete(task: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    for path, text in render(answers(task, parts)).items():
+        assert text.endswith("\n")
+        assert not any(f"@{word}@" in text for word in ("name", "class", "requirement", "find", "end")), path
+        assert "@if " not in text, path
+        if path.endswith(".py"):
+            ast.parse(text, path)
+    write(answers(task, parts), "0.1.0", tmp_path / "tide")
+    for words in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
+        subprocess.run([sys.executable, "-m", "ruff", *words, "."], cwd=tmp_path / "tide", check=True)
+
+
+def test_what_the_repository_has_too_is_the_same() -> None:
+    texts = render(answers())
+    same = [path for path in texts if (ROOT / path).exists() and (ROOT / path).read_text() == texts[path]]
+    launchers = {"slurm": "slurm/submit.py", "docker": "docker/run.py"}
+    others = ["interpreter", "multi_node", "single_node"]
+    assert sorted(same) == sorted(
+        ["train.py", *(f"launch/{name}.py" for name in others), *(launchers[part] for part in HERE)]
+    )
+
+
+def test_the_first_thing_typed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert typed(monkeypatch, "new tide --task empty") == 0
+    assert capsys.readouterr().out == "wrote 12 files to tide. Next:\n  cd tide\n  make train test\n"
+    table = tomllib.loads((tmp_path / "tide" / "pyproject.toml").read_text())
+    assert table["project"]["dependencies"] == [f"evenkeel=={__version__}"]
+    assert table["tool"]["evenkeel"]["task"] == "tide.task:MyTask"
+    assert os.access(tmp_path / "tide" / "launch" / "single_node.py", os.X_OK)
+    assert [path.name for path in tmp_path.iterdir()] == ["tide"]
+
+
+REFUSED = {
+    "new Tide": "Tide: is no name of a package; use small letters, digits and _, as in mytrainer",
+    "new ../tide": "../tide: is no name of a package; use small letters, digits and _, as in mytrainer",
+    "new match": "match: is a word of Python; choose another, as mytrainer",
+    "new json": "json: there is a module of this name already; choose another",
+    "new torch": "torch: there is a module of this name already; choose another",
+    "new train": "train: there is a module of this name already; choose another",
+    "new evenkeel": "evenkeel: there is a module of this name already; choose another",
+    "new full": "full: exists already, and nothing is overwritten; choose another name, or remove it",
+    "new file": "file: exists already, and nothing is overwritten; choose another name, or remove it",
+    "new tide --from evenkeel": "--from evenkeel: give evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or the ",
+    "new tide --from evenkeel==1';": "--from evenkeel==1';: give evenkeel==VERSION, git+https://HOST/evenkeel@REVISION",
+    "new tide --from git+https://host/evenkeel": "--from git+https://host/evenkeel: name the revision, as in git+https",
+    "new tide --from git+ssh://git@host/evenkeel": "--from git+ssh://git@host/evenkeel: name the revision, as in git+",
+    "new tide --from git+https://me:secret@host/x@v1": "--from: the address has a password, which would stand in files",
+    f"new tide --from {WHEEL}": f"--from {WHEEL}: no such file",
+    "new tide --from no.whl": "--from no.whl: is not a wheel",
+    "new tide --from other-1.0-py3-none-any.whl": "--from other-1.0-py3-none-any.whl: is not a wheel of evenkeel; tho",
+    "new tide --with k8s": "",
+    "new": "",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_refused_leaves_nothing(
+    words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "no.whl").touch()
+    zipfile.ZipFile(tmp_path / "other-1.0-py3-none-any.whl", "w").close()
+    monkeypatch.chdir(tmp_path)
+    before = contents_of(tmp_path)
+    assert typed(monkeypatch, words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"evenkeel: {REFUSED[words]}")
+    assert "secret" not in line
+    assert contents_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "source", ["evenkeel==0.2.0rc1", "git+https://host/me/evenkeel@v0.2.0", "git+ssh://git@host/evenkeel@0123abc"]
+)
+def test_where_the_package_comes_from(source: str) -> None:
+    texts = render(answers(source=source))
+    (requirement,) = tomllib.loads(texts["pyproject.toml"])["project"]["dependencies"]
+    assert requirement == (source if source.startswith("evenkeel") else f"evenkeel @ {source}")
+    if "docker" in HERE:
+        assert ("install -y --no-install-recommends git" in texts["docker/Dockerfile"]) == source.startswith("git")
+
+
+def test_a_wheel_is_copied(tmp_path: Path) -> None:
+    zipfile.ZipFile(tmp_path / WHEEL, "w").close()
+    source = source_of(str(tmp_path / WHEEL))
+    written = write(
+        Answers("tide", "lm", (), source.requirement, source.kind), "0.1.0", tmp_path / "tide", source.wheel
+    )
+    assert (tmp_path / "tide" / "wheels" / WHEEL).read_bytes() == (tmp_path / WHEEL).read_bytes()
+    assert f"wheels/{WHEEL}" in written
+    assert "--find-links wheels " in (tmp_path / "tide" / "Makefile").read_text()
+
+
+def test_a_failure_half_way_leaves_nothing(tmp_path: Path) -> None:
+    """Of the last file, when all others have been written."""
+    with pytest.raises(Refusal, match="nothing has been written"):
+        write(answers(), "0.1.0", tmp_path / "tide", tmp_path / "gone.whl")
+    (tmp_path / "tide").mkdir()
+    (tmp_path / "tide" / "mine").touch()
+    with pytest.raises(Refusal, match="nothing has been written"):
+        write(answers(), "0.1.0", tmp_path / "tide")
+    assert [path.name for path in tmp_path.rglob("*")] == ["tide", "mine"]
+    (tmp_path / "tide" / "mine").unlink()
+    write(answers(), "0.1.0", tmp_path / "tide")  # the control: an empty folder will do
+    assert (tmp_path / "tide" / "train.py").exists()
+
+
+def as_an_older_version_wrote(folder: Path, path: str, old: str) -> None:
+    """Change a file, and what is recorded of it."""
+    record = json.loads((folder / RECORD).read_text())
+    record["version"] = "0.0.9"
+    if old:
+        record["files"][path] = old
+        (folder / path).write_text(old)
+    else:
+        del record["files"][path]
+        (folder / path).unlink()
+    (folder / RECORD).write_text(json.dumps(record))
+
+
+def git_apply(folder: Path, diff: str) -> int:
+    return subprocess.run(["git", "apply"], input=diff, text=True, cwd=folder, capture_output=True).returncode
+
+
+def test_nothing_has_changed(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "tide" / "task.py").open("a") as file:
+        file.write("# mine\n")
+    assert typed(monkeypatch, "update") == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", f"evenkeel: 0.1.0 to {__version__}: nothing has changed\n")
+
+
+@needs.tools("git")
+def test_a_newer_version_changes_a_file_and_adds_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = render(answers())
+    as_an_older_version_wrote(folder, "train.py", newer["train.py"].replace("clip_norm", "clip"))
+    as_an_older_version_wrote(folder, "tests/test_task.py", newer["tests/test_task.py"].replace("8", "4"))
+    as_an_older_version_wrote(folder, ".ci/run", "")
+    with (folder / "tests" / "test_task.py").open("a") as file:
+        file.write("\n# mine\n")
+    before = contents_of(folder)
+    assert typed(monkeypatch, "update") == 0
+    told = capsys.readouterr()
+    said = "not touched by you: .ci/run, train.py; touched by you: tests/test_task.py"
+    assert told.err == f"evenkeel: 0.0.9 to {__version__}: {said}\n"
+    assert contents_of(folder) == before, "nothing is overwritten"
+    assert git_apply(folder, told.out) == 0
+    assert {path: (folder / path).read_text() for path in ("train.py", ".ci/run")} == {
+        path: newer[path] for path in ("train.py", ".ci/run")
+    }
+    assert os.access(folder / ".ci" / "run", os.X_OK)
+    assert (folder / "tests" / "test_task.py").read_text() == newer["tests/test_task.py"] + "\n# mine\n"
+
+    assert typed(monkeypatch, "update") == 0
+    again = capsys.readouterr()
+    assert "touched by you: tests/test_task.py" in again.err
+    assert "train.py" not in again.out, "it already is as it would be written"
+    assert typed(monkeypatch, "update --done") == 0
+    capsys.readouterr()
+    assert typed(monkeypatch, "update") == 0
+    assert capsys.readouterr().err == f"evenkeel: {__version__} to {__version__}: nothing has changed\n"
+
+
+@needs.tools("git")
+def test_the_control_where_the_user_has_changed_the_same_line_git_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = render(answers())["train.py"]
+    as_an_older_version_wrote(folder, "train.py", newer.replace("clip_norm", "clip"))
+    mine = newer.replace("clip_norm", "mine")
+    (folder / "train.py").write_text(mine)
+    assert typed(monkeypatch, "update") == 0
+    assert git_apply(folder, capsys.readouterr().out) == 1
+    assert (folder / "train.py").read_text() == mine
+
+    (folder / "train.py").unlink()
+    assert typed(monkeypatch, "update") == 0
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.endswith("deleted by you, left out: train.py\n")
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"files": 3}', '{"name": "x"}'])
+def test_a_damaged_record_is_refused(
+    damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / RECORD).write_text(damage)
+    assert typed(monkeypatch, "update") == 2
+    assert capsys.readouterr().err == f"evenkeel: {RECORD}: is damaged; take it from an earlier commit\n"
+    (folder / RECORD).unlink()
+    assert typed(monkeypatch, "update") == 2
+    said = f"evenkeel: no {RECORD} here: run this in the folder that `evenkeel new` wrote\n"
+    assert capsys.readouterr().err == said
+
+
+def test_every_template_is_used() -> None:
+    used = {project._template(path, task) for path in project.FILES for task in TASKS}
+    assert {path for path in project.TEMPLATES.iterdir() if path.exists()} == {path for path in used if path.exists()}

@@ -1,0 +1,115 @@
+"""A thin project with a wheel of this checkout: its two commands, torchrun, its launchers, and the commands."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from evenkeel.cli.new import project
+from tests.support import needs
+from tests.support.copies import needs_all_rooms
+from tests.support.processes import checked, finish, read, run, start
+from tests.support.thin import borrow, make, make_wheel
+
+pytestmark = [needs.tools("git", "make"), needs_all_rooms, pytest.mark.timeout(1800)]
+
+PROJECTS = {"tide": ("classify", ["slurm", "docker"]), "reef": ("lm", ["slurm"]), "fell": ("empty", [])}
+"""Name of a project: its task, and its parts."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A project that has been set up."""
+
+    name: str
+    folder: Path
+
+    def __call__(self, words: str, expect: int = 0) -> str:
+        """What a program of its .venv prints, or one of its own scripts by any Python."""
+        program, *arguments = words.split()
+        where = self.folder / program if "/" in program else self.folder / ".venv" / "bin" / program
+        start_by = [sys.executable] if "/" in program else []
+        return run([*start_by, str(where), *arguments], cwd=self.folder, expect=expect).stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module", params=PROJECTS)
+def made(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """By the command that the wheel brings, in an environment that has nothing else of this checkout."""
+    name, (task, parts) = request.param, PROJECTS[request.param]
+    home = tmp_path_factory.mktemp(name)
+    words = ["-m", "evenkeel", "new", name, "--task", task, *(["--with", *parts] if parts else [])]
+    run([sys.executable, *words, "--from", str(wheel)], cwd=home)
+    borrow(home / name, home / "site")
+    make(home / name, "setup")
+    return Made(name, home / name)
+
+
+def test_make_train(made: Made) -> None:
+    """The first command; what it has installed is the wheel."""
+    make(made.folder, "train", "ARGS=--max-steps 3 --wandb disabled --schedule constant")
+    kind = project.TASKS[PROJECTS[made.name][0]]
+    summary = read(made.folder / "runs" / kind)
+    assert (summary["state"], summary["step"], summary["world_sizes"]) == ("finished", 3, [2])
+    where = run(
+        [str(made.folder / ".venv/bin/python"), "-c", "import evenkeel; print(evenkeel.__file__)"], cwd=made.folder
+    )
+    assert where.stdout.startswith(str(made.folder / ".venv")), "the control: it is not this checkout's"
+
+
+def test_make_test_and_make_lint(made: Made) -> None:
+    """Its own tests, ruff, and a strict mypy."""
+    assert "2 passed" in make(made.folder, "test")
+    assert "Success: no issues found" in make(made.folder, "lint")
+    task = made.folder / made.name / "task.py"
+    text = task.read_text()
+    mean = "        return F."
+    assert mean in text
+    try:  # the control: a sum in place of a mean depends on the cut
+        task.write_text(text.replace(mean, "        return 3 * len(batch[0]) * F."))
+        done = made("pytest -q -k cut", expect=1)
+        assert "1 failed" in done
+        task.write_text(text.replace("-> nn.Module:", "-> int:"))
+        assert "return type" in made("mypy", expect=1)
+    finally:
+        task.write_text(text)
+
+
+def test_torchrun_without_make_trains_its_task(made: Made) -> None:
+    words = "torchrun --standalone --nproc_per_node=2 train.py --max-steps 2 --run-dir runs/plain --wandb disabled"
+    made(words)
+    assert read(made.folder / "runs" / "plain")["step"] == 2
+    assert f'task = "{made.name}.task:' in (made.folder / "runs" / "plain" / "config.toml").read_text()
+
+
+def test_its_launchers(made: Made) -> None:
+    """Started by a Python without the package, from another folder too."""
+    said = made("launch/single_node.py -g 2 --dry-run -- --max-steps 2")
+    assert f"{made.folder}/train.py --max-steps 2" in said
+    elsewhere = start([sys.executable, str(made.folder / "launch/single_node.py"), "--dry-run"], cwd=made.folder.parent)
+    assert f"{made.folder}/train.py" in checked(finish(elsewhere), 0).stdout
+    parts = PROJECTS[made.name][1]
+    if "slurm" in parts:
+        script = made("slurm/submit.py -n 2 -g 2 --time 30m --dry-run -- --max-steps 2")
+        assert f"export EVENKEEL_ORIGIN={made.folder}\n" in script
+        assert "/job.sh\n" in script
+    if "docker" in parts:
+        assert made("docker/run.py -g 2 --dry-run --image tide -- --max-steps 2").startswith("docker run ")
+    assert {path.name for path in made.folder.iterdir()} & {"slurm", "docker"} == set(parts)
+
+
+def test_the_commands(made: Made) -> None:
+    made("torchrun --standalone --nproc_per_node=2 train.py --max-steps 2 --run-dir runs/seen --wandb disabled")
+    assert "rank 1: " in made("evenkeel plan")
+    assert "finished" in made("evenkeel status")
+    assert ": ok, " in made("evenkeel checkpoint verify runs/seen")
+    made("evenkeel report runs/seen")
+    assert (made.folder / "runs" / "seen" / "report.html").exists()
+    assert made("evenkeel update") == ""
