@@ -148,19 +148,26 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
         return
 
 
-def wait_until(condition: Callable[[], object], what: str, limit: float | None = None) -> None:
-    """Wait for a condition.
+def wait_until(
+    condition: Callable[[], Any],
+    what: str,
+    limit: float | None = None,
+    more: Callable[[], object] = str,
+    every: float = 0.01,
+) -> Any:
+    """Wait for a condition, and return it.
 
     Args:
-        condition: is asked again and again.
-        what: to say of it if it does not come.
+        condition: is asked again and again, `every` so many seconds.
+        what: to say of it if it does not come, followed by what `more` returns then.
         limit: seconds; None: LIMIT.
     """
     limit = limit or LIMIT
     deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit:g} s: {what}"
-        time.sleep(0.01)
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {limit:g} s: {what}\n{more()}"
+        time.sleep(every)
+    return found
 
 
 def wait_beside(process: subprocess.Popen[str], condition: Callable[[], object], what: str) -> None:
