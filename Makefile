@@ -11,11 +11,11 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # folders all of whose tests are slow: where none of them is run, none need be collected
 SLOW := bare cluster docker nodes processes gpu
-GATE := cluster docker nodes promises processes/test_readme.py
+GATE := cluster docker nodes promises processes/test_readme.py processes/test_docs_site.py
 ARGS ?=
 
 .PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
-  lock
+  docs lock
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -66,6 +66,9 @@ lint: $(INSTALLED)  ## ruff and a strict type check
 format: $(INSTALLED)  ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(INSTALLED)  ## the documentation as a searchable site in build/site; a dead link or anchor is an error
+	$(BIN)/mkdocs build --strict --clean
 
 lock: $(INSTALLED)  ## renew requirements.lock from pyproject.toml (needs the network)
 	$(BIN)/pip install --quiet uv

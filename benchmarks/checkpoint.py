@@ -98,21 +98,21 @@ def seconds(work: Callable[[], object]) -> float:
 def ours(run: Run, state: State, beside: Callable[[], object]) -> tuple[float, float]:
     """The stall of one checkpoint, and how long the work beside it took."""
     state.clear_gradients()
-    stall = seconds(lambda: run.checkpoint({}))
+    stall = seconds(lambda: run.checkpointer.after_step({}))
     work = seconds(beside)
     state.clear_gradients()
     unmoved = [group.committed for group in state.buffers.groups]
     stall += seconds(lambda: state.commit(torch.tensor(1.0), unmoved))  # has nothing to do but to wait
-    while not run.saver.done:
+    while not run.checkpointer.saver.done:
         time.sleep(0.01)
-    return stall + seconds(run._take_result), work  # as the next step does
+    return stall + seconds(run.checkpointer.take_result), work  # as the next step does
 
 
 def capture(run: Run, state: State) -> None:
     """Copy into memory that is kept."""
-    run.saver._staging.take()  # the writer has given it back
-    state.capture(staging=run.saver._staging)
-    run.saver._staging.give_back()
+    run.checkpointer.saver._staging.take()  # the writer has given it back
+    state.capture(staging=run.checkpointer.saver._staging)
+    run.checkpointer.saver._staging.give_back()
 
 
 def in_the_loop(state: State, path: Path) -> None:
@@ -131,7 +131,7 @@ def measure(name: str, saves: int, folder: Path) -> None:
     attempt = Attempt(config, Classify(), Plan.of(config, 1437), World.from_environment())
     attempt.begin()
     run = Run(attempt, Classify(), state)
-    run.attempt.resume(run.state)
+    run.resume()
 
     def passes() -> None:
         model(batch).square().mean().backward()

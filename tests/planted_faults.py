@@ -1,10 +1,10 @@
-"""Plant 25 small faults, one at a time, and see whether the tests find them.
+"""Plant 60 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
-Each fault is planted in a copy of the repository. The unit tests of its room run first, and tests that start processes
-only if those pass. A test that fails must pass without the fault, or it has found nothing. Half an hour on two cores;
-exit code 1 if a fault survives or its place is no longer there.
+Each fault is planted in a copy of the repository. The unit tests of its component run first, and tests that start
+processes only if those pass. A test that fails must pass without the fault, or it has found nothing. Three quarters of
+an hour on two cores; exit code 1 if a fault survives or its place is no longer there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,193 +33,331 @@ class Fault(NamedTuple):
 
     breaks: str
     files: str
-    """Where to look for the text: a pattern below the root."""
     text: str
-    """Must be there exactly once in all those files."""
     planted: str
-    tests: str
-    """Arguments of pytest: unit tests, then after a | those that start processes."""
+    tests: list[str]
+    """Arguments of pytest: of unit tests, and of tests that start processes."""
 
 
 ENGINE = "src/evenkeel/"
+OPTIONAL = tuple(ENGINE + name for name in ("cli/", "launch/", "tasks/"))
+"""Folders of components that tools/make_it_yours.py may have deleted."""
 
-FAULTS = [
-    Fault(
-        "data that changes while the job runs is not found where loader processes read",
-        ENGINE + "data/changes.py",
-        "part.is_inference() else part._version",
-        "part.is_inference() else 0",
-        "tests/data/test_changes.py",
-    ),
-    Fault(
-        "a collective in a loss is let through",
-        ENGINE + "training/distributed_loss.py",
-        'no_collectives("" if self._collectives else "loss()")',
-        'no_collectives("")',
-        "tests/training/test_checks.py",
-    ),
-    Fault(
-        "a sample's random numbers: the same in each epoch",
-        ENGINE + "data/*.py",
-        "derive(self.seed, self.purpose, epoch, index)",
-        "derive(self.seed, self.purpose, 0, index)",
-        "tests/data | tests/promises/test_augmentation.py",
-    ),
-    Fault(
-        "a block gives a sample of the next one",
-        ENGINE + "data/*.py",
-        'np.searchsorted(ends, places, side="right")',
-        'np.searchsorted(ends, places, side="left")',
-        "tests/data/test_blocks.py | tests/promises/test_shards.py",
-    ),
-    Fault(
-        "a stream goes on one sample after the place of its source's state",
-        ENGINE + "data/*.py",
-        'self.at, self.begin = entry["place"], entry["begin"]',
-        'self.at, self.begin = entry["place"] + 1, entry["begin"]',
-        "tests/data/test_streams.py | tests/promises/test_streams.py",
-    ),
-    Fault(
-        "loader processes go on with the epoch after the next",
-        ENGINE + "data/*.py",
-        "set_epoch(ahead.epoch + 1)",
-        "set_epoch(ahead.epoch + 2)",
-        "tests/data | tests/promises/test_augmentation.py",
-    ),
-    Fault(
-        "uneven shares: the short last step of an epoch counts too little",
-        ENGINE + "training/*.py",
-        "micro_batch.size / self.plan.step_samples(",
-        "micro_batch.size / self.plan.step_samples(0 * ",
-        "tests/training | tests/promises/test_gradients.py",
-    ),
-    Fault(
-        "a micro-batch's dropout depends on the rank",
-        ENGINE + "training/*.py",
-        "micro_batch.id), self.world.devices",
-        "micro_batch.id, self.world.rank), self.world.devices",
-        "tests/training | tests/promises/test_gradients.py tests/promises/test_tree.py",
-    ),
-    Fault(
-        "a rank keeps BatchNorm statistics of its own (--reduce ring)",
-        ENGINE + "distributed/*.py",
-        "dist.all_reduce(total, async_op=True)",
-        "dist.all_reduce(total.clone(), async_op=True)",
-        "tests/distributed | tests/promises/test_gradients.py",
-    ),
-    Fault(
-        "the averaged weights (EMA) are one step behind in their warm-up",
-        ENGINE + "training/*.py",
-        "(1 + step) / (10 + step)",
-        "step / (9 + step)",
-        "tests/training | tests/promises/test_recipes.py",
-    ),
-    Fault(
-        "float16: a resume forgets for how long the loss scale was good",
-        ENGINE + "training/*.py",
-        '"good": self._good, ',
-        "",
-        "tests/training | tests/promises/test_recipes.py",
-    ),
-    Fault(
-        "a checkpoint gets its name before it is on the disk",
-        ENGINE + "run/checkpoint.py",
-        "os.fsync(file.fileno())",
-        "pass",
-        "tests/run | tests/promises/test_damage.py",
-    ),
-    Fault(
-        "a checkpoint's sha256 is not compared",
-        ENGINE + "run/checkpoint.py",
-        "!= written.sha256",
-        "== None",
-        "tests/run | tests/promises/test_damage.py",
-    ),
-    Fault(
-        "a resume does the last step again",
-        ENGINE + "training/*.py",
-        'activity.step = captured["step"]',
-        'activity.step = captured["step"] - 1',
-        "tests/training | tests/promises/test_exactly_once.py",
-    ),
-    Fault(
-        "the evaluation counts samples of the short last micro-batch more than once",
-        ENGINE + "training/*.py",
-        "values.double().sum(0)",
-        "values.double().mean(0) * mine[0].size",
-        "tests/training | tests/promises/test_exactly_once.py",
-    ),
-    Fault(
-        "loader processes heed SIGTERM",
-        ENGINE + "data/*.py",
-        "signal.signal(number, signal.SIG_IGN)",
-        "signal.signal(number, signal.SIG_DFL)",
-        "tests/data | tests/processes/test_train.py",
-    ),
-    Fault(
-        "the tree pairs neighbours that are no siblings, where a rank begins with an odd one",
-        ENGINE + "distributed/tree.py",
-        "while self.sums and node.place % 2 and",
-        "while self.sums and",
-        "tests/distributed | tests/promises/test_tree.py",
-    ),
-    Fault(
-        "a step is committed while its state is being copied",
-        ENGINE + "training/seqlock.py",
-        "with self._host:",
-        "if True:",
-        "tests/training | tests/promises/test_endings.py",
-    ),
-    Fault(
-        "other --epochs under a schedule that depends on them are not refused",
-        ENGINE + "config.py",
-        'if new["schedule"] == "constant" else set()',
-        "if new else set()",
-        "tests/test_config.py tests/run | tests/processes/test_run_directory.py",
-    ),
-    Fault(
-        "--digest-every leaves out the optimizers",
-        ENGINE + "training/state.py",
-        '"optimizers": kept, **',
-        "**",
-        "tests/training tests/run | tests/processes/test_compare.py",
-    ),
-    Fault(
-        "each step takes the learning rate of the one before",
-        "train.py",
-        "task.rates(config, step",
-        "task.rates(config, max(0, step - 1)",
-        "tests/training | tests/promises/test_two_networks.py tests/processes/test_old_runs.py",
-    ),
-    Fault(
-        "a step that was left out counts for the schedulers of who loads the state",
-        ENGINE + "training/*.py",
-        "self.taken += ~bad",
-        "self.taken += 1",
-        "tests/training/test_schedulers.py",
-    ),
-    Fault(
-        "gradients of parameters that no optimizer has are not cleared",
-        ENGINE + "training/state.py",
-        "for parameter in self.parameters:",
-        'for parameter in [p for o in self.optimizers for group in o.param_groups for p in group["params"]]:',
-        "tests/training | tests/promises/test_two_networks.py",
-    ),
-    Fault(
-        "a rank answers the roll-call by the name that its dead predecessor had",
-        ENGINE + "distributed/rendezvous.py",
-        'name, nonce, waiting = uuid4().hex, "",',
-        'name, nonce, waiting = str(rank), "",',
-        "tests/distributed | tests/promises/test_rendezvous.py",
-    ),
-    Fault(
-        "--sync-batchnorm: a sign in the backward pass",
-        ENGINE + "distributed/*.py",
-        "(gradient - mean - normalised * along)",
-        "(gradient - mean + normalised * along)",
-        "tests/distributed | tests/promises/test_sync_batchnorm.py",
-    ),
-]
+# What a fault breaks. Below it: the file of the engine (from the root, if it begins with /), or a pattern of which one
+# has the text; the unit tests that should notice; and after another | the tests that start processes. Then the text,
+# which must be there exactly once, and what is planted in its place.
+TABLE = """
+data that changes while the job runs is not found where loader processes read
+    data/changes.py | tests/data/test_changes.py
+    - part.is_inference() else part._version
+    + part.is_inference() else 0
+
+a collective in a loss is let through
+    training/distributed_loss.py | tests/training/test_checks.py
+    - no_collectives("" if self._collectives else "loss()")
+    + no_collectives("")
+
+a sample's random numbers: the same in each epoch
+    data/*.py | tests/data | tests/promises/test_augmentation.py
+    - derive(self.seed, self.purpose, epoch, index)
+    + derive(self.seed, self.purpose, 0, index)
+
+a block gives a sample of the next one
+    data/*.py | tests/data/test_blocks.py | tests/promises/test_shards.py
+    - np.searchsorted(ends, places, side="right")
+    + np.searchsorted(ends, places, side="left")
+
+a stream goes on one sample after the place of its source's state
+    data/*.py | tests/data/test_streams.py | tests/promises/test_streams.py
+    - self.at, self.begin = entry["place"], entry["begin"]
+    + self.at, self.begin = entry["place"] + 1, entry["begin"]
+
+loader processes go on with the epoch after the next
+    data/*.py | tests/data | tests/promises/test_augmentation.py
+    - set_epoch(ahead.epoch + 1)
+    + set_epoch(ahead.epoch + 2)
+
+uneven shares: the short last step of an epoch counts too little
+    training/*.py | tests/training | tests/promises/test_gradients.py
+    - micro_batch.size / self.plan.step_samples(
+    + micro_batch.size / self.plan.step_samples(0 *
+
+a micro-batch's dropout depends on the rank
+    training/*.py | tests/training | tests/promises/test_gradients.py tests/promises/test_tree.py
+    - micro_batch.id), self.world.devices
+    + micro_batch.id, self.world.rank), self.world.devices
+
+a rank keeps BatchNorm statistics of its own (--reduce ring)
+    distributed/*.py | tests/distributed | tests/promises/test_gradients.py
+    - dist.all_reduce(total, async_op=True)
+    + dist.all_reduce(total.clone(), async_op=True)
+
+the averaged weights (EMA) are one step behind in their warm-up
+    training/*.py | tests/training | tests/promises/test_recipes.py
+    - (1 + step) / (10 + step)
+    + step / (9 + step)
+
+float16: a resume forgets for how long the loss scale was good
+    training/*.py | tests/training | tests/promises/test_recipes.py
+    - "good": self._good,
+    +
+
+a checkpoint gets its name before it is on the disk
+    run/checkpoint.py | tests/run | tests/promises/test_damage.py
+    - os.fsync(file.fileno())
+    + pass
+
+a checkpoint's sha256 is not compared
+    run/checkpoint.py | tests/run | tests/promises/test_damage.py
+    - != written.sha256
+    + == None
+
+a resume does the last step again
+    training/*.py | tests/training | tests/promises/test_exactly_once.py
+    - activity.step = captured["step"]
+    + activity.step = captured["step"] - 1
+
+the evaluation counts samples of the short last micro-batch more than once
+    training/*.py | tests/training | tests/promises/test_exactly_once.py
+    - values.double().sum(0)
+    + values.double().mean(0) * mine[0].size
+
+loader processes heed SIGTERM
+    data/*.py | tests/data | tests/processes/test_train.py
+    - signal.signal(number, signal.SIG_IGN)
+    + signal.signal(number, signal.SIG_DFL)
+
+the tree pairs neighbours that are no siblings, where a rank begins with an odd one
+    distributed/tree.py | tests/distributed | tests/promises/test_tree.py
+    - while self.sums and node.place % 2 and
+    + while self.sums and
+
+a step is committed while its state is being copied
+    training/seqlock.py | tests/training | tests/promises/test_endings.py
+    - with self._host:
+    + if True:
+
+other --epochs under a schedule that depends on them are not refused
+    config.py | tests/test_config.py tests/run | tests/processes/test_run_directory.py
+    - if new["schedule"] == "constant" else set()
+    + if new else set()
+
+--digest-every leaves out the optimizers
+    training/state.py | tests/training tests/run | tests/processes/test_compare.py
+    - "optimizers": kept, **
+    + **
+
+each step takes the learning rate of the one before
+    /train.py | tests/training | tests/promises/test_two_networks.py tests/processes/test_old_runs.py
+    - task.rates(config, step
+    + task.rates(config, max(0, step - 1)
+
+a step that was left out counts for the schedulers of who loads the state
+    training/*.py | tests/training/test_schedulers.py
+    - self.taken += ~bad
+    + self.taken += 1
+
+gradients of parameters that no optimizer has are not cleared
+    training/state.py | tests/training | tests/promises/test_two_networks.py
+    - for parameter in self.parameters:
+    + for parameter in [p for o in self.optimizers for group in o.param_groups for p in group["params"]]:
+
+a rank answers the roll-call by the name that its dead predecessor had
+    distributed/rendezvous.py | tests/distributed | tests/promises/test_rendezvous.py
+    - name, nonce, waiting = uuid4().hex, "",
+    + name, nonce, waiting = str(rank), "",
+
+--sync-batchnorm: a sign in the backward pass
+    distributed/*.py | tests/distributed | tests/promises/test_sync_batchnorm.py
+    - (gradient - mean - normalised * along)
+    + (gradient - mean + normalised * along)
+
+a part of a line stays in a file when the disk is full
+    common/files.py | tests/common
+    - file.truncate(end)
+    + pass
+
+a process that writes the last step and is killed is not followed by another
+    resilience/held.py | tests/resilience | tests/promises/test_held.py
+    - if os.WIFSIGNALED(status) and tries:
+    + if os.WIFSIGNALED(status) and tries < 0:
+
+a state in memory is read by its path alone, which another container may have as well
+    resilience/held.py | tests/resilience | tests/promises/test_held.py
+    - if _identity(each.path) == each.identity:
+    + if _identity(each.path):
+
+a rank that makes no progress is healthy as long as it beats
+    resilience/heartbeat.py | tests/resilience
+    - if 0 < pulse.patience < idle:
+    + if 0 < pulse.patience < silent:
+
+an option that is newer than a run makes another run of it
+    config.py | tests/test_config.py
+    - options.get(n, defaults.get(n))
+    + options.get(n)
+
+the best checkpoint is deleted when it is old
+    run/checkpoint.py | tests/run | tests/processes/test_validation.py
+    - if path != best:
+    + if path:
+
+a rank on another kind of machine is not seen
+    run/fingerprint.py | tests/run
+    - in differences(fingerprints[0], theirs).items():
+    + in differences(theirs, theirs).items():
+
+--task lm: a document sees the ones before it
+    tasks/transformer.py | tests/tasks/test_transformer.py
+    - (tokens == end).cumsum(1)
+    + (tokens == end).cumsum(1) * 0
+
+--task lm: the padding of the last window counts as predicted tokens
+    tasks/lm.py | tests/tasks/test_lm.py | tests/processes/test_lm.py
+    - (batch[:, 1:] != PAD).sum(1)}
+    + (batch[:, 1:] != PAD - 1).sum(1)}
+
+torchrun expands ${...} in the options of a task
+    launch/topology.py | tests/launch
+    - argument.replace("$", "$$")
+    + argument
+
+a node whose rank refuses tells its scheduler that it has crashed
+    launch/agent.py | tests/launch
+    - if REFUSED in codes:
+    + if codes == [REFUSED]:
+
+a container may write to the data set that is mounted
+    launch/docker/docker_run.py | tests/launch/docker
+    - ("" if writable else ",readonly")
+    + ""
+
+compare: digests of steps that were done again are those of the first time
+    cli/compare.py | tests/cli/test_compare.py | tests/processes/test_compare.py
+    - if step <= record["step"]}
+    + if step}
+
+checkpoint verify: exit code 0 for a damaged one
+    cli/checkpoint.py | tests/cli/test_checkpoint.py | tests/processes/test_checkpoint_command.py
+    - code = 1
+    + code = 0
+
+predict: the class of a sample is written as its number
+    cli/predict.py | tests/cli/test_predict.py
+    - named = classes if by_class and
+    + named = None if by_class and
+
+a window of the order of shards has one block only, so neighbours stay together
+    data/blocks.py | tests/data/test_blocks.py
+    - round(number / blocks.window)
+    + number
+
+a shard that came after the index was made is left out in silence
+    data/shard_index.py | tests/data/test_shards.py
+    - if sizes:
+    + if not paths:
+
+of changed data only the first sample is looked at
+    data/data_digest.py | tests/data/test_data_digest.py tests/data/test_changes.py
+    - sorted({0, last // 3, 2 * last // 3, last})
+    + [0]
+
+a stream goes on from a state whose checksum is wrong
+    data/substream.py | tests/data/test_streams.py
+    - found["sha256"] == self._sum(kept)
+    + found["sha256"]
+
+--patience: a first evaluation of NaN stays the best for ever
+    training/early_stopping.py | tests/training/test_recipes.py
+    - not isnan(value) and (best is None
+    + (best is None
+
+SumMetrics: what a metric's state begins with counts once a micro-batch
+    training/sum_metrics.py | tests/training/test_sum_metrics.py
+    - getattr(metric, state) - start
+    + getattr(metric, state)
+
+--strict-bits: a resume on more ranks cuts a step into other micro-batches
+    training/cut.py | tests/training/test_cut.py
+    - config.reduce == "tree" or config.strict_bits or
+    + config.reduce == "tree" or
+
+--task lm: a token sees those that follow it
+    tasks/transformer.py | tests/tasks/test_transformer.py
+    - document[:, None, None, :]).tril()
+    + document[:, None, None, :])
+
+images of 16 bits become darker by half a step
+    tasks/decoding.py | tests/tasks/test_datasets.py
+    - .astype(np.uint32) + 128) // 257
+    + .astype(np.uint32)) // 257
+
+--strategy dp: a batch that is a pair of tensors is divided as if it were two samples
+    distributed/data_parallel.py | tests/distributed/test_data_parallel.py
+    - len(batch) == samples and not tensors_in(batch)
+    + len(batch) == samples
+
+--digest-every: of a large tensor blocks that change places do not show
+    run/digest.py | tests/run/test_digest.py
+    - torch.arange(start // 8, start // 8 + len(words)
+    + torch.arange(0, len(words)
+
+a rank is called late after one bad moment
+    run/stragglers.py | tests/run/test_stragglers.py
+    - self._counts[rank] >= TIMES and rank in found
+    + self._counts[rank] >= 1 and rank in found
+
+metrics.csv: a row that was cut off by a kill stays, and the next one is written behind it
+    run/trackers.py | tests/run/test_trackers.py
+    - int(row["step"]) <= step]
+    + int(row["step"]) <= 10**9]
+
+docker/run.py puts the value of a secret on the command line
+    launch/docker/docker_run.py | tests/launch/docker/test_docker_run.py
+    - f"--env={name}" for name in sorted(environ)
+    + f"--env={name}={environ[name]}" for name in sorted(environ)
+
+half a minute of --time is lost
+    launch/slurm/cluster.py | tests/launch/slurm/test_submission.py
+    - (seconds + 59) // 60
+    + seconds // 60
+
+doctor blames a whole node for one of its ranks
+    cli/doctor/findings.py | tests/cli/doctor/test_findings.py
+    - len(having) == sum(it.host in hosts for it in asked)
+    + len(having) <= sum(it.host in hosts for it in asked)
+
+chaos cuts the oldest checkpoint, not the newest
+    cli/chaos/faults.py | tests/cli/chaos/test_faults.py
+    - newest = max((run_dir
+    + newest = min((run_dir
+
+the report has targets and predictions the wrong way round
+    cli/report/classified.py | tests/cli/report/test_extras.py
+    - np.add.at(confusion, (targets, predictions), 1)
+    + np.add.at(confusion, (predictions, targets), 1)
+
+merged traces: clocks are put wrong, not right
+    cli/profile.py | tests/cli/test_profile.py
+    - (since - facts["clock_ahead_ns"])
+    + (since + facts["clock_ahead_ns"])
+
+names of runs and metrics act on a terminal
+    common/display.py | tests/cli/test_terminal.py
+    - return UNSEEN.sub(lambda it: it[0].encode("unicode_escape").decode(), text)
+    + return text
+"""
+
+
+def parsed(entry: str) -> Fault:
+    """A fault of the table."""
+    breaks, where, text, planted = entry.split("\n")
+    files, *tests = re.split(r" \| ?", where.strip())
+    files = files[1:] if files.startswith("/") else ENGINE + files
+    return Fault(breaks, files, text.removeprefix("    - "), planted[len("    + ") :], list(filter(None, tests)))
+
+
+FAULTS = [parsed(entry) for entry in TABLE.strip("\n").split("\n\n")]
 
 
 def copied(place: Path) -> Path:
@@ -234,6 +373,8 @@ def copied(place: Path) -> Path:
 
 def plant(fault: Fault, copy: Path) -> str:
     """Plant a fault in a copy; says why not, if that cannot be."""
+    if fault.files.startswith(OPTIONAL) and not (copy / fault.files).exists():
+        return "left out: this copy does not have its component"
     found = {path: path.read_text().count(fault.text) for path in copy.glob(fault.files)}
     if (times := sum(found.values())) != 1:
         return f"HAS LOST ITS PLACE: {fault.text!r} is {times} times in {fault.files}"
@@ -266,7 +407,7 @@ def examine(fault: Fault, copy: Path, whole: Path) -> str:
     try:
         if trouble := plant(fault, copied(copy)):
             return trouble
-        for tests in fault.tests.split("|"):
+        for tests in fault.tests:
             if name := failed_test(copy, tests.split()):
                 if failed_test(whole, [name]):
                     return f"UNCLEAR: {name} fails without it as well"
@@ -296,7 +437,7 @@ def main() -> int:
             print(f"{number:2}  {fault.breaks}\n    {results[number]} ({seconds:.0f} s)", flush=True)
 
         list(pool.map(work, chosen))
-    good = [result for result in results.values() if result.startswith(("found by", "has its place"))]
+    good = [result for result in results.values() if result.startswith(("found by", "has its place", "left out"))]
     print(f"{len(good)} of {len(results)}")
     return 0 if len(good) == len(results) else 1
 

@@ -55,6 +55,12 @@ def test_nothing_that_is_left_imports_or_names_what_goes(without: list[str], mad
     assert control, "as it was"
 
 
+def test_the_index_of_the_documentation_lists_what_is_left(made: Any, files: dict[str, str]) -> None:
+    left = taken_out(made, files, ["slurm", "chaos"])[1]["docs/index.md"].splitlines()
+    missing = [line for line in files["docs/index.md"].splitlines() if line not in left]
+    assert [line.partition("]")[0] for line in missing] == ["- [Slurm", "- [Chaos"]
+
+
 def test_the_order_of_rooms_does_not_matter(made: Any, files: dict[str, str]) -> None:
     names = some_rooms(1)[-1]
     assert taken_out(made, files, names) == taken_out(made, files, names[::-1])
@@ -67,10 +73,10 @@ def test_a_package_goes_with_the_last_file_that_imports_it(made: Any, files: dic
     assert "matplotlib" in listed("report")
     without = listed("report", "scaling")
     assert "matplotlib" not in without
-    assert '"evenkeel[tensorboard,parquet,text,examples]"' in without
+    assert '"evenkeel[tensorboard,parquet,text,examples,docs]"' in without
     assert "submitit>=" not in listed("slurm")
     bare = listed(*rooms())
-    assert '"evenkeel[tensorboard,parquet]"' in bare
+    assert '"evenkeel[tensorboard,parquet,docs]"' in bare
     assert "bench = [" not in bare
     assert 'files = ["src", "tools", "train.py", "launch"]' in bare
 

@@ -20,7 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements.lock"
@@ -75,45 +74,32 @@ def make(target: str, log: Path, **variables: object) -> int:
         return subprocess.run(command, cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT).returncode
 
 
-def failed(log: Path, what: str) -> str:
-    """Show how a log ends, and return what a row of the table says."""
-    print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n")
-    return f"{what} FAILED"
+def run(version: Version, python: str, target: str, logs: Path) -> str:
+    """Install a version, train, test; what came of it, in a line."""
+    began = time.monotonic()
 
-
-def run(version: Version, python: str, target: str, logs: Path) -> list[str]:
-    """Install a version, train, test, and return the row of the table."""
-    began, row = time.monotonic(), [Path(python).name.removeprefix("python"), version.torch or "locked"]
-
-    def finished(*cells: str) -> list[str]:
-        return [*row, *cells, *[""] * (2 - len(cells)), f"{(time.monotonic() - began) / 60:.0f} min"]
+    def ended(what: str, log: str = "") -> str:
+        if log:  # of what has failed: show how it ends
+            print(*(logs / log).read_text(errors="replace").splitlines()[-40:], sep="\n")
+        return f"{what}{' FAILED' * bool(log)}, {(time.monotonic() - began) / 60:.0f} min"
 
     shutil.rmtree(ROOT / VENV, ignore_errors=True)
     if make("setup", logs / "setup.log", PYTHON=python, CONSTRAINTS=constraints(version, logs / "constraints.txt")):
-        return finished(failed(logs / "setup.log", "setup"))
-    told = "import platform, torch; print(platform.python_version(), torch.__version__)"
-    row[:] = subprocess.check_output([f"{VENV}/bin/python", "-c", told], cwd=ROOT, text=True).split()
-    print(f"installed torch {row[1]} on Python {row[0]}", flush=True)
-
+        return ended("setup", "setup.log")
+    told = "import platform, torch; print('Python', platform.python_version(), 'torch', torch.__version__)"
+    row = subprocess.check_output([f"{VENV}/bin/python", "-c", told], cwd=ROOT, text=True).strip()
     if make("train", logs / "train.log", ARGS=f"--run-dir {logs}/run --wandb disabled"):
-        return finished(failed(logs / "train.log", "train"))
+        return ended(f"{row}: train", "train.log")
     accuracy = json.loads((logs / "run" / "summary.json").read_text())["metrics"]["test/accuracy"]
-    trained = f"{accuracy:.4f}" + " FAILED" * (accuracy < LEAST)
-    print(f"trained to {trained}", flush=True)
-
-    code = make(target, logs / "test.log", ARGS=f"-q --junitxml={logs}/tests.xml")
-    if not (logs / "tests.xml").exists():
-        return finished(trained, failed(logs / "test.log", "tests"))
-    suite = ElementTree.parse(logs / "tests.xml").getroot()[0]
-    tests, errors, failures, skipped = (int(suite.get(name, 0)) for name in ("tests", "errors", "failures", "skipped"))
-    counts = f"{tests - errors - failures - skipped} passed, {errors + failures} failed, {skipped} skipped"
-    if code:
-        counts = failed(logs / "test.log", counts + ":")
-    return finished(trained, counts)
+    row += f": trained to {accuracy:.4f}" + " FAILED" * (accuracy < LEAST)
+    print(row, flush=True)
+    code = make(target, logs / "test.log", ARGS="-q")
+    *_, counts = ["nothing", *filter(str.strip, (logs / "test.log").read_text(errors="replace").splitlines())]
+    return ended(f"{row}, {target}: {counts}", "test.log" if code else "")
 
 
 def main() -> int:
-    """Run the versions and print a table."""
+    """Run the versions and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=VERSIONS, default=list(VERSIONS), help="run these")
     parser.add_argument("--all", action="store_true", help="a version that cannot be run here is a failure")
@@ -130,14 +116,11 @@ def main() -> int:
             continue
         print(f"{name}: {python}", flush=True)
         with tempfile.TemporaryDirectory(prefix="versions-") as folder:
-            rows.append([name, *run(version, python, options.target, Path(folder))])
+            rows.append(f"{name}: {run(version, python, options.target, Path(folder))}")
         if not options.keep:
             shutil.rmtree(ROOT / VENV, ignore_errors=True)
-    table = [["", "Python", "torch", "train", options.target, "took"], *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return int(not rows or any("FAILED" in cell for row in rows for cell in row) or (options.all and bool(left_out)))
+    print("\n".join(rows))
+    return int(not rows or "FAILED" in "".join(rows) or (options.all and bool(left_out)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ MODULES = ("evenkeel", "evenkeel.tasks", "evenkeel.testing")
 NOT_MADE = ("Config", "DistributedLoss", "Run")
 """Classes whose objects other functions return."""
 
+WITHOUT_ENTRY = ("TaskData",)
+"""Base classes whose members are listed with those of the class that is public."""
+
 HEAD = """# The public names
 
 Import these names in your own code. They change only with a warning one minor release before
@@ -58,7 +61,7 @@ def _entry(name: str, member: griffe.Object) -> Iterator[str]:
     yield _text(member)
     if not isinstance(member, griffe.Class):
         return
-    for part, it in member.members.items():
+    for part, it in _members(member).items():
         if part.startswith("_") or not it.docstring:
             continue
         if isinstance(it, griffe.Function):
@@ -66,6 +69,12 @@ def _entry(name: str, member: griffe.Object) -> Iterator[str]:
             yield _text(it)
         elif isinstance(it, griffe.Attribute):
             yield f"`{part}: {it.annotation}`\n\n{_text(it)}"
+
+
+def _members(member: griffe.Class) -> dict[str, griffe.Object | griffe.Alias]:
+    """Those of a class, and of bases that have no entry of their own."""
+    parts = [it for it in member.resolved_bases if isinstance(it, griffe.Class) and it.name in WITHOUT_ENTRY]
+    return {name: it for each in [*parts, member] for name, it in each.members.items()}
 
 
 def _signature(name: str, member: griffe.Object) -> str:

@@ -47,6 +47,8 @@ ROOMS = {
     "report": "src/evenkeel/cli/report src/evenkeel/assets/report.css tests/cli/report tests/support/reports.py "
     "docs/report.*",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
+    "check": "src/evenkeel/cli/check src/evenkeel/testing.py tests/cli/check tests/*/test_check.py "
+    "tests/support/bad_tasks.py docs/check.md",
     "doctor": "src/evenkeel/cli/doctor tests/cli/doctor tests/*/test_doctor.py docs/doctor.md",
     "slurm": "src/evenkeel/launch/slurm src/evenkeel/cli/new/templates/slurm-* "
     "slurm tests/launch/slurm tests/cluster docs/slurm.md",
@@ -235,7 +237,7 @@ def docstring(name: str, text: str, gone: Gone) -> str:
 
 
 def page(name: str, text: str, gone: Gone) -> str:
-    """A Markdown page without links, commands, promises and rows of tables that have nothing behind them any more."""
+    """A Markdown page without links, list items, commands, promises and rows that have nothing behind them any more."""
 
     def fence(match: re.Match[str]) -> str:
         language, *about = match[2].split() or [""]
@@ -256,10 +258,14 @@ def page(name: str, text: str, gone: Gone) -> str:
         target = os.path.normpath(PurePosixPath(name).parent / match[3])
         return match[0] if target not in gone.paths else "" if match[1] else match[2]
 
+    def item(match: re.Match[str]) -> str:
+        return "" if os.path.normpath(PurePosixPath(name).parent / match[1]) in gone.paths else match[0]
+
     def row(match: re.Match[str]) -> str:
         return "" if any(gone.named(code) for code in re.findall("`[^`]* [^`]*`", match[0])) else match[0]
 
-    text = re.sub(r"(!?)\[([^]]*)\]\(([^):#]+)(?:#[^)]*)?\)", link, FENCE.sub(fence, text))
+    text = re.sub(r"^- \[[^]]*\]\(([^):#]+)\).*\n", item, FENCE.sub(fence, text), flags=re.MULTILINE)
+    text = re.sub(r"(!?)\[([^]]*)\]\(([^):#]+)(?:#[^)]*)?\)", link, text)
     text = re.sub(r"`pytest [^`]*`", lambda proof: re.sub(f" {gone.path.pattern}", "", proof[0]), text)
     text = re.sub(r"^\|.*`pytest( -k \w+)?`.*\n", "", text, flags=re.MULTILINE)  # a promise without a proof
     return re.sub(r"^\|.*\n", row, text, flags=re.MULTILINE)

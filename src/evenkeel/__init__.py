@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .common.display import announce
     from .config import Config
     from .launch.start import start
-    from .run.run import Run, evaluate
+    from .run.eval_only import evaluate
+    from .run.run import Run
     from .tasks.command_line import parse
     from .training.distributed_loss import DistributedLoss
     from .training.optimization import clip_grad_norm
@@ -60,8 +61,6 @@ def _keep_streams() -> None:
 
 _keep_streams()
 
-from . import moved  # noqa: E402, F401  (old names of modules)
-
 __all__ = [
     "Classification",
     "Config",
@@ -81,7 +80,8 @@ _HOMES = {
     "common.display": ["announce"],
     "config": ["Config"],
     "launch.start": ["start"],
-    "run.run": ["Run", "evaluate"],
+    "run.eval_only": ["evaluate"],
+    "run.run": ["Run"],
     "tasks.command_line": ["parse"],
     "training.distributed_loss": ["DistributedLoss"],
     "training.optimization": ["clip_grad_norm"],

@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "cli.plan.PlanCommand",
     "checkpoint": "cli.checkpoint.CheckpointCommand",
     "chaos": "cli.chaos.command.ChaosCommand",
+    "check": "cli.check.command.CheckCommand",
     "doctor": "cli.doctor.command.DoctorCommand",
     "data": "cli.data.DataCommand",
     "compare": "cli.compare.CompareCommand",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from .common.arguments import flag
 from .common.errors import Refusal
 
 Flag = Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(help_behavior_hint="")]
@@ -30,9 +31,6 @@ WEEK = 7 * 86400
 
 FLOOR = 2.0**-14
 """The least loss scale, float16's smallest normal number. A gradient that overflows even so needs another remedy."""
-
-LARGEST_WORLD = "EVENKEEL_LARGEST_WORLD"
-"""The environment variable that tells the ranks of an elastic job how many they may become."""
 
 
 def option(
@@ -280,15 +278,6 @@ def check_numbers(options: Any) -> None:
             raise Refusal(f"{flag(it.name.rstrip('_'))} {str(value)[:40]}: must be {must}")
 
 
-def number_in(variable: str, least: int, most: int) -> int:
-    """The whole number in an environment variable that is set; refused if it is none, or beyond its bounds."""
-    text = os.environ[variable]
-    number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
-    if number is None or not least <= number <= most:
-        raise Refusal(f"{variable}={text[:40]}: must be a whole number from {least} to {most}; correct or unset it")
-    return number
-
-
 def validate(config: Config, samples: int | None = None) -> None:
     """Refuse options that cannot be meant or exclude each other. Sizes of the data are checked where they are given."""
     check_numbers(config)
@@ -296,19 +285,15 @@ def validate(config: Config, samples: int | None = None) -> None:
         raise Refusal(f"--loss-scale {config.loss_scale:g}: must be a power of two from 2**-14 to 2**126, e.g. 65536")
     if config.eval_only and config.fresh:
         raise Refusal("--eval-only --fresh: one looks at a run, the other starts over; choose one")
-    parts = {"--micro-batch": config.micro_batch, "--micro-batches": config.micro_batches}
+    size, parts = config.batch_size, {"--micro-batch": config.micro_batch, "--micro-batches": config.micro_batches}
     if all(parts.values()):
         typed = " ".join(f"{name} {value}" for name, value in parts.items())
         raise Refusal(f"{typed}: the size and the number of a step's parts; leave one of them out")
     for name, value in parts.items():
-        if value != "auto" and value > config.batch_size:
-            raise Refusal(
-                f"{name} {value}: is above --batch-size {config.batch_size}; a micro-batch is a part of the batch"
-            )
-    if samples is not None and config.batch_size > samples:
-        raise Refusal(
-            f"--batch-size {config.batch_size}: the training data has only {samples} samples; use at most that"
-        )
+        if value != "auto" and value > size:
+            raise Refusal(f"{name} {value}: is above --batch-size {size}; a micro-batch is a part of the batch")
+    if samples is not None and size > samples:
+        raise Refusal(f"--batch-size {size}: the training data has only {samples} samples; use at most that")
     if (path := config.init_from) and not os.access(path, os.F_OK):
         raise Refusal(f"--init-from {path}: no such file or folder")
     if path and not (path.is_file() or path.is_dir()):  # reading a pipe may never end
@@ -411,8 +396,3 @@ def _plain(name: str, value: Any) -> Any:
             "int, float, str, Path, Literal, or a list or tuple of them"
         )
     return value
-
-
-def flag(name: str) -> str:
-    """The command-line spelling of an option."""
-    return "--" + name.replace("_", "-")

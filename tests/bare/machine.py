@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.copies import copy_files
 from tests.support.pip import certificates, pip_configuration
-from tests.support.processes import ROOT
 
 PACKAGES = "python3,python3-venv,make"
 TOOLS = ("mmdebstrap", "unshare", "setpriv", "mount", "chroot")
@@ -68,7 +68,7 @@ class Machine:
             file.write(f"user:x:{USER}:{USER}::/{HOME}:/bin/sh\n")
         (root / "etc" / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 bare\n")
         shutil.copy("/etc/resolv.conf", root / "etc" / "resolv.conf")
-        self._copy_files()
+        copy_files(self.checkout)
         self._hand_in_pip()
         for folder, _, files in os.walk(root / HOME):
             for path in (folder, *(f"{folder}/{file}" for file in files)):
@@ -83,14 +83,6 @@ class Machine:
             stdin=subprocess.DEVNULL,
             check=False,
         ).returncode
-
-    def _copy_files(self) -> None:
-        """The files that git knows, without its own."""
-        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-        for name in filter(lambda name: (ROOT / name).is_file(), names):
-            (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, self.checkout / name)
 
     def _hand_in_pip(self) -> None:
         """pip finds its index as it does on this machine."""

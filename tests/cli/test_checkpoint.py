@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from safetensors.torch import load_file
 from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, step_folders
 from evenkeel.training.state import sha256
 from tests.run.test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state, unfit
-from tests.support.processes import contents_of, run, run_forked
+from tests.support.processes import EVENKEEL, contents_of, run, run_forked
+from tests.support.small_runs import the_line
 
 BEST = ("accuracy", "max")
 
@@ -27,9 +27,7 @@ def checkpoint(*arguments: object, expect: int = 0) -> subprocess.CompletedProce
 def refusal(*arguments: object) -> str:
     done = checkpoint(*arguments, expect=2)
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("evenkeel: ")
-    return line.removeprefix("evenkeel: ")
+    return the_line(done.stderr)
 
 
 @pytest.fixture
@@ -67,15 +65,10 @@ def test_list_of_one_and_of_old_ones_and_of_broken_ones(run_dir: Path) -> None:
     assert "(best)" in checkpoint("list", folder / "step-00000010").stdout.splitlines()[1]
     edit_manifest(folder / "step-00000210", as_it_was_before_kinds)
     (folder / "step-00000010" / MANIFEST).unlink()
-    lines = checkpoint("list", run_dir).stdout.splitlines()
-    assert lines[2].split()[:2] == ["10", "damaged"]
-    assert lines[2].endswith(f"{MANIFEST}: cannot be read: No such file or directory")
-    assert lines[4].split()[:2] == ["210", "checkpoint"], "what it was is not known any more"
-
-
-def test_a_list_does_not_wait_for_torch(run_dir: Path) -> None:
-    code = "import sys, evenkeel.__main__ as m; m.main(); sys.exit('torch' in sys.modules)"
-    run([sys.executable, "-c", code, "checkpoint", "list", str(run_dir)])
+    _, _, broken, _, old, *_ = checkpoint("list", run_dir).stdout.splitlines()
+    assert broken.split()[:2] == ["10", "damaged"]
+    assert broken.endswith(f"{MANIFEST}: cannot be read: No such file or directory")
+    assert old.split()[:2] == ["210", "checkpoint"], "what it was is not known any more"
 
 
 def test_inspect(run_dir: Path) -> None:
@@ -91,69 +84,65 @@ def test_inspect(run_dir: Path) -> None:
 
 
 def test_verify(run_dir: Path) -> None:
+    """Bytes that have changed or are gone, no manifest, and files that a manifest of the right sums makes no state."""
     done = checkpoint("verify", run_dir)
-    assert [line.split(", ")[0] for line in done.stdout.splitlines()] == [
-        f"step-{step:08d}: ok" for step in (5, 10, 200, 210)
-    ]
-    assert done.stderr == ""
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [f"{step(n)}: ok" for n in (5, 10, 200, 210)]
     folder = run_dir / "checkpoints"
-    flip_a_bit(folder / "step-00000010" / STATE)
-    os.truncate(folder / "step-00000200" / STATE, 7)
-    (folder / "step-00000210" / MANIFEST).unlink()
+    for number in (300, 400):
+        Checkpoints(folder, keep=9, best=BEST).save(state(number), {})
+    flip_a_bit(folder / step(10) / STATE)
+    os.truncate(folder / step(200) / STATE, 7)
+    (folder / step(210) / MANIFEST).unlink()
+    unfit(folder / step(300) / STATE, "no model")
+    unfit(folder / step(400) / STATE, "refused by weights_only")
     before = contents_of(run_dir)
-    five, ten, two_hundred, last = checkpoint("verify", run_dir, expect=1).stdout.splitlines()
-    assert five.startswith("step-00000005: ok")
-    assert ten.startswith(f"step-00000010: DAMAGED: {folder}/step-00000010/{STATE}: sha256 is ")
-    assert two_hundred.startswith(f"step-00000200: DAMAGED: {folder}/step-00000200/{STATE}: has 7 bytes, should have ")
-    assert last.startswith(f"step-00000210: DAMAGED: {folder}/step-00000210/{MANIFEST}: cannot be read")
+    good, *damaged = checkpoint("verify", run_dir, expect=1).stdout.splitlines()
+    assert good.startswith("step-00000005: ok, ")
+    expected = {
+        10: f"{STATE}: sha256 is ",
+        200: f"{STATE}: has 7 bytes, should have ",
+        210: f"{MANIFEST}: cannot be read",
+        300: f"{STATE}: is not the state of a run: has no step, model, optimizers",
+        400: f"{STATE}: does not load: ",
+    }
+    for line, (number, why) in zip(damaged, expected.items(), strict=True):
+        assert line.startswith(f"{step(number)}: DAMAGED: {folder / step(number)}/{why}")
     assert contents_of(run_dir) == before, "nothing is set aside"
-    checkpoint("verify", folder / "step-00000005")
-    checkpoint("verify", folder / "step-00000010", expect=1)
+    checkpoint("verify", folder / step(5))
+    checkpoint("verify", folder / step(10), expect=1)
 
 
-def test_verify_loads_what_it_verifies(run_dir: Path) -> None:
-    """A manifest of the right sums makes no state of a file."""
-    folder = run_dir / "checkpoints"
-    unfit(folder / "step-00000010" / STATE, "no model")
-    unfit(folder / "step-00000200" / STATE, "refused by weights_only")
-    before = contents_of(run_dir)
-    five, ten, two_hundred, last = checkpoint("verify", run_dir, expect=1).stdout.splitlines()
-    assert ": ok, " in five
-    assert ": ok, " in last
-    expected = f"step-00000010: DAMAGED: {folder}/step-00000010/{STATE}: is not the state of a run: has no "
-    assert ten == f"{expected}step, model, optimizers"
-    assert two_hundred.startswith(f"step-00000200: DAMAGED: {folder}/step-00000200/{STATE}: does not load: ")
-    assert contents_of(run_dir) == before
+def step(number: int) -> str:
+    return f"step-{number:08d}"
 
 
 def test_export(run_dir: Path, tmp_path: Path) -> None:
     before, model = contents_of(run_dir), tmp_path / "model.pt"
     done = checkpoint("export", run_dir, "--step", 10, "-o", model)
     weights = torch.load(model, weights_only=True)
-    assert torch.equal(weights["w"], torch.full((10,), 10.0))
     assert list(weights) == ["w"]
+    assert torch.equal(weights["w"], torch.full((10,), 10.0))
     assert done.stdout.endswith(f"sha256 of the weights {sha256(weights)}\n")
     assert contents_of(run_dir) == before
     content = model.read_bytes()
     assert refusal("export", run_dir, "--output", model) == f"--output {model}: exists already; name another file"
     assert model.read_bytes() == content
+    assert "dp" in refusal("export", run_dir, "--output", tmp_path / "other.pt", "--as", "ddp")
     checkpoint("export", run_dir, "--output", tmp_path / "newest.pt")
     assert torch.load(tmp_path / "newest.pt", weights_only=True)["w"][0] == 210
-    assert "dp" in refusal("export", run_dir, "--output", tmp_path / "other.pt", "--as", "ddp")
-    again = checkpoint("export", run_dir, "--step", 10, "--output", tmp_path / "dp.pt", "--as", "dp")
-    assert again.stdout.split()[-1] == done.stdout.split()[-1], "the same weights"
-    assert list(torch.load(tmp_path / "dp.pt", weights_only=True)) == ["module.w"]
-    checkpoint("export", run_dir, "--step", 10, "-o", tmp_path / "model.safetensors", "--as", "safetensors")
-    assert sha256(load_file(tmp_path / "model.safetensors")) == sha256(weights)
+    for form in ("dp", "safetensors"):
+        again = checkpoint("export", run_dir, "--step", 10, "--output", tmp_path / form, "--as", form)
+        assert again.stdout.split()[-1] == done.stdout.split()[-1], "the same weights"
+    assert list(torch.load(tmp_path / "dp", weights_only=True)) == ["module.w"]
+    assert sha256(load_file(tmp_path / "safetensors")) == sha256(weights)
 
 
 def test_a_damaged_one_is_not_exported_and_not_shown(run_dir: Path, tmp_path: Path) -> None:
     newest = step_folders(run_dir / "checkpoints")[-1]
     flip_a_bit(newest / STATE)
     for action in (["inspect"], ["export", "-o", tmp_path / "model.pt"]):
-        done = checkpoint(*action, run_dir, expect=1)
-        (line,) = done.stderr.splitlines()
-        assert line.startswith(f"evenkeel: damaged: {newest / STATE}: sha256 is ")
+        line = the_line(checkpoint(*action, run_dir, expect=1).stderr)
+        assert line.startswith(f"damaged: {newest / STATE}: sha256 is ")
     assert not (tmp_path / "model.pt").exists()
     checkpoint("export", run_dir, "-o", tmp_path / "model.pt", "--step", 200)
 
@@ -162,33 +151,31 @@ def test_an_export_that_does_not_fit_leaves_nothing(run_dir: Path) -> None:
     # a limit of the kernel's: no file of this process may be longer
     limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "bash"]
     output = run_dir / "model.pt"
-    command = [sys.executable, "-m", "evenkeel", "checkpoint", "export", str(run_dir), "-o", str(output)]
-    done = run([*limited, *command], expect=1)
-    assert done.stderr.splitlines() == [f"evenkeel: --output {output}: cannot be written: File too large"]
+    done = run([*limited, *EVENKEEL, "checkpoint", "export", run_dir, "-o", output], expect=1)
+    assert the_line(done.stderr) == f"--output {output}: cannot be written: File too large"
     assert not list(run_dir.glob("*model.pt*"))
 
 
 def test_refusals(run_dir: Path, tmp_path: Path) -> None:
     places = "name a run directory, its checkpoints folder or one step-* folder"
-    missing, empty, file = tmp_path / "missing", tmp_path / "empty", tmp_path / "file"
+    missing, empty, file, aside = (tmp_path / name for name in ("missing", "empty", "file", "aside"))
     empty.mkdir()
     file.touch()
-    model = tmp_path / "model.pt"
+    (aside / "damaged-step-00000042-1").mkdir(parents=True)
+    model, absent, nowhere = tmp_path / "model.pt", run_dir / "checkpoints" / step(7), missing / "model.pt"
     for action in (["list"], ["inspect"], ["verify"], ["export", "-o", model]):
         assert refusal(*action, missing) == f"{missing}: No such file or directory; {places}"
         assert refusal(*action, empty) == f"{empty}: no checkpoint there; {places}"
-    assert refusal("verify", file) == f"{file}: Not a directory; {places}"
-    absent = run_dir / "checkpoints" / "step-00000007"
-    assert refusal("verify", absent) == f"{absent}: No such file or directory; {places}"
     there_are = f"--step 6: {run_dir} has no such checkpoint; there are 5, 10, 200, 210"
-    assert refusal("inspect", run_dir, "--step", 6) == there_are
-    assert refusal("export", run_dir, "--step", 6, "-o", model) == there_are
-    nowhere = missing / "model.pt"
-    no_folder = f"--output {nowhere}: there is no folder {missing}; make it first"
-    assert refusal("export", run_dir, "-o", nowhere) == no_folder
+    for words, line in (
+        (["verify", file], f"{file}: Not a directory; {places}"),
+        (["verify", absent], f"{absent}: No such file or directory; {places}"),
+        (["verify", aside], f"{aside}: no checkpoint there, but 1 set aside as damaged-*; {places}"),
+        (["inspect", run_dir, "--step", 6], there_are),
+        (["export", run_dir, "--step", 6, "-o", model], there_are),
+        (["export", run_dir, "-o", nowhere], f"--output {nowhere}: there is no folder {missing}; make it first"),
+    ):
+        assert refusal(*words) == line
     assert "required" in refusal("export", run_dir)
     assert "train.py" in refusal("list", run_dir, "--", "--lr", "1")
-    aside = tmp_path / "aside"
-    (aside / "damaged-step-00000042-1").mkdir(parents=True)
-    assert refusal("verify", aside) == f"{aside}: no checkpoint there, but 1 set aside as damaged-*; {places}"
     assert not model.exists()

@@ -29,10 +29,7 @@ def run_dir(tmp_path: Path) -> Path:
         ({"set": "test", "input": Path("x")}, "give either --input FOLDER or --set NAME"),
         ({"set": "test", "output": Path("o.txt")}, "--output o.txt: is neither .csv nor .parquet"),
         ({"set": "test", "output": Path("nowhere/o.csv")}, "there is no folder nowhere; make it first"),
-        (
-            {"set": "test", "checkpoint": "newest"},
-            "--checkpoint newest: is none of last, best and the steps there",
-        ),
+        ({"set": "test", "checkpoint": "newest"}, "--checkpoint newest: is none of last, best and the steps there"),
         ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: is none of last, best and the steps there are: 3"),
         ({"set": "test", "checkpoint": "best"}, "--checkpoint best: none of this run has the metric"),
         ({"set": "test", "run": Path("nowhere")}, "nowhere: no checkpoint there; name a run directory"),
@@ -57,13 +54,6 @@ def test_the_columns() -> None:
         "target": torch.tensor([1, -1]),
         "pixels": torch.tensor([[3, 4], [5, 6]]),
     }
-    assert table(rows, range(2), ["cat", "dog"]) == {
-        "index": [0, 1],
-        "prediction": ["dog", "cat"],
-        "confidence": [0.75, 0.5],
-        "target": ["dog", None],
-        "pixels_0": [3, 5],
-        "pixels_1": [4, 6],
-        "prediction_2": ["cat", "dog"],
-        "confidence_2": [0.25, 0.5],
-    }
+    first = {"index": [0, 1], "prediction": ["dog", "cat"], "confidence": [0.75, 0.5], "target": ["dog", None]}
+    second = {"prediction_2": ["cat", "dog"], "confidence_2": [0.25, 0.5]}
+    assert table(rows, range(2), ["cat", "dog"]) == {**first, "pixels_0": [3, 5], "pixels_1": [4, 6], **second}

@@ -1,4 +1,4 @@
-"""`python -m evenkeel status` on real runs in every state, as a user types it."""
+"""`python -m evenkeel status` of what runs have left; of runs at work see tests/processes/test_status.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import json
 import random
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +19,26 @@ from rich.console import Console
 from evenkeel.cli.follow import _Follower
 from evenkeel.cli.status import Metrics, Runs, _view, as_json, status_of
 from evenkeel.run.checkpoint import Checkpoints, read_manifest
-from tests.support import processes
 from tests.support.damage import leave_damaged
-from tests.support.processes import TRAIN, kill_group, read, run, start, torchrun
-from tests.support.small_runs import OLD_RUNS, TASK, job, wait_for_step
+from tests.support.processes import EVENKEEL, evenkeel, read, run
+from tests.support.rooms import has
+from tests.support.small_runs import OLD_RUNS, TASK, options, the_line
 from tests.support.terminal import Terminal
 
 LONG = 10_000  # steps, so that a run outlives its tests
-
-
 NO_SLURM = {"PATH": str(Path(sys.executable).parent)}
+STATUS = [*EVENKEEL, "status"]
 
 
-TRAINING = {"train/loss", "train/grad_norm", "train/lr", "train/samples_per_s"}
-
-
-STATUS = [sys.executable, "-m", "evenkeel", "status"]
-
-
-def status(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return run([*STATUS, *map(str, arguments)], env=env)
-
-
-def facts(*arguments: object, env: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+def facts(*arguments: object) -> dict[str, dict[str, Any]]:
     """Folder's name -> what --json says of its run."""
-    listed = json.loads(status(*arguments, "--json", env=env).stdout)
+    listed = json.loads(evenkeel("status", *arguments, "--json").stdout)
     return {Path(it["run"]).name: it for it in listed}
 
 
 def endless(run_dir: Path) -> list[str]:
-    more = ["--task", TASK, "--run-dir", run_dir, "--wandb", "disabled", "--max-steps", LONG, "--epochs", LONG]
-    return [str(option) for option in [*more, "--batch-size", 12, "--log-every", 1, "--pause", 0.1, "--eval-every", 2]]
+    shape = ["--max-steps", LONG, "--epochs", LONG, "--batch-size", 12, "--log-every", 1]
+    return options(TASK, run_dir, *shape, "--pause", 0.1, "--eval-every", 2)
 
 
 def write_run(folder: Path, **facts: Any) -> Path:
@@ -84,30 +70,6 @@ def test_random_damage_to_what_a_run_has_written_ends_neither_status_nor_follow(
         console.print(follower.panel(it))
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Runs that have finished, failed, were stopped and killed; one at work goes on as long as the tests do."""
-    folder = tmp_path_factory.mktemp("status") / "runs"
-    finished = start([sys.executable, str(TRAIN), *job(folder / "finished")])
-    failed = start([sys.executable, str(TRAIN), *job(folder / "sweep" / "failed", "--fail-at", 10)])
-    stopped = start([sys.executable, str(TRAIN), *endless(folder / "sweep" / "stopped")])
-    killed = start([sys.executable, str(TRAIN), *endless(folder / "killed")])
-    wait_for_step(folder / "sweep" / "stopped", 3, stopped)
-    wait_for_step(folder / "killed", 3, killed)
-    stopped.send_signal(signal.SIGTERM)
-    kill_group(killed)
-    for process, code in ((finished, 0), (failed, 1), (stopped, 75), (killed, -signal.SIGKILL)):
-        done = processes.finish(process)
-        assert done.returncode == code, done.stderr[-3000:]
-    working = start(torchrun(2, TRAIN, *endless(folder / "working"), restarts=3))
-    try:
-        wait_for_step(folder / "working", 3, working)
-        yield folder
-    finally:
-        working.send_signal(signal.SIGTERM)
-        processes.finish(working)
-
-
 def test_a_run_on_another_machine(tmp_path: Path) -> None:
     write_run(tmp_path / "fresh", host="elsewhere", time=time.time() - 30)
     write_run(tmp_path / "old", host="elsewhere", time=time.time() - 3 * 3600)
@@ -122,35 +84,40 @@ def test_without_slurm_a_job_is_unknown_and_the_run_is_not(tmp_path: Path) -> No
     pytest.importorskip("evenkeel.launch.slurm")
     submitted(write_run(tmp_path / "done", state="finished", step=5, total_steps=5))
     submitted(tmp_path / "waiting")
-    done = status(tmp_path, "--json", env=NO_SLURM)
+    done = evenkeel("status", tmp_path, "--json", env=NO_SLURM)
     asked = "Slurm cannot be asked: squeue: not found: is this a login node of the cluster?"
-    assert done.stderr == f"evenkeel: {asked}\n"
+    assert the_line(done.stderr) == asked
     found = {Path(it["run"]).name: it for it in json.loads(done.stdout)}
-    assert found["done"]["state"] == "finished"
-    assert found["waiting"]["state"] == "unknown"
+    assert {name: it["state"] for name, it in found.items()} == {"done": "finished", "waiting": "unknown"}
     assert found["waiting"]["job"] == {"id": "17", "state": None, "reason": None, "nodes": None, "requeues": None}
-    text = status(tmp_path, env=NO_SLURM).stdout
+    text = evenkeel("status", tmp_path, env=NO_SLURM).stdout
     assert asked in text.splitlines()
     assert re.search(r"waiting +unknown +17 \? +0/\? +0$", text, re.MULTILINE)
+    # the launcher of Slurm may be deleted
+    code = "import sys, evenkeel.__main__ as m; sys.modules['evenkeel.launch.slurm.jobs'] = None; m.main()"
+    without = run([sys.executable, "-c", code, "status", tmp_path / "done", "--json"])
+    (it,) = json.loads(without.stdout)
+    assert (it["state"], it["job"], without.stderr) == ("finished", None, "")
 
 
 def test_files_that_are_none_of_a_run(tmp_path: Path) -> None:
-    assert status(tmp_path).stdout == f"no run below {tmp_path}\n"
+    assert evenkeel("status", tmp_path).stdout == f"no run below {tmp_path}\n"
     assert facts(tmp_path) == {}
     (write_run(tmp_path / "cut") / "status.json").write_text('{"state": "run')
     (write_run(tmp_path / "list") / "status.json").write_text("[1]")
-    (write_run(tmp_path / "torn", state="finished") / "metrics.jsonl").write_text(
-        '{"kind": "tr\nnull\n{"kind": "x"}\n{'
-    )
+    half = '{"kind": "tr\nnull\n{"kind": "x"}\n{'
+    (write_run(tmp_path / "torn", state="finished") / "metrics.jsonl").write_text(half)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "status.json").write_text("{}")  # of another program
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path)
-    found = json.loads(status(tmp_path, link, "--json").stdout)
-    assert [(Path(it["run"]).name, it["state"]) for it in found] == [
-        ("cut", "unknown"), ("list", "unknown"), ("torn", "finished"),
-    ]  # fmt: skip
-    assert found[0]["why"].startswith("status.json cannot be read: ")
+    write_run(tmp_path / "cut.old-20260102-030405")  # moved aside by --fresh
+    (link := tmp_path / "link").symlink_to(tmp_path)
+    found = facts(tmp_path, link)
+    assert {name: it["state"] for name, it in found.items()} == {
+        "cut": "unknown",
+        "list": "unknown",
+        "torn": "finished",
+    }
+    assert found["cut"]["why"].startswith("status.json cannot be read: ")
 
 
 def test_a_run_of_another_version_has_the_names_of_this_one(tmp_path: Path) -> None:
@@ -158,13 +125,13 @@ def test_a_run_of_another_version_has_the_names_of_this_one(tmp_path: Path) -> N
     run_dir = shutil.copytree(OLD_RUNS / "finished", tmp_path / "finished")
     metrics = Metrics(run_dir / "metrics.jsonl")
     found = status_of(run_dir, metrics).metrics
-    assert set(found) == {*TRAINING, "test/loss", "test/accuracy"}
+    trained = dict.fromkeys((f"train/{name}" for name in ("loss", "grad_norm", "lr", "samples_per_s")), 0.5)
+    assert found.keys() == trained.keys() | {"test/loss", "test/accuracy"}
     assert read(run_dir)["metrics"] == {"loss": found["test/loss"], "accuracy": found["test/accuracy"]}, "the control"
     with (run_dir / "metrics.jsonl").open("a") as file:
         now = {"step": 61, "time": time.time()}
-        file.write(json.dumps({"kind": "train", "epoch": 4.1} | now | dict.fromkeys(TRAINING, 0.5)) + "\n")
-    again = status_of(run_dir, metrics).metrics
-    assert again == found | dict.fromkeys(TRAINING, 0.5)
+        file.write(json.dumps({"kind": "train", "epoch": 4.1} | now | trained) + "\n")
+    assert status_of(run_dir, metrics).metrics == found | trained
     # the best checkpoint is told by a metric of old and of new manifests
     old, *_ = (checkpoints := Checkpoints(run_dir / "checkpoints", 9, ("accuracy", "max"))).all()
     assert read_manifest(old).best_by == ("test/accuracy", "max")
@@ -194,19 +161,14 @@ def test_a_folder_that_grows_while_it_is_watched(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(arguments: list[str], line: str) -> None:
-    done = run([*STATUS, *arguments], expect=2)
-    assert done.stderr == f"evenkeel: {line}\n"
-    assert done.stdout == ""
+    done = evenkeel("status", *arguments, expect=2)
+    assert (done.stdout, done.stderr) == ("", f"evenkeel: {line}\n")
 
 
-def test_it_does_not_wait_for_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["status RUN", "compare RUN RUN", "checkpoint list RUN"])
+def test_commands_that_look_at_runs_do_not_wait_for_torch(words: str) -> None:
+    if not has(words.split()[0]):
+        pytest.skip("this copy has left out the command")
+    arguments = words.replace("RUN", str(OLD_RUNS / "finished")).split()
     code = "import sys, evenkeel.__main__ as m; m.main(); sys.exit('torch' in sys.modules)"
-    run([sys.executable, "-c", code, "status", str(tmp_path)])
-
-
-def test_the_slurm_launcher_may_be_deleted(tmp_path: Path) -> None:
-    submitted(write_run(tmp_path / "done", state="finished", step=5, total_steps=5))
-    code = "import sys, evenkeel.__main__ as m; sys.modules['evenkeel.launch.slurm.jobs'] = None; m.main()"
-    done = run([sys.executable, "-c", code, "status", str(tmp_path), "--json"])
-    (found,) = json.loads(done.stdout)
-    assert (found["state"], found["job"], done.stderr) == ("finished", None, "")
+    run([sys.executable, "-c", code, *arguments])

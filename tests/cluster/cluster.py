@@ -10,29 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from evenkeel.common.processes import stat
 from evenkeel.launch.slurm.jobs import ENDED
-from tests.support.processes import ROOT, environment
+from tests.support.processes import ROOT, environment, wait_until
 
 LAB = Path(__file__).with_name("lab.sh")
-TOOLS = (
-    "slurmctld",
-    "slurmd",
-    "slurmdbd",
-    "sbatch",
-    "munged",
-    "mariadbd",
-    "ip",
-    "unshare",
-    "nsenter",
-    "mount",
-    "flock",
-)
+TOOLS = ("slurmctld", "slurmd", "slurmdbd", "sbatch", "munged", "mariadbd", "ip", "unshare", "nsenter")
 SLURMS_OWN = ("slurmd", "slurmstepd")
 UP_LIMIT = 600.0
 """Seconds for the lab to come up, another one's end included; more than its LAB_WAIT."""
@@ -94,20 +81,9 @@ class Cluster:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a user on the login node has, who has set nothing; evenkeel is this working tree's."""
-        private = (
-            "SLURM_",
-            "SBATCH_",
-            "SRUN_",
-            "SALLOC_",
-            "SQUEUE_",
-            "SINFO_",
-            "SACCT_",
-            "SCANCEL_",
-            "LAB_",
-            "PYTEST_",
-        )
+        private = re.compile("(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SACCT|SCANCEL|LAB|PYTEST)_")
         unset = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
-        kept = {k: v for k, v in environment().items() if not k.startswith(private) and k not in unset}
+        kept = {k: v for k, v in environment().items() if not private.match(k) and k not in unset}
         return {
             **kept,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -204,14 +180,16 @@ class Cluster:
             AssertionError: it did not within ``limit`` seconds, or it ended otherwise.
         """
         wanted = states or ENDED
-        end = time.monotonic() + limit
-        while True:
+
+        def there() -> dict[str, str] | None:
             shown = self.show(job)
             if shown["JobState"] in wanted and int(shown["Restarts"]) >= restarts:
                 return shown
             assert shown["JobState"] not in ENDED, f"job {job} ended {shown['JobState']} instead of {wanted}\n{shown}"
-            assert time.monotonic() < end, f"job {job} is not {wanted} after {limit} s\n{shown}"
-            time.sleep(0.2)
+            return None
+
+        found: dict[str, str] = wait_until(there, f"job {job} {wanted}", limit, lambda: self.show(job), every=0.2)
+        return found
 
     # ---- what is left
 
@@ -251,9 +229,9 @@ class Cluster:
             if "DRAIN" in self.node_state(node) or "DOWN" in self.node_state(node):
                 self.resume(node)
         self._wait("idle nodes", limit, lambda: all(self.node_state(node) == "IDLE" for node in self.nodes))
-        end = time.monotonic() + LINGER
-        while (left := self.processes_left()) and time.monotonic() < end:
-            time.sleep(0.2)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.processes_left(), "the end of all processes", LINGER, every=0.2)
+        left = self.processes_left()
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -266,12 +244,7 @@ class Cluster:
         return found[1] if found else ""
 
     def _wait(self, what: str, limit: float, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + limit
-        while not done():
-            assert time.monotonic() < end, (
-                f"no {what} after {limit} s\n{self.slurm('squeue')}{self.slurm('sinfo', '-N')}"
-            )
-            time.sleep(0.2)
+        wait_until(done, what, limit, lambda: self.slurm("squeue") + self.slurm("sinfo", "-N"), every=0.2)
 
 
 _LIVE = "PENDING,RUNNING,SUSPENDED,COMPLETING,CONFIGURING,REQUEUED,RESIZING,SIGNALING,STAGE_OUT,STOPPED"

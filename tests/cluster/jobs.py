@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,15 @@ def undisturbed(run_dir: Path, epochs: int) -> dict[str, Any]:
 
 def wait_for_step(cluster: Cluster, job: str, run_dir: Path, step: int, attempts: int = 1) -> None:
     """Until an attempt of this number or a later one has finished a step of this number or a later one."""
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline:
-        if (run_dir / "metrics.jsonl").exists() and len(records(run_dir, "start")) >= attempts:
-            begun = records(run_dir, "start")[-1]["time"]
-            if any(r["step"] >= step and r["time"] >= begun for r in records(run_dir, "train")):
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"step {step} of attempt {attempts} did not come\n{cluster.show(job)}\n{logs(run_dir)}")
+
+    def there() -> bool:
+        if not (run_dir / "metrics.jsonl").exists() or len(records(run_dir, "start")) < attempts:
+            return False
+        begun = records(run_dir, "start")[-1]["time"]
+        return any(r["step"] >= step and r["time"] >= begun for r in records(run_dir, "train"))
+
+    what = f"step {step} of attempt {attempts}"
+    processes.wait_until(there, what, 180, lambda: f"{cluster.show(job)}\n{logs(run_dir)}", every=0.1)
 
 
 def logs(run_dir: Path) -> str:

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from evenkeel.cli.status import Runs, RunStatus
 from evenkeel.launch.slurm import jobs
 from evenkeel.launch.slurm.jobs import UNKNOWN, JobRecord, ask
 from tests.cluster.cluster import Cluster
-from tests.support.processes import LIMIT, TRAIN, read, run
+from tests.support.processes import TRAIN, read, run, wait_until
 from tests.support.small_runs import job
 from tests.support.terminal import Terminal
 
@@ -58,12 +59,13 @@ def look(run_dir: Path) -> RunStatus:
 
 
 def wait_for(run_dir: Path, state: str, step: int = 0) -> RunStatus:
-    deadline = time.monotonic() + LIMIT
-    while (it := look(run_dir)).state != state or it.step < step:
-        assert it.state not in ("failed", "stopped", "finished"), (it, logs(run_dir))
-        assert time.monotonic() < deadline, (it, logs(run_dir))
-        time.sleep(0.3)
-    return it
+    def there() -> bool:
+        it = look(run_dir)
+        assert it.state == state or it.state not in ("failed", "stopped", "finished"), (it, logs(run_dir))
+        return it.state == state and it.step >= step
+
+    wait_until(there, state, more=lambda: (look(run_dir), logs(run_dir)), every=0.3)
+    return look(run_dir)
 
 
 def logs(run_dir: Path) -> str:
@@ -96,9 +98,8 @@ def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, tmp_pat
     it = look(run_dir)
     assert it.job
     assert (it.state, it.starts, it.job.state, it.job.requeues) == ("finished", 2, "COMPLETED", 1)
-    (row,) = run(
-        [sys.executable, "-m", "evenkeel", "status", str(run_dir)], env=cluster.environment()
-    ).stdout.splitlines()[1:]
+    status = [sys.executable, "-m", "evenkeel", "status", str(run_dir)]
+    (row,) = run(status, env=cluster.environment()).stdout.splitlines()[1:]
     assert row.split()[1:6] == ["finished", job_id, "completed", "27/27", "100%"]
 
 
@@ -169,9 +170,13 @@ def test_jobs_that_wait_and_are_cancelled_and_forgotten(cluster: Cluster, tmp_pa
     ]
 
     # what sacct says is the same, when squeue has forgotten it
-    deadline = time.monotonic() + LIMIT
-    while (known := dict(jobs._accounted([alone])).get(alone)) is None or not known.is_over:
-        assert time.monotonic() < deadline, known
-        time.sleep(0.3)
+    known: Any = None
+
+    def accounted() -> bool:
+        nonlocal known
+        known = dict(jobs._accounted([alone])).get(alone)
+        return known is not None and known.is_over
+
+    wait_until(accounted, "the end of the job in the accounting", every=0.3)
     assert str(known) == "cancelled (by user 0)"
     assert known.nodes == ""

@@ -7,11 +7,11 @@ down every signal and ignore it, so that only SIGKILL ends them. `pytest -s` pri
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.cluster.cluster import Cluster
+from tests.support.processes import wait_until
 
 BATCH, BESIDE, TASK, CHILD = "batch script", "its child", "task", "task's child"
 STEP = {TASK, CHILD}
@@ -86,11 +86,8 @@ class Jobs:
         """When somebody first heard it, anywhere."""
         return next(at for at, hearer, _, heard in self.lines(name) if (hearer, heard) == (who, what))
 
-    def wait(self, what: str, done: Callable[[], bool], limit: float = 120) -> None:
-        end = time.monotonic() + limit
-        while not done():
-            assert time.monotonic() < end, f"{what}: not after {limit} s\n{self}"
-            time.sleep(0.1)
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        wait_until(done, what, 120, lambda: self, every=0.1)
 
     def started(self, name: str, life: int = 0, nodes: int = 1) -> None:
         count = 2 + 2 * nodes

@@ -16,6 +16,7 @@ from evenkeel.launch.slurm import submission
 from tests.cluster.cluster import Cluster
 from tests.cluster.jobs import ended, recorded, sbatch, submit, submitted
 from tests.support import processes
+from tests.support.copies import copy_of_the_template
 from tests.support.processes import ROOT, read
 from tests.support.readme import blocks
 
@@ -119,11 +120,8 @@ def test_sbatch_and_submit_start_the_same_thing(
         facts["Requeue"], facts["limit"] = shown["Requeue"], shown["TimeLimit"]
         found.append(facts)
     by_submit, by_sbatch = found
-    differ = {
-        name
-        for name in {*by_submit["environment"], *by_sbatch["environment"]}
-        if by_submit["environment"].get(name) != by_sbatch["environment"].get(name)
-    }
+    one, other = by_submit["environment"], by_sbatch["environment"]
+    differ = {name for name in one | other if one.get(name) != other.get(name)}
     of_this_job = {"SLURM_JOB_ID", "SLURM_JOBID", "EVENKEEL_LAUNCH", "EVENKEEL_MASTER", "MASTER_PORT", "DUMP", "RANK"}
     of_this_job |= {"EVENKEEL_KEPT_STORE"}  # its pid
     of_the_copy = {"EVENKEEL_CODE", "EVENKEEL_ORIGIN", "PYTHONPATH", "SLURM_SUBMIT_DIR", "OLDPWD", "_"}
@@ -138,9 +136,7 @@ def test_sbatch_and_submit_start_the_same_thing(
 
 def test_a_queued_job_runs_the_code_as_it_was_submitted(cluster: Cluster, tmp_path: Path) -> None:
     """Every file that matters is spoilt while the job waits: the launcher's, the package's, train.py, the task's."""
-    checkout = copy_of_the_checkout(tmp_path / "checkout")
-    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"]):
-        subprocess.run(["git", *words], cwd=checkout, check=True)
+    checkout = copy_of_the_template(tmp_path / "checkout")
     (checkout / "README.md").write_text("changed\n")
     run_dir = tmp_path / "run"
     options = recorded(run_dir, "--wandb", "disabled", "--task", "tests/support/recording_task.py:Recorded", epochs=1)
@@ -211,7 +207,7 @@ def test_the_lines_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
     (block,) = blocks("bash slurm")
     lines = block.splitlines()
     assert len(lines) == 3
-    checkout = copy_of_the_checkout(tmp_path / "checkout")
+    checkout = copy_of_the_template(tmp_path / "checkout")
     (checkout / ".venv").symlink_to(Path(sys.prefix))
     env = cluster.environment({"PYTHONPATH": str(checkout / "src")})
     by_submit, status, by_file = (processes.run(["bash", "-c", line], checkout, env, limit=300) for line in lines)
@@ -222,34 +218,14 @@ def test_the_lines_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
     assert read(checkout / "runs" / "by-file")["world_sizes"] == [4]
 
 
-def copy_of_the_checkout(copy: Path) -> Path:
-    """What git tracks."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in listed.splitlines():
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
-    return copy
-
-
 @pytest.mark.long
 def test_a_failure_of_the_doctor_on_one_node_ends_the_job_and_follow_shows_it(cluster: Cluster, tmp_path: Path) -> None:
     """The fault: 64 MB of shared memory on the first node, where --setup is run. Then the same job without it."""
     for size, code in (("64m", 1), ("2g", 0)):
         run_dir = tmp_path / size
         setup = ["--setup", f"mount -o remount,size={size} /dev/shm"]
-        words = [
-            "-n",
-            2,
-            "-g",
-            1,
-            "--doctor",
-            "--follow",
-            *setup,
-            "--",
-            *recorded(run_dir, "--num-workers", 1, epochs=1),
-        ]
-        done = submit(cluster, *words, expect=code)
+        options = recorded(run_dir, "--num-workers", 1, epochs=1)
+        done = submit(cluster, "-n", 2, "-g", 1, "--doctor", "--follow", *setup, "--", *options, expect=code)
         job = done.stdout.partition("\njob ")[2].split()[0]
         shown = cluster.show(job)
         assert shown["Restarts"] == "0"

@@ -6,6 +6,7 @@ import doctest
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from evenkeel.common.errors import Refusal
 from evenkeel.data import blocks as blocks_module
+from evenkeel.data import plan as plan_module
+from evenkeel.data import sampler as sampler_module
 from evenkeel.data.blocks import Blocks, blocks_of, order_name
 from evenkeel.data.dataset import Limited, limited, split
 from evenkeel.data.sampler import ElasticSampler, by_step
@@ -87,14 +90,16 @@ def test_blocks_come_in_all_orders_and_windows_in_all_of_theirs() -> None:
 
 def test_a_subset_in_order_keeps_its_blocks() -> None:
     base = Blocked([4, 3, 5], window=2)
-    part = Limited(base, [0, 3, 4, 11])
-    found = blocks_of(part)
+    found = blocks_of(Limited(base, [0, 3, 4, 11]))
     assert found is not None
     assert found.lengths.tolist() == [2, 1, 1]
     assert sorted(order(found)) == [0, 1, 2, 3]
     assert blocks_of(Limited(base, [3, 0])) is None, "its own order is meant"
     assert blocks_of(Limited(range(9), [0, 1])) is None
     assert all(map(blocks_of, [limited(base, 5), *split(base, 0.3, 0)]))
+    base.order_blocks = lambda: Blocks([6] * 4, 1)  # type: ignore[method-assign]
+    with pytest.raises(Refusal, match="12 samples returned Blocks of 24 samples"):
+        blocks_of(base)
 
 
 def test_other_data_sets_keep_the_usual_order() -> None:
@@ -108,14 +113,8 @@ def test_other_data_sets_keep_the_usual_order() -> None:
     assert [*chain(*in_turn)] == list(range(24))
 
 
-def test_blocks_that_do_not_add_up_are_refused() -> None:
-    class Wrong(Blocked):
-        def __len__(self) -> int:
-            return 5
-
-    with pytest.raises(Refusal, match="5 samples returned Blocks of 24 samples"):
-        blocks_of(Wrong([6] * 4, 1))
-
-
-def test_the_example_in_the_docstring() -> None:
-    assert not doctest.testmod(blocks_module, extraglobs={"np": np}).failed
+@pytest.mark.parametrize("module", [blocks_module, plan_module, sampler_module])
+def test_the_examples_in_docstrings(module: Any) -> None:
+    results = doctest.testmod(module, extraglobs={"np": np})
+    assert results.attempted >= 2
+    assert not results.failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 import sys
 import time
@@ -11,13 +10,12 @@ from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import example, find, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.elastic.utils.data import ElasticDistributedSampler
@@ -33,8 +31,6 @@ from torch.utils.data import (
 )
 
 from evenkeel.common.errors import EndedByData
-from evenkeel.data import batch as batches_module
-from evenkeel.data import sampler as sampler_module
 from evenkeel.data.batch import to_device
 from evenkeel.data.dataset import InMemory, Limited, limited
 from evenkeel.data.loader import Seeded, loader
@@ -44,8 +40,6 @@ from evenkeel.data.shuffle import shuffled
 from tests.support.processes import LIMIT
 
 CPU = torch.device("cpu")
-
-
 patient = settings(deadline=None)  # a busy machine is no failure
 
 
@@ -75,6 +69,9 @@ Schedule = Sequence[tuple[int, int]]
 
 
 ALONE: Schedule = [(1, 10**9)]
+HALFWAY: Schedule = [(4, 5), (2, 10**9)]
+"""Four ranks do 5 steps of 100 samples, then two the rest."""
+THOUSAND = Job(samples=1000, global_batch=100, micro_batch=25)
 
 
 class Damage(NamedTuple):
@@ -197,6 +194,9 @@ def elastic(job: Job, world_size: int = 1, rank: int = 0, *, shuffle: bool = Tru
 
 @patient
 @given(job=jobs(), schedule=schedules)
+@example(Job(1437, 64, 3, seed=1, epochs=2), [(4, 5), (1, 2), (7, 1), (3, 9), (30, 4), (2, 6)])
+@example(Job(100, 10, 3, epochs=3), [(4, 10), (3, 10), (2, 10)])  # stopped at the end of each epoch
+@example(THOUSAND, HALFWAY)
 def test_stops_and_resizes_leave_no_trace(job: Job, schedule: Schedule) -> None:
     assert damage(evenkeel, job, schedule) == NONE
 
@@ -211,40 +211,24 @@ def test_a_single_rank_follows_the_order_of_the_epoch(job: Job) -> None:
         assert steps == [in_batches(list(chain.from_iterable(step)), job.micro_batch) for step in steps]
 
 
-def test_a_large_job_through_many_sizes() -> None:
-    job = Job(samples=1437, global_batch=64, micro_batch=3, seed=1, epochs=2)
-    assert damage(evenkeel, job, [(4, 5), (1, 2), (7, 1), (3, 9), (30, 4), (2, 6)]) == NONE
-
-
-def test_a_stop_at_the_end_of_an_epoch_repeats_nothing() -> None:
-    job = Job(samples=100, global_batch=10, micro_batch=3, epochs=3)
-    assert damage(evenkeel, job, [(4, 10), (3, 10), (2, 10)]) == NONE
-
-
-HALFWAY: Schedule = [(4, 5), (2, 10**9)]
-"""Four ranks do 5 steps of 100 samples, then two the rest."""
-
-
-THOUSAND = Job(samples=1000, global_batch=100, micro_batch=25)
-
-
-def test_control_the_elastic_sampler_of_torch_skips_and_repeats() -> None:
-    assert damage(torch_elastic, THOUSAND, HALFWAY)[:2] == (252, 252)
-    assert damage(torch_elastic, THOUSAND, [(4, 5), (4, 10**9)])[:2] == (252, 252)  # even on as many ranks
-    assert damage(torch_elastic, THOUSAND, [(4, 10**9)])[:2] == (0, 0)  # undisturbed it is right
-    assert damage(evenkeel, THOUSAND, HALFWAY) == NONE
-
-
-def test_control_skipping_batches_skips_or_repeats_samples_at_another_world_size() -> None:
-    assert damage(torch_skipping, THOUSAND, HALFWAY)[:2] == (0, 250)
-    assert damage(torch_skipping, THOUSAND, [(2, 5), (4, 10**9)])[:2] == (250, 0)
-    assert damage(torch_skipping, THOUSAND, [(4, 5), (4, 10**9)])[:2] == (0, 0)  # on as many ranks it is right
-
-
-def test_control_with_a_constant_global_batch_skipping_is_right_only_where_everything_divides() -> None:
-    assert damage(torch_skipping_samples, THOUSAND, HALFWAY)[:3] == (0, 0, False)
-    assert damage(torch_skipping_samples, THOUSAND._replace(samples=1001), [(4, 10**9)])[:2] == (0, 3)  # padding
-    assert damage(torch_skipping_samples, THOUSAND, [(4, 5), (3, 10**9)])[:2] != (0, 0)
+@pytest.mark.parametrize(
+    ("deal", "samples", "schedule", "skipped", "repeated"),
+    [
+        (torch_elastic, 1000, HALFWAY, 252, 252),
+        (torch_elastic, 1000, [(4, 5), (4, 10**9)], 252, 252),  # even on as many ranks
+        (torch_elastic, 1000, [(4, 10**9)], 0, 0),  # undisturbed it is right
+        (torch_skipping, 1000, HALFWAY, 0, 250),
+        (torch_skipping, 1000, [(2, 5), (4, 10**9)], 250, 0),
+        (torch_skipping, 1000, [(4, 5), (4, 10**9)], 0, 0),  # on as many ranks it is right
+        (torch_skipping_samples, 1000, HALFWAY, 0, 0),  # right, because everything divides
+        (torch_skipping_samples, 1001, [(4, 10**9)], 0, 3),  # padding
+        (torch_skipping_samples, 1000, [(4, 5), (3, 10**9)], 0, 7),
+    ],
+)
+def test_control_the_samplers_of_torch_skip_and_repeat(
+    deal: Deal, samples: int, schedule: Schedule, skipped: int, repeated: int
+) -> None:
+    assert damage(deal, THOUSAND._replace(samples=samples), schedule)[:2] == (skipped, repeated)
 
 
 @pytest.mark.parametrize("deal", [torch_elastic, torch_skipping, torch_skipping_samples])
@@ -268,44 +252,18 @@ def test_control_the_property_finds_a_counterexample_to_the_samplers_of_torch(de
 # ----------------------------------------------------------------------------------------------------- ElasticSampler
 
 
-def test_the_example_of_the_sampler_runs() -> None:
-    results = doctest.testmod(sampler_module)
-    assert results.attempted >= 4
-    assert results.failed == 0
-
-
-def test_it_is_a_distributed_sampler_and_refuses_what_that_refuses() -> None:
-    assert isinstance(elastic(THOUSAND), DistributedSampler)
-    with pytest.raises(ValueError, match="rank"):
-        elastic(THOUSAND, world_size=2, rank=2)
-
-
-def test_it_finds_its_rank_in_the_process_group(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        sampler = ElasticSampler(range(10), 4, 2)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert (sampler.num_replicas, sampler.rank) == (1, 0)
-
-
-def test_set_epoch_decides_the_order() -> None:
-    sampler = elastic(Job(samples=50, global_batch=10, micro_batch=5))
-    orders = []
-    for epoch in (0, 1, 0):
+def test_seed_and_epoch_decide_the_order_and_shuffling_can_be_off() -> None:
+    def order(seed: int = 0, epoch: int = 0, shuffle: bool = True) -> list[Indices]:
+        sampler = elastic(Job(samples=50, global_batch=10, micro_batch=5, seed=seed), shuffle=shuffle)
         sampler.set_epoch(epoch)
-        orders.append([list(batch) for batch in sampler])
-    assert orders[0] != orders[1]
-    assert orders[0] == orders[2]
-    assert list(sampler) == orders[2]  # the documented warning: without set_epoch the same order again
+        found = list(sampler)
+        assert list(sampler) == found, "the documented warning: without set_epoch the same order again"
+        return found
 
-
-def test_the_seed_decides_the_order_and_shuffling_can_be_off() -> None:
-    job = Job(samples=50, global_batch=10, micro_batch=5)
-    assert list(elastic(job)) != list(elastic(job._replace(seed=1)))
-    sampler = elastic(job, shuffle=False)
-    sampler.set_epoch(3)
-    assert list(chain.from_iterable(sampler)) == list(range(50))
+    assert order() == order()
+    assert order() != order(seed=1)
+    assert order() != order(epoch=1)
+    assert list(chain.from_iterable(order(epoch=3, shuffle=False))) == list(range(50))
 
 
 @patient
@@ -314,18 +272,6 @@ def test_len_is_the_number_of_batches_that_are_left(job: Job, world_size: int, d
     sampler = elastic(job, world_size, data.draw(st.integers(0, world_size - 1), label="rank"))
     sampler.set_epoch(1, data.draw(st.integers(0, sampler.plan.steps_per_epoch), label="first step"))
     assert len(sampler) == len(list(sampler))
-
-
-def test_batches_know_their_place_in_the_run() -> None:
-    sampler = elastic(Job(samples=23, global_batch=10, micro_batch=4), world_size=2, rank=0)
-    sampler.set_epoch(1, first_step=1)
-    batches = list(sampler)
-    assert [batch.epoch for batch in batches] == [1, 1, 1]
-    assert [batch.micro_batch for batch in batches] == [
-        MicroBatch(step=4, id=0, start=10, size=4),
-        MicroBatch(step=4, id=1, start=14, size=4),
-        MicroBatch(step=5, id=0, start=20, size=3),
-    ]
 
 
 class Untouched:
@@ -338,14 +284,9 @@ class Untouched:
         return self.samples
 
 
-def test_a_resume_in_a_billion_samples_looks_at_one_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(
-        sampler_module, "shuffled", lambda positions, *rest: asked.extend(positions) or shuffled(positions, *rest)
-    )
+def test_a_resume_in_a_billion_samples_looks_at_one_block_only() -> None:
     samples, global_batch = 10**9, 4096
     last = samples // global_batch
-
     tracemalloc.start()
     try:
         sampler = ElasticSampler(Untouched(samples), global_batch, 64, num_replicas=8, rank=7)
@@ -355,54 +296,31 @@ def test_a_resume_in_a_billion_samples_looks_at_one_block_only(monkeypatch: pyte
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-
     assert step == 89 * (last + 1) + last
     assert len(mine) == 5  # of the 40 in the last step, which has 2,560 samples
     assert first.micro_batch == MicroBatch(step, id=35, start=last * global_batch + 35 * 64, size=64)
-    last_position = (last + 1) * global_batch  # beyond the end of the epoch, but for its 2,560 samples
-    assert asked == list(range(first.micro_batch.start, min(samples, last_position)))
-    assert len(asked) == 5 * 64 <= sampler_module.BLOCK, "this rank's share, and no more than a block"
     assert peak < 1_000_000
 
 
 # ------------------------------------------------------------------------------------------------------------ by_step
 
 
-def grouped(job: Job, world_size: int, rank: int) -> list[tuple[int, list[int], Batches]]:
-    sampler = elastic(job, world_size, rank, shuffle=False)
+@pytest.mark.parametrize(
+    ("world_size", "rank", "expected"),
+    [  # 4 micro-batches, then 2
+        (3, 0, [(2, [0, 1], [[0, 1, 2], [3, 4, 5]]), (3, [0], [[10, 11, 12]])]),
+        (3, 1, [(2, [2], [[6, 7, 8]]), (3, [1], [[13]])]),
+        (3, 2, [(2, [3], [[9]]), (3, [], [])]),
+        (6, 5, [(2, [], []), (3, [], [])]),
+    ],
+)
+def test_by_step_gives_every_step_also_to_a_rank_that_has_nothing_to_do_in_it(
+    world_size: int, rank: int, expected: list[tuple[int, list[int], Batches]]
+) -> None:
+    sampler = elastic(Job(samples=14, global_batch=10, micro_batch=3), world_size, rank, shuffle=False)
     sampler.set_epoch(1)
-    return [(s, [m.id for m in mine], [list(b) for b in batches]) for s, mine, batches in by_step(sampler, sampler)]
-
-
-def test_by_step_when_the_tail_has_fewer_micro_batches_than_ranks() -> None:
-    job = Job(samples=14, global_batch=10, micro_batch=3)  # 4 micro-batches, then 2
-    assert grouped(job, 3, rank=0) == [(2, [0, 1], [[0, 1, 2], [3, 4, 5]]), (3, [0], [[10, 11, 12]])]
-    assert grouped(job, 3, rank=1) == [(2, [2], [[6, 7, 8]]), (3, [1], [[13]])]
-    assert grouped(job, 3, rank=2) == [(2, [3], [[9]]), (3, [], [])]
-
-
-def test_by_step_gives_an_idle_rank_every_step_with_nothing_in_it() -> None:
-    job = Job(samples=14, global_batch=10, micro_batch=3)
-    assert grouped(job, 6, rank=5) == [(2, [], []), (3, [], [])]
-    assert len(elastic(job, 6, rank=5)) == 0
-
-
-def test_by_step_loads_on_demand() -> None:
-    fetched: list[int] = []
-
-    class Recording(Dataset[int]):
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> int:
-            fetched.append(index)
-            return index
-
-    sampler = elastic(Job(samples=12, global_batch=6, micro_batch=3), shuffle=False)
-    steps = by_step(loader(Recording(), sampler, "train", 0, CPU), sampler)
-    _, _, batches = next(steps)
-    assert fetched == []
-    assert next(batches).tolist() == fetched == [0, 1, 2]
+    found = [(s, [m.id for m in mine], [list(b) for b in batches]) for s, mine, batches in by_step(sampler, sampler)]
+    assert found == expected
 
 
 # ------------------------------------------------------------------------------------------------- random numbers
@@ -450,15 +368,6 @@ def augmented(
     return epoch_of(loader(Augmenting(job.samples), sampler, purpose, 0, CPU), sampler, epoch)
 
 
-def test_augmentation_is_the_same_with_worker_processes_and_in_the_same_order() -> None:
-    job = AUGMENTED
-    sampler = elastic(job)
-    batches = loader(Augmenting(job.samples), sampler, "train", 2, CPU)
-    for epoch in (0, 1):  # the same two workers serve both
-        assert epoch_of(batches, sampler, epoch) == augmented(1, 0, epoch)
-        assert [batch["index"] for batch in augmented(1, 0, epoch)] == list(sampler)
-
-
 def test_loader_processes_go_where_the_sampler_is_sent_whatever_they_have_loaded_ahead() -> None:
     sampler, plain = elastic(AUGMENTED), elastic(AUGMENTED)
     batches = loader(Augmenting(29), sampler, "train", 2, CPU)
@@ -469,6 +378,7 @@ def test_loader_processes_go_where_the_sampler_is_sent_whatever_they_have_loaded
             each.set_epoch(epoch, first_step)
         found, ours = (list(map(as_lists, islice(each, taken))) for each in (batches, expected))
         assert found == ours
+        assert [batch["index"] for batch in ours] == list(plain)[:taken]
     assert list(loader(Augmenting(29), elastic(AUGMENTED, 9, 8), "train", 1, CPU)) == [], "a rank without work"
 
 
@@ -501,30 +411,34 @@ def test_loader_processes_begin_the_next_epoch_before_it_is_asked_for(purpose: s
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_augmentation_is_the_same_at_any_world_size(world_size: int) -> None:
-    def in_order(world: int) -> list[dict[str, Any]]:
-        ranks = [augmented(world, rank, epoch=1) for rank in range(world)]
-        found = [batch for rank in ranks for batch in rank]
-        return sorted(found, key=lambda batch: batch["index"])
-
+def test_augmentation_is_the_same_at_any_world_size_and_after_a_resume(world_size: int) -> None:
     torch.rand(world_size), random.random(), np.random.rand()  # what went before does not matter
-    assert in_order(world_size) == in_order(1)
-
-
-def test_augmentation_is_the_same_after_a_resume() -> None:
+    alone = augmented(1, 0, epoch=1)
+    ranks = [batch for rank in range(world_size) for batch in augmented(world_size, rank, epoch=1)]
+    assert sorted(ranks, key=lambda batch: batch["index"]) == sorted(alone, key=lambda batch: batch["index"])
     sampler = elastic(AUGMENTED)
     sampler.set_epoch(1, first_step=1)
-    rest = [as_lists(batch) for batch in loader(Augmenting(29), sampler, "train", 0, CPU)]
-    assert rest == augmented(1, 0, epoch=1)[3:]
+    assert [as_lists(batch) for batch in loader(Augmenting(29), sampler, "train", 0, CPU)] == alone[3:]
 
 
-def test_augmentation_belongs_to_the_sample_and_not_to_the_batch_it_comes_in() -> None:
-    other_cut = by_sample(augmented(1, 0, epoch=1, job=AUGMENTED._replace(global_batch=10, micro_batch=7)))
-    assert other_cut == by_sample(augmented(1, 0, epoch=1))
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Augmenting(29),
+        Subset(Augmenting(60), range(3, 32)),  # has a `__getitems__` that loops over samples
+        limited(Augmenting(58), 29),
+        limited(Subset(Augmenting(60), range(1, 59)), 29),
+    ],
+    ids=["whole", "subset", "limited", "limited subset"],
+)
+def test_augmentation_belongs_to_the_sample_and_not_to_its_batch_or_position(dataset: Any) -> None:
+    def noise(job: Job, shuffle: bool = True) -> dict[int, tuple[Any, ...]]:
+        sampler = elastic(job, shuffle=shuffle)
+        return by_sample(epoch_of(loader(dataset, sampler, "train", 0, CPU), sampler, 1))
 
-    in_file_order = elastic(AUGMENTED, shuffle=False)
-    batches = loader(Augmenting(AUGMENTED.samples), in_file_order, "train", 0, CPU)
-    assert by_sample(epoch_of(batches, in_file_order, 1)) == other_cut  # nor to its position
+    found = noise(AUGMENTED)
+    assert found == noise(AUGMENTED._replace(global_batch=10, micro_batch=7)) == noise(AUGMENTED, shuffle=False)
+    assert len({str(values) for values in found.values()}) == 29
 
 
 def test_augmentation_differs_between_epochs_seeds_purposes_and_samples() -> None:
@@ -555,17 +469,6 @@ def test_control_in_a_plain_loader_augmentation_depends_on_the_number_of_workers
     assert epoch(0) == alone
     assert with_workers.keys() == alone.keys()
     assert with_workers != alone
-
-
-def test_augmentation_of_a_subset_belongs_to_the_sample_too() -> None:
-    """`Subset` (and so `random_split`) has a `__getitems__` that loops over samples."""
-
-    def noise(job: Job) -> dict[int, tuple[Any, ...]]:
-        sampler = elastic(job)
-        return by_sample(epoch_of(loader(Subset(Augmenting(60), range(3, 32)), sampler, "train", 0, CPU), sampler, 1))
-
-    assert noise(AUGMENTED) == noise(AUGMENTED._replace(global_batch=10, micro_batch=7))
-    assert len({str(values) for values in noise(AUGMENTED).values()}) == 29
 
 
 class AugmentedInMemory(InMemory):
@@ -619,57 +522,6 @@ def test_some_samples_of_a_data_set_that_collates_for_itself_are_collated_by_it(
     again = list(loader(limited(few, 5), elastic(Job(5, 4, 2), shuffle=False), "train", 0, CPU))
     assert [values.tolist() for values, _ in again] == [[0, 10], [20, 30], [40]]
     assert torch.equal(again[0][1], batches[0][1]), "seeded from where the micro-batch starts"
-
-
-@pytest.mark.parametrize("subset", [False, True])
-def test_augmentation_of_some_samples_belongs_to_the_sample_too(subset: bool) -> None:
-    def noise(job: Job) -> dict[int, tuple[Any, ...]]:
-        sampler = elastic(job)
-        base: Any = Subset(Augmenting(60), range(1, 59)) if subset else Augmenting(58)
-        return by_sample(epoch_of(loader(limited(base, 29), sampler, "train", 0, CPU), sampler, 1))
-
-    assert noise(AUGMENTED) == noise(AUGMENTED._replace(global_batch=10, micro_batch=7))
-    assert len({str(values) for values in noise(AUGMENTED).values()}) == 29
-
-
-def test_in_memory_is_indexed_once_a_micro_batch_and_never_collated(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Counter[str] = Counter()
-    collate = batches_module.default_collate
-    monkeypatch.setattr(
-        batches_module, "default_collate", lambda samples: calls.update(["collate"]) or collate(samples)
-    )
-
-    class Counting(InMemory):
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-            calls["sample"] += 1
-            return super().__getitem__(index)
-
-        def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
-            calls["micro-batch"] += 1
-            return super().__getitems__(indices)
-
-    sampler = elastic(Job(samples=23, global_batch=10, micro_batch=4))
-    images, labels = torch.randn(23, 1, 2, 2), torch.arange(23)
-    batches = list(loader(Counting(images, labels), sampler, "train", 0, CPU))
-
-    assert calls == {"micro-batch": 7}
-    for (image, label), indices in zip(batches, sampler, strict=True):
-        assert torch.equal(image, images[list(indices)])
-        assert label.tolist() == indices
-
-    list(loader(Augmenting(23), sampler, "train", 0, CPU))
-    assert calls == {"micro-batch": 7, "collate": 7}  # the counter does count
-
-
-def test_a_subset_of_torch_is_collated_from_its_samples() -> None:
-    """`Subset` has a `__getitems__` too, which returns a list of samples."""
-    sampler = elastic(Job(samples=5, global_batch=5, micro_batch=2), shuffle=False)
-    subset = Subset(InMemory(torch.arange(100), torch.arange(100) * 2), [90, 91, 92, 93, 94])
-    plain = Subset(list(range(100)), [90, 91, 92, 93, 94])
-
-    assert [as_pair.tolist() for as_pair in loader(plain, sampler, "train", 0, CPU)] == [[90, 91], [92, 93], [94]]
-    found = [[part.tolist() for part in batch] for batch in loader(subset, sampler, "train", 0, CPU)]
-    assert found == [[[90, 91], [180, 182]], [[92, 93], [184, 186]], [[94], [188]]]
 
 
 DTYPES = [torch.uint8, torch.int64, torch.bool, torch.float32, torch.bfloat16, torch.float64, torch.complex64]
@@ -762,46 +614,7 @@ def test_an_error_that_would_end_a_loop_or_a_loader_process_is_told_in_a_line(er
         Seeded(Raising(torch.arange(3)), 3, "train").__getitems__(Indices([2, 1], 0, MicroBatch(0, 0, 0, 2)))
 
 
-def test_only_data_sets_that_may_draw_are_seeded() -> None:
-    def states() -> list[bytes]:
-        numpy: Any = np.random.get_state()
-        return [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy[1].tobytes()]
-
-    def touched(dataset: Any) -> bool:
-        before = states()
-        Seeded(dataset, 3, "train").__getitems__(Indices([2, 1], 0, MicroBatch(0, 0, 0, 2)))
-        return before != states()
-
-    numbers = torch.arange(20)
-    assert not any(
-        map(touched, [TensorDataset(numbers), InMemory(numbers), *random_split(TensorDataset(numbers), [9, 11])])
-    )
-    assert all(map(touched, [Noisy(numbers), AugmentedInMemory(numbers), Subset(Noisy(numbers), range(9)), Ragged()]))
-
-
 Pair = namedtuple("Pair", ["left", "right"])
-
-
-def test_to_device_moves_the_tensors_of_nested_batches() -> None:
-    def tensor() -> torch.Tensor:
-        return torch.zeros(2)
-
-    batch = {
-        "pair": Pair(tensor(), {"deep": tensor()}),
-        "tuple": (tensor(), [tensor(), "name", 3]),
-        "none": None,
-    }
-    moved = to_device(batch, torch.device("meta"))
-
-    assert type(moved["pair"]) is Pair
-    assert type(moved["tuple"]) is tuple
-    assert type(moved["tuple"][1]) is list
-    assert moved["tuple"][1][1:] == ["name", 3]
-    assert moved["none"] is None
-    tensors = [moved["pair"].left, moved["pair"].right["deep"], moved["tuple"][0], moved["tuple"][1][0]]
-    assert [t.device.type for t in tensors] == ["meta"] * 4
-    assert batch["tuple"][0].device == CPU  # type: ignore[index]
-    assert to_device(tensor(), torch.device("meta")).device.type == "meta"
 
 
 @dataclass(frozen=True)
@@ -810,15 +623,25 @@ class Both:
     name: str
 
 
-def test_to_device_moves_the_tensors_of_other_mappings_and_of_dataclasses() -> None:
-    meta = torch.device("meta")
-    moved = to_device(UserDict(both=Both(torch.zeros(2), "name"), order=OrderedDict(x=torch.zeros(1))), meta)
-    assert type(moved) is UserDict
-    assert type(moved["order"]) is OrderedDict
-    assert (moved["both"].left.device, moved["both"].name, moved["order"]["x"].device) == (meta, "name", meta)
-    packed = to_device(torch.nn.utils.rnn.pack_sequence([torch.zeros(2)]), meta)
-    assert packed.data.device == meta
+def test_to_device_moves_the_tensors_of_nested_batches() -> None:
+    meta, zeros = torch.device("meta"), torch.zeros(2)
+    batch = UserDict(
+        pair=Pair(zeros, {"deep": zeros}),
+        more=(zeros, [zeros, "name", 3], None),
+        both=Both(zeros, "name"),
+        order=OrderedDict(x=zeros),
+        packed=nn.utils.rnn.pack_sequence([zeros]),
+    )
+    moved = to_device(batch, meta)
+    pair, more, both, order, packed = moved.values()
+    kinds = [type(moved), type(pair), type(more), type(more[1]), type(both), type(order)]
+    assert kinds == [UserDict, Pair, tuple, list, Both, OrderedDict]
+    assert (more[1][1:], more[2], both.name) == (["name", 3], None, "name")
+    tensors = [pair.left, pair.right["deep"], more[0], more[1][0], both.left, order["x"], packed.data]
+    assert {tensor.device for tensor in tensors} == {meta}
     assert packed.batch_sizes.device == CPU, "it must stay on the host"
+    assert batch["more"][0] is zeros
+    assert to_device(zeros, meta).device == meta
 
 
 class Nested(Dataset[Any]):

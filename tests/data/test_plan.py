@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.data import plan as plan_module
-from evenkeel.data.plan import ENDLESS, MicroBatch, Plan, share
+from evenkeel.data.plan import ENDLESS, Plan, share
 
 patient = settings(deadline=None)  # a busy machine is no failure
 
@@ -39,29 +37,16 @@ def test_the_epoch_is_told_as_far_as_it_is_true(samples: int, max_steps: int, to
     assert [plan.epoch_at(step) for step in (0, 2, 3, 5) if step <= plan.total_steps] == told
 
 
-def test_the_examples_of_the_module_run() -> None:
-    results = doctest.testmod(plan_module)
-    assert results.attempted >= 3
-    assert results.failed == 0
-
-
 @patient
 @given(count=st.integers(0, 10_000), world_size=st.integers(1, 500))
-def test_shares_cover_everything_once_in_the_order_of_ranks(count: int, world_size: int) -> None:
+def test_shares_cover_everything_once_in_the_order_of_ranks_and_the_larger_come_first(
+    count: int, world_size: int
+) -> None:
     shares = [share(count, rank, world_size) for rank in range(world_size)]
-
     assert [i for part in shares for i in part] == list(range(count))
-    assert all(part.step == 1 for part in shares)
-
-
-@patient
-@given(count=st.integers(0, 10_000), world_size=st.integers(1, 500))
-def test_shares_differ_by_at_most_one_and_the_larger_come_first(count: int, world_size: int) -> None:
-    sizes = [len(share(count, rank, world_size)) for rank in range(world_size)]
-
+    sizes = list(map(len, shares))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
-    assert sizes[0] >= min(count, 1)  # rank 0 always has work
 
 
 @pytest.mark.parametrize(
@@ -74,45 +59,31 @@ def test_shares_differ_by_at_most_one_and_the_larger_come_first(count: int, worl
         (Plan(samples=1, global_batch=1, micro_batch=1, epochs=3), 1, 3, 1, 1),
         (Plan(samples=5, global_batch=64, micro_batch=3, epochs=2), 1, 2, 5, 2),  # a batch larger than the data
         (Plan(samples=10**9, global_batch=4096, micro_batch=64, epochs=90), 244_141, 21_972_690, 2_560, 64),
+        *(  # a run ends early, and is never prolonged
+            (Plan(samples=100, global_batch=30, micro_batch=30, epochs=2, max_steps=most), 4, steps, last, 1)
+            for most, steps, last in [(0, 8, 10), (1, 1, 30), (7, 7, 30), (8, 8, 10), (9, 8, 10)]
+        ),
     ],
 )
 def test_steps_in_numbers(
     plan: Plan, steps_per_epoch: int, total_steps: int, last_step: int, max_world_size: int
 ) -> None:
-    assert plan.steps_per_epoch == steps_per_epoch
-    assert plan.total_steps == total_steps
-    assert plan.step_samples(total_steps - 1) == last_step
-    assert plan.max_world_size == max_world_size
-
-
-def test_max_steps_ends_a_run_early_and_never_prolongs_it() -> None:
-    def steps(max_steps: int) -> int:
-        return Plan(samples=100, global_batch=30, micro_batch=30, epochs=2, max_steps=max_steps).total_steps
-
-    assert [steps(0), steps(1), steps(7), steps(8), steps(9)] == [8, 1, 7, 8, 8]
+    found = (plan.steps_per_epoch, plan.total_steps, plan.step_samples(plan.total_steps - 1), plan.max_world_size)
+    assert found == (steps_per_epoch, total_steps, last_step, max_world_size)
 
 
 @patient
 @given(plans())
-def test_samples_seen_is_the_sum_of_the_steps_and_exact_at_the_end_of_every_epoch(plan: Plan) -> None:
+def test_every_step_is_full_but_the_last_of_an_epoch_and_samples_seen_is_their_sum(plan: Plan) -> None:
     seen = [plan.samples_seen(step) for step in range(plan.total_steps + 1)]
-
+    sizes = [plan.step_samples(step) for step in range(plan.total_steps)]
     assert seen[0] == 0
-    assert [b - a for a, b in pairwise(seen)] == [plan.step_samples(step) for step in range(plan.total_steps)]
+    assert [b - a for a, b in pairwise(seen)] == sizes
     assert seen[:: plan.steps_per_epoch] == [epoch * plan.samples for epoch in range(plan.epochs + 1)]
-
-
-@patient
-@given(plans())
-def test_every_step_is_full_but_the_last_of_an_epoch(plan: Plan) -> None:
-    for step in range(plan.total_steps):
-        epoch, within = plan.locate(step)
-        assert epoch * plan.steps_per_epoch + within == step
-        assert 0 <= within < plan.steps_per_epoch
-        if within < plan.steps_per_epoch - 1:
-            assert plan.step_samples(step) == plan.global_batch
-        else:
-            assert 1 <= plan.step_samples(step) <= plan.global_batch
+    for step, size in enumerate(sizes):
+        assert plan.locate(step) == divmod(step, plan.steps_per_epoch)
+        last = (step + 1) % plan.steps_per_epoch == 0
+        assert (1 if last else plan.global_batch) <= size <= plan.global_batch
 
 
 @patient
@@ -139,22 +110,15 @@ def test_micro_batches_cut_every_epoch_into_consecutive_positions(plan: Plan) ->
 
 @patient
 @given(plan=plans(), world_size=st.integers(1, 20), data=st.data())
-def test_micro_batches_do_not_depend_on_the_world_size(plan: Plan, world_size: int, data: st.DataObject) -> None:
+def test_micro_batches_do_not_depend_on_the_world_size_and_further_ranks_have_none(
+    plan: Plan, world_size: int, data: st.DataObject
+) -> None:
     step = data.draw(st.integers(0, plan.total_steps - 1), label="step")
-
     dealt = [piece for rank in range(world_size) for piece in plan.micro_batches(step, rank, world_size)]
-
     assert dealt == plan.micro_batches(step)
-
-
-@patient
-@given(plans())
-def test_max_world_size_is_where_further_ranks_have_nothing_to_do(plan: Plan) -> None:
     most = plan.max_world_size
-
     assert plan.micro_batches(0, most - 1, most)
-    assert plan.micro_batches(0, most, most + 1) == []
-    assert all(plan.micro_batches(step, most, most + 1) == [] for step in range(plan.steps_per_epoch))
+    assert plan.micro_batches(step, most, most + 1) == []
 
 
 @patient
@@ -192,12 +156,3 @@ def test_a_cut_by_number_in_numbers(samples: int, batch: int, number: int, full:
     last = plan.steps_per_epoch - 1
     assert [[piece.size for piece in plan.micro_batches(step)] for step in (0, last)] == [full, tail]
     assert plan.max_world_size == number
-
-
-def test_a_step_in_full() -> None:
-    plan = Plan(samples=23, global_batch=10, micro_batch=4, epochs=2)
-
-    assert plan.micro_batches(4, rank=0, world_size=2) == [MicroBatch(4, 0, 10, 4), MicroBatch(4, 1, 14, 4)]
-    assert plan.micro_batches(4, rank=1, world_size=2) == [MicroBatch(4, 2, 18, 2)]
-    assert plan.micro_batches(5, rank=0, world_size=2) == [MicroBatch(5, 0, 20, 3)]
-    assert plan.micro_batches(5, rank=1, world_size=2) == []

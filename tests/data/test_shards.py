@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -20,11 +21,15 @@ import pytest
 from torch.utils.data import DataLoader
 
 from evenkeel.common.errors import EndedByData, Refusal
-from evenkeel.data import shards as shards_module
 from evenkeel.data.shard_index import MANIFEST, read_index, write_index
 from evenkeel.data.shards import Shards
 from tests.support.damage import damaged, scratched
 from tests.support.shards import numbered, tars, write_lines, write_mds, write_tar
+
+
+def np_bytes(array: np.ndarray) -> bytes:
+    np.save(file := io.BytesIO(), array)
+    return file.getvalue()
 
 
 def key_and_size(sample: dict[str, Any]) -> tuple[int, int]:
@@ -106,14 +111,6 @@ def test_loader_processes_read_the_same(tmp_path: Path, start: str) -> None:
     assert [sample for batch in loader for sample in batch] == expected
 
 
-def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "_opened", shards_module.lru_cache(4)(shards_module._File))
-    write_index(tars(tmp_path, [2] * 20))
-    before = len([*Path("/proc/self/fd").iterdir()])
-    assert len(list(Shards(tmp_path))) == 40
-    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 5, "four and the table"
-
-
 def test_a_pickle_holds_no_file_and_no_table(tmp_path: Path) -> None:
     shards = Shards(write_index(tars(tmp_path, [200])) and tmp_path)
     before = len(pickle.dumps(shards))
@@ -121,77 +118,69 @@ def test_a_pickle_holds_no_file_and_no_table(tmp_path: Path) -> None:
     assert len(pickle.dumps(shards)) == before < 2000
 
 
-def broken(folder: Path, how: str) -> None:
-    path = folder / "train-001.tar"
-    if how == "cut in a member":
-        os.truncate(path, 600)
-    elif how == "cut between members":
-        os.truncate(path, 4096)
-    elif how == "joined":
-        path.write_bytes(path.read_bytes() * 2)
-    elif how == "missing":
-        write_tar(path, [*numbered(10, 2), ("00050", {"cls": b"1"})])
-    elif how == "more":
-        write_tar(path, [*numbered(10, 2), ("00050", {"cls": b"1", "seg.bin": b"", "txt": b""})])
-    elif how == "key twice":
-        write_tar(path, [*numbered(10, 2), *numbered(10, 1)])
-    elif how == "member twice":
-        write_tar(path, [("1", {"cls": b"1", "CLS": b"1"})])
-    elif how == "others":
-        write_tar(path, [("1", {"txt": b"1"})])
-    elif how == "copy":
-        path.write_bytes((folder / "train-000.tar").read_bytes())
-    elif how == "compressed":
-        path.rename(folder / "train-001.tar.gz")
-    elif how == "formats":
-        write_lines(folder / "a.jsonl", [{"a": 1}])
-    elif how in ("link", "sparse"):
-        with (path.parent / "big.cls").open("wb") as file:
-            file.truncate(1 << 20)
-        (path.parent / "same.cls").hardlink_to(path.parent / "big.cls")
-        both = ["--hard-dereference", "--sparse"] if how == "sparse" else []
-        names = [*both, "big.cls", "same.cls"]
-        subprocess.run(["tar", "--create", "--file", path, "--directory", path.parent, *names], check=True)
-    elif how == "no samples":
-        write_tar(path, [])
-    elif how == "nothing":
-        for file in folder.iterdir():
-            file.unlink()
+def big_twice(folder: Path, *options: str) -> None:
+    """A tar by GNU tar of two files that are one on the disk, and have a hole."""
+    with (folder / "big.cls").open("wb") as file:
+        file.truncate(1 << 20)
+    (folder / "same.cls").hardlink_to(folder / "big.cls")
+    command = ["tar", "--create", "--file", folder / "train-001.tar", "--directory", folder, *options]
+    subprocess.run([*command, "big.cls", "same.cls"], check=True)
 
 
-@pytest.mark.parametrize(
-    ("how", "line"),
-    [
-        ("cut in a member", "train-001.tar: is truncated or damaged"),
-        ("cut between members", "train-001.tar: is truncated or damaged: it has no end mark"),
-        ("joined", "train-001.tar: is truncated or damaged: there is more after its end mark"),
-        ("missing", "train-001.tar: sample 00050 has no seg.bin"),
-        ("more", "train-001.tar: sample 00050 has txt, which"),
-        ("key twice", "train-001.tar: the key 00010 comes twice"),
-        ("member twice", "train-001.tar: sample 1 has two members cls"),
-        ("others", "train-001.tar: its samples have txt, and those of train-000.tar cls, seg.bin"),
-        ("copy", "train-001.tar: is a copy of train-000.tar"),
-        ("compressed", "train-001.tar.gz: is compressed"),
-        ("formats", "holds shards of several formats, jsonl, tar"),
-        ("link", "train-001.tar: same.cls is a link, so its bytes do not stand here; make the tar with --hard-deref"),
-        ("sparse", "train-001.tar: big.cls is sparse, so its bytes do not stand here; make the tar without --sparse"),
-        ("no samples", "train-001.tar: has no samples"),
-        ("nothing", "holds no shards"),
-    ],
-)
-def test_what_cannot_be_indexed_is_refused_in_a_line(tmp_path: Path, how: str, line: str) -> None:
-    broken(tars(tmp_path, [10, 10]), how)
+def rewrite(*samples: tuple[str, dict[str, bytes]], after: int = 0) -> Callable[[Path], object]:
+    """Write the second of two tars anew, with so many of its samples before these."""
+    return lambda folder: write_tar(folder / "train-001.tar", [*numbered(10, after), *samples])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut in a member": (lambda it: os.truncate(it / "train-001.tar", 600), "train-001.tar: is truncated or damaged"),
+    "cut between members": (
+        lambda it: os.truncate(it / "train-001.tar", 4096),
+        "train-001.tar: is truncated or damaged: it has no end mark",
+    ),
+    "joined": (
+        lambda it: (it / "train-001.tar").write_bytes((it / "train-001.tar").read_bytes() * 2),
+        "train-001.tar: is truncated or damaged: there is more after its end mark",
+    ),
+    "missing": (rewrite(("00050", {"cls": b"1"}), after=2), "train-001.tar: sample 00050 has no seg.bin"),
+    "more": (
+        rewrite(("00050", {"cls": b"1", "seg.bin": b"", "txt": b""}), after=2),
+        "train-001.tar: sample 00050 has txt, which",
+    ),
+    "key twice": (rewrite(*numbered(10, 1), after=2), "train-001.tar: the key 00010 comes twice"),
+    "member twice": (rewrite(("1", {"cls": b"1", "CLS": b"1"})), "train-001.tar: sample 1 has two members cls"),
+    "others": (
+        rewrite(("1", {"txt": b"1"})),
+        "train-001.tar: its samples have txt, and those of train-000.tar cls, seg.bin",
+    ),
+    "no samples": (rewrite(), "train-001.tar: has no samples"),
+    "copy": (
+        lambda it: (it / "train-001.tar").write_bytes((it / "train-000.tar").read_bytes()),
+        "train-001.tar: is a copy of train-000.tar",
+    ),
+    "compressed": (
+        lambda it: (it / "train-001.tar").rename(it / "train-001.tar.gz"),
+        "train-001.tar.gz: is compressed",
+    ),
+    "formats": (lambda it: write_lines(it / "a.jsonl", [{"a": 1}]), "holds shards of several formats, jsonl, tar"),
+    "link": (big_twice, "same.cls is a link, so its bytes do not stand here; make the tar with --hard-deref"),
+    "sparse": (
+        lambda it: big_twice(it, "--hard-dereference", "--sparse"),
+        "train-001.tar: big.cls is sparse, so its bytes do not stand here; make the tar without --sparse",
+    ),
+    "nothing": (lambda it: [file.unlink() for file in it.iterdir()], "holds no shards"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_indexed_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
+    harm, line = BROKEN[name]
+    harm(tars(tmp_path, [10, 10]))
     with pytest.raises(Refusal) as refused:
         write_index(tmp_path)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / MANIFEST).exists()
-
-
-def test_lines_that_are_cut_off_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": ')
-    with pytest.raises(Refusal, match=r"a.jsonl: is truncated or damaged"):
-        write_index(tmp_path)
 
 
 def mds(
@@ -247,7 +236,11 @@ def test_nothing_is_read_outside_a_sample(tmp_path: Path, heads: Sequence[int]) 
     assert Shards(tmp_path)[1] == {"n": 7, "t": ""}
 
 
-def test_columns_of_one_name_in_parquet_are_refused(tmp_path: Path) -> None:
+def test_columns_of_one_name_in_parquet_and_lines_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": ')
+    with pytest.raises(Refusal, match=r"a.jsonl: is truncated or damaged"):
+        write_index(tmp_path)
+    (tmp_path / "a.jsonl").unlink()
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = [arrow.array([1, 2]), arrow.array([3, 4])]
     parquet.write_table(arrow.Table.from_arrays(columns, names=["a", "a"]), tmp_path / "a.parquet")
@@ -390,57 +383,43 @@ def test_random_damage_is_told_in_a_line(tmp_path: Path) -> None:
 
 
 def test_opening_checks_the_sizes(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"has no index of its shards; run .python -m evenkeel data index"):
-        Shards(tars(tmp_path, [10, 10]))
+    def refused(line: str) -> None:
+        with pytest.raises(Refusal, match=line):
+            Shards(tmp_path)
+
+    tars(tmp_path, [10, 10])
+    refused(r"has no index of its shards; run .python -m evenkeel data index")
     write_index(tmp_path)
     assert read_index(tmp_path).samples == 20
     os.truncate(tmp_path / "train-001.tar", 5000)
-    with pytest.raises(Refusal, match=r"train-001.tar: has 5000 bytes, where the index says 30720"):
-        Shards(tmp_path)
+    refused(r"train-001.tar: has 5000 bytes, where the index says 30720")
     (tmp_path / "train-001.tar").unlink()
-    with pytest.raises(Refusal, match=r"train-001.tar: is gone"):
-        Shards(tmp_path)
+    refused(r"train-001.tar: is gone")
     write_index(tmp_path)
     tars(tmp_path, [10, 10])
-    with pytest.raises(Refusal, match=r"train-001.tar is not in its index; run"):
-        Shards(tmp_path)
+    refused(r"train-001.tar is not in its index; run")
     for content in ("{", '{"version": 1, "samples": "10"}'):
         (tmp_path / MANIFEST).write_text(content)
-        with pytest.raises(Refusal, match="cannot be read"):
-            Shards(tmp_path)
+        refused("cannot be read")
 
 
-def test_a_window_of_row_groups_is_decoded_once(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table({"n": list(range(110))}), tmp_path / "a.parquet", row_group_size=10)
+@pytest.mark.parametrize(
+    ("name", "content", "sample", "line"),
+    [
+        ("a.tar", [{"cls": b"1"}, {"cls": b"one"}], 1, r"\(1\): cls cannot be read: ValueError"),
+        ("a.tar", [{"npy": np_bytes(np.array([object()]))}], 0, "Object arrays cannot be loaded"),
+        ("a.jsonl", '{"a": 1}\n{broken}\n  \r\n[1]\n{"a": 2}\n', 2, "it is no JSON object"),  # a blank line is none
+        ("a.jsonl", '{"a": 1}\n{broken}\n  \r\n[1]\n{"a": 2}\n', 1, "cannot be read: JSONDecodeError"),
+    ],
+)
+def test_a_bad_sample_is_named(tmp_path: Path, name: str, content: Any, sample: int, line: str) -> None:
+    if name == "a.tar":
+        write_tar(tmp_path / name, [(str(key), members) for key, members in enumerate(content)])
+    else:
+        (tmp_path / name).write_text(content)
     write_index(tmp_path)
-    shards, decoded = Shards(tmp_path, window=8), set[int]()  # 11 groups: one window, longer than 8
-    for number in shards.order_blocks().shuffled(np.arange(110, dtype=np.uint64), 0, 0).tolist():
-        assert shards[number] == {"n": number}
-        decoded |= shards._kept.keys()
-    assert decoded == set(range(11)) == set(shards._kept), "none had to go and come back"
-
-
-def test_a_bad_sample_is_named(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", [("x", {"cls": b"1"}), ("y", {"cls": b"one"})])
-    write_index(tmp_path)
-    with pytest.raises(EndedByData, match=r"a.tar: sample 1 of the file \(y\): cls cannot be read: ValueError"):
-        Shards(tmp_path)[1]
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "a.jsonl").write_text('{"a": 1}\n{broken}\n  \r\n[1]\n{"a": 2}\n')
-    write_index(tmp_path / "b")
-    assert len(Shards(tmp_path / "b")) == 4, "a blank line is none"
-    with pytest.raises(EndedByData, match=r"a.jsonl: sample 2 of the file: .* it is no JSON object"):
-        Shards(tmp_path / "b")[2]
-    with pytest.raises(EndedByData, match=r"a.jsonl: sample 1 of the file: .* cannot be read: JSONDecodeError"):
-        Shards(tmp_path / "b")[1]
-    (tmp_path / "c").mkdir()
-    array = np.array([object()])
-    np.save(tmp_path / "object.npy", array)
-    write_tar(tmp_path / "c" / "a.tar", [("x", {"npy": (tmp_path / "object.npy").read_bytes()})])
-    write_index(tmp_path / "c")
-    with pytest.raises(EndedByData, match="Object arrays cannot be loaded"):
-        Shards(tmp_path / "c")[0]
+    with pytest.raises(EndedByData, match=rf"{name}: sample {sample} of the file.*{line}"):
+        Shards(tmp_path)[sample]
 
 
 def test_an_index_that_is_made_again_replaces_the_old_one(tmp_path: Path) -> None:

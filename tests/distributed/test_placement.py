@@ -55,17 +55,13 @@ def bytes_by_device(model: nn.Module, found: Placement, parts: int) -> list[int]
     ("name", "parts", "largest"),
     [
         ("resnet18", 2, 0.55),
-        ("resnet50", 2, 0.52),
         ("resnet50", 3, 0.40),
-        ("vit_b_16", 2, 0.51),
         ("vit_b_16", 3, 0.34),
         ("vgg11", 2, 0.85),  # one layer has three quarters of it
         ("mobilenet_v3_large", 2, 0.52),
         ("densenet121", 2, 0.55),
         ("inception_v3", 2, 0.58),
         ("swin_t", 2, 0.53),
-        ("convnext_tiny", 2, 0.53),
-        ("efficientnet_b0", 2, 0.55),
     ],
 )
 def test_a_cut_network_of_torchvision_computes_on_each_device_what_is_there(

@@ -67,15 +67,6 @@ def test_one_attempt_after_another(join: Join, sizes: list[int]) -> None:
         agree([join(rank, size) for rank in range(size)])
 
 
-def test_a_fresh_store_costs_little(join: Join) -> None:
-    def seconds() -> float:
-        start = time.monotonic()
-        agree([join(rank, 8) for rank in range(8)])
-        return time.monotonic() - start
-
-    assert min(seconds() for _ in range(10)) < 1  # 0.02 to 0.05 on an idle machine
-
-
 @pytest.mark.parametrize("dead_size", [3, 4])
 def test_keys_of_an_attempt_that_died_half_way(join: Join, dead_size: int) -> None:
     dead = [join(rank, dead_size, lives=0.2) for rank in range(dead_size - 1)]

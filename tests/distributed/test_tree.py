@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.futures import Future
 
 from evenkeel.data.plan import share
-from evenkeel.distributed.reduction import Exchange, _Job, _Pipeline
 from evenkeel.distributed.tree import Fold, Node, subtrees
-from evenkeel.distributed.world import World
 
 
 def serial(leaves: list[Tensor]) -> Tensor:
@@ -69,19 +65,3 @@ def test_a_missing_leaf_is_no_zero() -> None:
     leaves = [minus_zero] * 3
     assert torch.signbit(over_ranks(leaves, [range(2), range(2, 3)])).all()
     assert not torch.signbit(serial([*leaves, torch.zeros(1)])).any(), "a zero in its place would show"
-
-
-def test_an_error_in_the_pipeline_reaches_all_that_wait() -> None:
-    """There is no process group, so the first exchange fails; backward would wait for the futures of all buckets."""
-    cpu = torch.device("cpu")
-    pipeline, world = _Pipeline([cpu]), World(0, 0, 2, 2, cpu, launched=True)
-    for last in (False, False, True), (True,):
-        futures: list[Future[Tensor]] = [Future() for _ in last]
-        for future, is_last in zip(futures, last, strict=True):
-            bucket = torch.ones(5)
-            exchange = Exchange(world, 5, bucket)
-            pipeline.put(_Job(exchange, [bucket], [range(1), range(1, 2)], bucket, None, future, is_last))
-        for future in futures:
-            assert torch.equal(future.wait(), torch.ones(5)), "DDP takes nothing but a tensor"
-        with pytest.raises(Exception, match="process group"):
-            pipeline.check()

@@ -15,13 +15,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evenkeel.common.processes import die_with_parent, process_name
-from tests.support.processes import ROOT, environment
+from tests.support import processes
+from tests.support.processes import environment, wait_until
 
 BASE = "python:3.11-slim-bookworm"
 """What the Dockerfile asks for. There may be no registry here, so it is made from Debian's packages."""
@@ -35,6 +36,7 @@ TOOLS = {
 }  # fmt: skip
 
 PREFIX = "evenkeel-engine-"
+wait_for = partial(wait_until, every=0.2)
 
 
 def why_not() -> str:
@@ -107,14 +109,7 @@ class Engine:
         self, *words: object, expect: int | None = 0, limit: float = 120, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run something that talks to this daemon, and check its exit code (None: any)."""
-        done = subprocess.run(
-            [str(word) for word in words],
-            cwd=ROOT, env=environment(self.env | (env or {})), stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=limit, check=False,
-        )  # fmt: skip
-        if expect is not None:
-            assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        return done
+        return processes.run([str(word) for word in words], env=self.env | (env or {}), limit=limit, expect=expect)
 
     def inspect(self, name: str) -> dict[str, Any]:
         """What the daemon knows of a container or an image."""
@@ -129,11 +124,11 @@ class Engine:
     def ended(self, name: str, limit: float = 240) -> int:
         """Wait until a container has ended and is not started again; its exit code."""
 
-        def state() -> dict[str, Any] | None:
-            now: dict[str, Any] = self.inspect(name)["State"]
-            return now if now["Status"] == "exited" else None
+        def exited() -> bool:
+            return bool(self.inspect(name)["State"]["Status"] == "exited")
 
-        return int(wait_for(state, f"the end of {name}", limit, lambda: self.logs(name)[-4000:])["ExitCode"])
+        wait_for(exited, f"the end of {name}", limit, lambda: self.logs(name)[-4000:])
+        return int(self.inspect(name)["State"]["ExitCode"])
 
     def ranks(self, name: str) -> dict[int, int]:
         """Rank -> pid, as the machine sees it, of what trains in a running container."""
@@ -164,15 +159,6 @@ class Engine:
         build = ["build", "--network", "host", "-f", context / "docker" / "Dockerfile", "-t", name, *options, context]
         self.docker(*build, limit=900, env={"DOCKER_BUILDKIT": "1"})
         return time.monotonic() - begun
-
-
-def wait_for(look: Callable[[], Any], what: str, limit: float = 240, more: Callable[[], str] = str) -> Any:
-    """Look again and again until there is something to see, and return it."""
-    deadline = time.monotonic() + limit
-    while not (seen := look()):
-        assert time.monotonic() < deadline, f"{what} did not come in {limit} s\n{more()}"
-        time.sleep(0.2)
-    return seen
 
 
 def _remove(home: Path) -> None:

@@ -19,9 +19,10 @@ from evenkeel.launch.topology import SHUTDOWN_SECONDS
 from evenkeel.resilience.interruption import STOPPED
 from tests.docker.conftest import IMAGE, SECRETS, Built
 from tests.docker.engine import Engine, wait_for
-from tests.support import processes
-from tests.support.processes import ROOT, TRAIN, read, records, torchrun
-from tests.support.small_runs import TASK
+from tests.support import processes, small_runs
+from tests.support.processes import ROOT, TRAIN, read, torchrun
+from tests.support.readme import blocks
+from tests.support.small_runs import SUPPORT, TASK, steps_of, told_step
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -33,24 +34,17 @@ USER = 4242
 
 def mounts(runs: Path) -> list[str]:
     """A run directory, and the slow task of the other tests."""
-    return [
-        "-v",
-        f"{runs}:/app/runs",
-        "-v",
-        f"{ROOT / 'tests' / 'support' / 'recording_task.py'}:/app/recording_task.py:ro",
-    ]
+    return ["-v", f"{runs}:/app/runs", "-v", f"{SUPPORT / 'recording_task.py'}:/app/recording_task.py:ro"]
 
 
 def stepped(run_dir: Path, step: int) -> bool:
     """Whether a step stands in a run's metrics."""
-    return (run_dir / "metrics.jsonl").exists() and any(r["step"] >= step for r in records(run_dir, "train"))
+    return told_step(run_dir) >= step
 
 
 def starts(run_dir: Path) -> list[int]:
     """The step at which each attempt began."""
-    if not (run_dir / "metrics.jsonl").exists():
-        return []
-    return [record["step"] for record in records(run_dir, "start")]
+    return small_runs.starts(run_dir) if (run_dir / "metrics.jsonl").exists() else []
 
 
 def goes_on_from(run_dir: Path, told: int) -> bool:
@@ -63,7 +57,7 @@ def goes_on_from(run_dir: Path, told: int) -> bool:
 def no_step_is_missing(run_dir: Path) -> bool:
     """Whether the metrics have every step. One may be there twice: that during which the last was being saved. One that
     another rank has saved has no line, because rank 0, which writes them, did not come to its end."""
-    steps = {record["step"] for record in records(run_dir, "train")}
+    steps = set(steps_of(run_dir))
     return set(range(1, max(steps) + 1)) - steps <= set(starts(run_dir))
 
 
@@ -83,9 +77,7 @@ def test_the_image_is_what_it_says(built: Built) -> None:
     assert config["Labels"]["org.opencontainers.image.revision"] == built.revision
     look = "ls /root /app /tmp; command -v gcc cc make; ls -d /opt/venv/bin/pip* /root/.cache"
     seen = engine.docker("run", "--rm", "--user", "0", "--entrypoint", "sh", IMAGE, "-c", look, expect=None).stdout
-    assert seen.split() == ["/app:", "data", "runs", "src", "train.py", "/root:", "/tmp:"] or seen.split() == [
-        "/root:", "/app:", "data", "runs", "src", "train.py", "/tmp:"
-    ]  # fmt: skip
+    assert sorted(seen.split()) == ["/app:", "/root:", "/tmp:", "data", "runs", "src", "train.py"]
     print(f"{facts['Size'] / 1e9:.2f} GB, built in {built.seconds:.0f} s")
     print(engine.docker("history", "--format", "{{.Size}}\t{{.CreatedBy}}", IMAGE).stdout)
 
@@ -194,9 +186,7 @@ def test_a_frozen_rank_is_told_and_a_stop_saves_and_a_start_goes_on(built: Built
     wait_for(lambda: stepped(run_dir, stopped["step"] + 2), "the next steps", more=more)
     assert goes_on_from(run_dir, stopped["step"])
     assert no_step_is_missing(run_dir)
-    assert not [
-        line for line in engine.docker("top", "node", "-o", "pid,stat,args").stdout.splitlines() if " Z" in line
-    ]
+    assert " Z" not in engine.docker("top", "node", "-o", "pid,stat,args").stdout
     engine.docker("stop", "--time", 60, "node")
     assert engine.ended("node") == STOPPED
     assert owners(runs) == {USER}
@@ -281,10 +271,11 @@ def test_what_would_hang_is_refused(built: Built, runs: Path) -> None:
     hosts = ["--network", "host", "--hostname", "twin", "--add-host", "twin:127.0.0.1"]
     engine.docker("run", "-d", "--name", "first", *hosts, IMAGE, *job)
     abstract = "import pathlib, sys; sys.exit('@evenkeel/' not in pathlib.Path('/proc/net/unix').read_text())"
-    wait_for(
-        lambda: engine.docker("exec", "first", "python", "-c", abstract, expect=None).returncode == 0,
-        "the first container's place", more=lambda: engine.logs("first"),
-    )  # fmt: skip
+
+    def has_its_place() -> bool:
+        return engine.docker("exec", "first", "python", "-c", abstract, expect=None).returncode == 0
+
+    wait_for(has_its_place, "the first container's place", more=lambda: engine.logs("first"))
     line = refused(engine, *hosts, IMAGE, *job)
     assert re.match("evenkeel: another container of this job is on this network as (twin|localhost); ", line)
     engine.docker("kill", "--signal", "TERM", "first")
@@ -309,3 +300,21 @@ def test_a_refusal_is_the_end_after_as_many_returns_as_the_engine_may(built: Bui
     assert engine.inspect("loop")["State"]["ExitCode"] == REFUSED
     assert engine.logs("loop").count("evenkeel: nothing.py: no such file in this container") == 3
     engine.docker("rm", "loop")
+
+
+def test_the_lines_of_the_readme(built: Built, tmp_path: Path) -> None:
+    """The image is built again, from the layers that it has in common with the one before.
+
+    Those were built in the machine's network, which is a part of their names.
+    """
+    checkout = tmp_path / "checkout"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(checkout)], check=True)
+    (checkout / ".venv").symlink_to(Path(sys.prefix))
+    (block,) = blocks("bash docker")
+    lines = block.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        typed = line.replace("docker build", "docker build --network host")
+        done = processes.run(["bash", "-c", typed], checkout, built.engine.env, limit=600)
+    assert "finished" in done.stdout
+    assert read(checkout / "runs" / "in-a-container")["world_sizes"] == [2]

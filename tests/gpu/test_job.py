@@ -17,7 +17,7 @@ import torch
 from tests.support import processes
 from tests.support.gpu import REAL, devices_of, shared, started
 from tests.support.processes import ROOT, TRAIN, checked, finish, read, records, run, start, torchrun
-from tests.support.small_runs import job, kill_workers_and_agent, saved_step, wait_for_step, weights_of
+from tests.support.small_runs import ended, job, kill_workers_and_agent, saved_step, wait_for_step, weights_of
 
 Record = Callable[[str, object], None]
 
@@ -32,7 +32,7 @@ def accuracy(run_dir: Path) -> float:
 @pytest.mark.parametrize("ranks", [1, 0, 2], ids=["torchrun", "plain python", "two ranks"])
 def test_the_job_of_the_readme_reaches_its_accuracy(tmp_path: Path, ranks: int, record_property: Record) -> None:
     run_dir = tmp_path / "run"
-    checked(finish(started(ranks, *DIGITS, "--run-dir", run_dir)), 0)
+    ended(started(ranks, *DIGITS, "--run-dir", run_dir))
     named = devices_of(run_dir)
     record_property("accuracy", f"{accuracy(run_dir):.4f}")
     record_property("seconds", f"{read(run_dir)['seconds']:.1f}")
@@ -62,13 +62,13 @@ def test_killed_stopped_and_continued_on_other_numbers_of_ranks_the_tree_gives_t
     process = started(2, *options)
     wait_for_step(run_dir, 5, process)
     kill_workers_and_agent(process)
-    checked(finish(undisturbed), 0)
+    ended(undisturbed)
     assert saved_step(run_dir) >= 2
     process = started(0, *options)
     wait_for_step(run_dir, 12, process)
     process.send_signal(signal.SIGTERM)
     checked(finish(process), 75)
-    checked(finish(started(1, *options)), 0)
+    ended(started(1, *options))
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
 
 
@@ -77,7 +77,7 @@ def test_a_network_of_the_readme_s_size_has_the_same_bits_on_one_rank_and_on_two
     tree = [*DIGITS, "--reduce", "tree", "--micro-batch", 16, "--epochs", 2, "--clip-norm", 1.0, "--ema", 0.9]
     both = [started(ranks, *tree, "--run-dir", tmp_path / str(ranks)) for ranks in (1, 2)]
     for process in both:
-        checked(finish(process), 0)
+        ended(process)
     assert weights_of(tmp_path / "1") == weights_of(tmp_path / "2")
 
 
@@ -95,8 +95,8 @@ def test_memory_that_runs_out_is_explained_and_the_run_goes_on_in_smaller_pieces
     (line,) = [line for line in failed.stderr.splitlines() if line.startswith("evenkeel: ")]
     assert line.startswith("evenkeel: out of memory on rank 0 (cuda:0 (")
     assert "the same command with --micro-batch 32 instead of 64 goes on" in line
-    checked(finish(started(0, *options("run", 2))), 0)
-    done = checked(finish(started(1, *options("auto", "auto"))), 0)
+    ended(started(0, *options("run", 2)))
+    done = ended(started(1, *options("auto", "auto")))
     found = re.search(r"--micro-batch auto: (\d+) samples fit, not \d+", done.stdout)
     assert found, done.stdout
     assert 1 <= int(found[1]) < 64
@@ -116,7 +116,7 @@ def test_low_precision_trains_as_well(tmp_path: Path, record_property: Record) -
         for precision, options in more.items()
     }
     for precision, process in runs.items():
-        checked(finish(process), 0)
+        ended(process)
         record_property(precision, f"{accuracy(tmp_path / precision):.4f}")
         assert accuracy(tmp_path / precision) > 0.9
 
@@ -133,8 +133,8 @@ def test_compiled_it_trains_alike_and_a_resume_compiles_nothing(
     wait_for_step(tmp_path / "run", 40, begun)
     begun.send_signal(signal.SIGTERM)
     stopped = finish(begun)
-    checked(finish(eager), 0)
-    checked(finish(started(1, *options, "--run-dir", tmp_path / "run", **cache)), 0)
+    ended(eager)
+    ended(started(1, *options, "--run-dir", tmp_path / "run", **cache))
     compiled = records(tmp_path / "run", "compile")
     record_property("compiled", [{name: it[name] for name in ("hits", "misses")} for it in compiled])
     record_property("accuracy", f"{accuracy(tmp_path / 'run'):.4f}, eager {accuracy(tmp_path / 'eager'):.4f}")
@@ -146,7 +146,7 @@ def test_compiled_it_trains_alike_and_a_resume_compiles_nothing(
 def test_a_trace_has_the_gpu_s_kernels_and_its_memory(tmp_path: Path) -> None:
     memory = ["--memory-snapshot"] if torch.cuda.is_available() else []
     options = job(tmp_path / "run", "--profile", "4:7", *memory)
-    checked(finish(started(1, *options)), 0)
+    ended(started(1, *options))
     folder = tmp_path / "run" / "profile"
     trace = json.loads((folder / "rank-0.json").read_text())
     kinds = {event.get("cat") for event in trace["traceEvents"]}
@@ -163,7 +163,7 @@ def test_beside_a_bare_loop(tmp_path: Path, record_property: Record) -> None:
     for name in ("bare", "evenkeel", "bare again"):
         run_dir = tmp_path / name
         if name == "evenkeel":
-            checked(finish(started(1, "--wandb", "disabled", "--epochs", epochs, "--run-dir", run_dir)), 0)
+            ended(started(1, "--wandb", "disabled", "--epochs", epochs, "--run-dir", run_dir))
         else:
             run(torchrun(1, loop, "--run-dir", run_dir, epochs, batch, 0.0))
         times = [(it["step"], it["time"]) for it in records(run_dir, "train") if it["step"] % 10 == 0]
@@ -177,7 +177,7 @@ def test_beside_a_bare_loop(tmp_path: Path, record_property: Record) -> None:
 def test_the_launchers_start_ranks_that_share(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     launcher = [sys.executable, "launch/single_node.py", "-g", "2", "--"]
-    checked(finish(start([*launcher, *job(run_dir, "--share-gpu")])), 0)
+    ended(start([*launcher, *job(run_dir, "--share-gpu")]))
     assert read(run_dir)["world_sizes"] == [2]
     if shared(2) and torch.cuda.is_available():
         assert {name.partition(" ")[0] for name in devices_of(run_dir)} == {"cuda:0"}

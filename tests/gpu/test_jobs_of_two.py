@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import small_runs
 from tests.support.gpu import shared, started
-from tests.support.processes import ROOT, checked, finish, read, records, run, torchrun, wait_until, wait_until_gone
-from tests.support.small_runs import PLAN, SAMPLES, job, wait_for_step, weights_of, workers_of
+from tests.support.processes import finish, read, run, torchrun, wait_until_gone
+from tests.support.small_runs import PLAN, SAMPLES, SUPPORT, ended, job, wait_for_step, weights_of
 
 Record = Callable[[str, object], None]
 
@@ -24,27 +25,25 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(tmp_path:
     undisturbed, run_dir = started(2, *job(tmp_path / "undisturbed", *rare)), tmp_path / "run"
     process = started(2, *job(run_dir, *rare, "--pause", 0.1, "--hang-timeout", 10))
     wait_for_step(run_dir, 3, process)
-    frozen = workers_of(process)[1]
+    frozen = small_runs.workers_of(process)[1]
     os.kill(frozen, signal.SIGSTOP)
     begun = time.monotonic()
     wait_until_gone([frozen])
     record_property("noticed, saved and killed", f"after {time.monotonic() - begun:.1f} s")
-    done = checked(finish(process), 0)
-    checked(finish(undisturbed), 0)
+    done = ended(process)
+    ended(undisturbed)
     (line,) = [line for line in done.stderr.splitlines() if "no progress for 10 s" in line]
     assert "rank 1 does not answer any more" in line
     recorded = (run_dir / "logs" / "attempt-0001" / "rank-0.collectives.json").read_text()
     assert "all_reduce" in recorded
-    steps = [record["step"] for record in records(run_dir, "train")]
-    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
+    assert small_runs.no_step_is_done_twice(run_dir)
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
 
 
 def test_collectives_come_in_an_order_are_recorded_and_their_errors_reach_the_user(tmp_path: Path) -> None:
     """On NCCL two communicators: BatchNorm's beside DDP's; and the tree, where parameters may be unused."""
-    worker = ROOT / "tests/support/collectives_worker.py"
-    run(torchrun(2, worker, tmp_path / "out.json", *shared(2)))
+    run(torchrun(2, SUPPORT / "collectives_worker.py", tmp_path / "out.json", *shared(2)))
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["threads"], found["not waited for"]) == (1, 0)
     assert found["failure"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -59,7 +58,7 @@ def test_batchnorm_over_the_whole_batch_with_ring_and_tree(tmp_path: Path) -> No
     shape = ["--dataset", "fake", "--fake-samples", 64, "--image-size", 32, "--model", "resnet18", "--batch-size", 16]
     shape += ["--micro-batch", 8, "--epochs", 1, "--sync-batchnorm", "--wandb", "disabled"]
     for reduce in ("ring", *["tree"] * backend_is_gloo):
-        checked(finish(started(2, *shape, "--reduce", reduce, "--run-dir", tmp_path / reduce)), 0)
+        ended(started(2, *shape, "--reduce", reduce, "--run-dir", tmp_path / reduce))
         assert read(tmp_path / reduce)["state"] == "finished"
 
 
@@ -71,8 +70,8 @@ def test_with_exact_bits_a_ring_that_was_stopped_ends_as_one_that_was_not(tmp_pa
     wait_for_step(run_dir, 1, process)
     process.send_signal(signal.SIGTERM)
     finish(process)
-    checked(finish(undisturbed), 0)
-    checked(finish(started(2, *options, "--run-dir", run_dir)), 0)
+    ended(undisturbed)
+    ended(started(2, *options, "--run-dir", run_dir))
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
 
 
@@ -86,7 +85,7 @@ def on_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one rank with one GPU."""
     pytest.importorskip("evenkeel.tasks.segment")
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    checked(finish(started(1, *SEGMENT, "--run-dir", run_dir)), 0)
+    ended(started(1, *SEGMENT, "--run-dir", run_dir))
     return run_dir
 
 
@@ -98,9 +97,9 @@ def test_a_run_on_two_gpus_a_rank_is_that_of_one(tmp_path: Path, on_one: Path, r
     run_dir = tmp_path / "two"
     options = [*SEGMENT, "--run-dir", run_dir, *cut]
     process = started(ranks, *options, each=2)
-    wait_until(lambda: (run_dir / "metrics.jsonl").exists() and records(run_dir, "train"), "a step")
+    wait_for_step(run_dir, 1, process)
     process.send_signal(signal.SIGTERM)
     finish(process)
-    checked(finish(started(ranks, *options, each=2)), 0)
+    ended(started(ranks, *options, each=2))
     assert weights_of(run_dir) == weights_of(on_one)
     assert read(run_dir)["metrics"] == read(on_one)["metrics"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from evenkeel.config import Config
 from evenkeel.training.optimization import build_optimizer
 from evenkeel.training.state import State
+from tests.support.gpu import no_waits
 from tests.training.test_nonfinite import take
 
 
@@ -15,9 +15,6 @@ def test_a_finite_step_makes_no_host_wait_on_a_gpu() -> None:
     model = nn.Linear(64, 64).cuda()
     state = State(model, [build_optimizer(list(model.parameters()), Config())])
     take(state, 0.5)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(3):
             take(state, 0.5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,9 +13,7 @@ from evenkeel.distributed.world import World
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.staging import Staging
 from evenkeel.training.state import State, sha256
-
-HANG = 14_000_000_000
-"""Cycles that a stream spins for: seven seconds on an H100."""
+from tests.gpu.test_state import HANG, advance, captured_in_a_thread
 
 TWO = torch.cuda.device_count() > 1
 
@@ -70,12 +64,6 @@ def on_two() -> State:
     return state
 
 
-def advance(state: State) -> None:
-    for parameter in state.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    state.commit(clip_grad_norm(state.parameters, 1.0), [group.committed + 1 for group in state.buffers.groups])
-
-
 @pytest.mark.parametrize("hanging", [0, 1] if TWO else [0])
 def test_if_one_of_two_gpus_hangs_the_last_whole_step_is_saved(hanging: int) -> None:
     state, staging = on_two(), Staging(*devices())
@@ -85,14 +73,10 @@ def test_if_one_of_two_gpus_hangs_the_last_whole_step_is_saved(hanging: int) -> 
         torch.cuda._sleep(HANG)
     advance(state)
     advance(state)
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(state.capture(time.monotonic() + 10, staging=staging)))
-    thread.start()
-    thread.join(timeout=20)
-    assert found, "the capture waits for the stream that hangs"
+    found = captured_in_a_thread(state, staging)
     assert not torch.cuda.current_stream(devices()[hanging]).query(), "it still hangs"
-    assert found[0]["step"] == 2
-    assert sha256(found[0]["model"]) == expected
+    assert found["step"] == 2
+    assert sha256(found["model"]) == expected
     for device in devices():
         torch.cuda.synchronize(device)
 

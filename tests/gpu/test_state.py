@@ -22,6 +22,7 @@ from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.seqlock import STUCK, Torn
 from evenkeel.training.staging import Staging
 from evenkeel.training.state import State
+from tests.support.gpu import no_waits
 from tests.support.steps import passes
 
 HANG = 14_000_000_000
@@ -149,11 +150,8 @@ def test_the_loss_of_classify_is_that_of_the_cpu_and_the_host_does_not_wait_for_
         task.loss(model, batch)  # copies the constants, and lets cuDNN choose
         for seed in range(4):
             torch.manual_seed(seed)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waits():
                 loss = task.loss(model, batch)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             losses[device, seed] = loss.item()
     for seed in range(4):
         assert losses["cuda", seed] == pytest.approx(losses["cpu", seed], rel=1e-2)
@@ -208,10 +206,7 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(unused: bool) -> None:
     state = State(model, [build_optimizer(model.parameters(), Config())])
     gradients = DistributedLoss(task.loss, state, world, plan, reduce="tree")
     for mode in ("default", "error"):  # the first step copies constants, and lets cuDNN choose
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
+        with no_waits(mode):
             state.clear_gradients()
             passes(gradients, 0, plan.micro_batches(0), batches)
             gradients.step(clip_grad_norm(state.parameters, 1.0))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

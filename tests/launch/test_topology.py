@@ -18,14 +18,10 @@ from evenkeel.config import Config
 from evenkeel.distributed.exits import exit_code
 from evenkeel.launch import launchers
 from evenkeel.launch.topology import Command, Topology, parse_master, parse_nodes, torchrun
-from tests.support.processes import LIMIT, free_port
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
+from tests.support.processes import LIMIT, free_port, run
+from tests.support.processes import ROOT as REPOSITORY
 
 SINGLE = str(REPOSITORY / "launch" / "single_node.py")
-
-
 HERE = Link("127.0.0.1")
 
 
@@ -37,57 +33,33 @@ def option(made: Command, name: str) -> str:
     return made.argv[made.argv.index(name) + 1]
 
 
-# ---------------------------------------------------------------------------------- topology -> command
-
-
 def test_one_node() -> None:
     made = command(Topology(gpus=4), HERE, "--epochs", "5")
     assert made.argv[:3] == (sys.executable, "-m", "evenkeel.launch.agent")
     assert made.argv[-4:] == ("--", "train.py", "--epochs", "5")
-    assert option(made, "--nnodes") == "1"
-    assert option(made, "--nproc-per-node") == "4"
-    assert option(made, "--max-restarts") == "3"
-    assert option(made, "--rdzv-endpoint") == "127.0.0.1:0"  # a free port, chosen by the kernel
+    given = [option(made, name) for name in ("--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-endpoint")]
+    assert given == ["1", "4", "3", "127.0.0.1:0"], "a free port, chosen by the kernel"
     assert "is_host=1," in option(made, "--rdzv-conf")
-    assert made.env == {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45",
-        "OMP_NUM_THREADS": "2",
-    }
+    store, patience = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}
+    assert made.env == {**store, **patience, "OMP_NUM_THREADS": "2"}
+    threads = [command(Topology(gpus), cores=cores).env["OMP_NUM_THREADS"] for cores, gpus in ((8, 3), (2, 4), (1, 1))]
+    assert threads == ["2", "1", "1"]
+    names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", *patience)
+    mine = {**dict.fromkeys(names, "7"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    made = command(Topology(4), Link("127.0.0.1", "eth0"), **mine)
+    assert made.env == store, "what the user has set stays, but for the store"
 
 
 def test_nodes_of_a_job_differ_in_what_only_they_know() -> None:
     first = command(Topology(4, 2, 4, 0, "head", 1234), Link("head", "eth0"))
     third = command(Topology(4, 2, 4, 2, "head", 1234), Link("10.0.0.3", "eth1"))
-    for name in ("--nnodes", "--rdzv-endpoint", "--rdzv-id"):
-        assert option(first, name) == option(third, name)
-    assert option(first, "--nnodes") == "2:4"
-    assert option(first, "--rdzv-endpoint") == "head:1234"
+    for name, value in {"--nnodes": "2:4", "--rdzv-endpoint": "head:1234", "--rdzv-id": "evenkeel-1234"}.items():
+        assert option(first, name) == option(third, name) == value
     assert option(first, "--rdzv-conf").replace("is_host=1", "is_host=0") == option(third, "--rdzv-conf")
     assert (option(first, "--local-addr"), option(third, "--local-addr")) == ("head", "10.0.0.3")
     assert (first.env["GLOO_SOCKET_IFNAME"], third.env["GLOO_SOCKET_IFNAME"]) == ("eth0", "eth1")
-
-
-def test_the_run_id_does_not_depend_on_how_the_host_is_written() -> None:
-    assert option(command(Topology(1, 2, 2, 0, "a", 7)), "--rdzv-id") == "evenkeel-7"
-    assert option(command(Topology(1, 2, 2, 1, "b", 7)), "--rdzv-id") == "evenkeel-7"
-    assert option(command(Topology(1, 2, 2, 1, "b", 7, run_id="tide")), "--rdzv-id") == "tide"
-
-
-def test_an_ipv6_master() -> None:
-    assert option(command(Topology(1, 2, 2, 0, "fd00::1", 7)), "--rdzv-endpoint") == "[fd00::1]:7"
-
-
-def test_what_the_user_has_set_stays_but_for_the_store_variable() -> None:
-    names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    mine = {**dict.fromkeys(names, "7"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
-    made = command(Topology(4), Link("127.0.0.1", "eth0"), **mine)
-    assert made.env == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-@pytest.mark.parametrize(("cores", "gpus", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
-def test_the_cores_are_shared_out(cores: int, gpus: int, threads: str) -> None:
-    assert command(Topology(gpus), cores=cores).env["OMP_NUM_THREADS"] == threads
+    other = command(Topology(1, 2, 2, 0, "fd00::1", 7, run_id="tide"))
+    assert (option(other, "--rdzv-endpoint"), option(other, "--rdzv-id")) == ("[fd00::1]:7", "tide")
 
 
 def test_torchrun_gets_every_argument_as_it_is() -> None:
@@ -102,14 +74,10 @@ def test_torchrun_gets_every_argument_as_it_is() -> None:
 
 
 def test_reading_nodes_and_master() -> None:
-    assert parse_nodes("3") == (3, 3)
-    assert parse_nodes("2:4") == (2, 4)
-    assert parse_master("node-0.cluster") == ("node-0.cluster", 29500)
-    assert parse_master("10.0.0.1:80") == ("10.0.0.1", 80)
-    assert parse_master("[fd00::1]:80") == ("fd00::1", 80)
+    assert [parse_nodes(text) for text in ("3", "2:4")] == [(3, 3), (2, 4)]
+    read = [parse_master(text) for text in ("node-0.cluster", "10.0.0.1:80", "[fd00::1]:80")]
+    assert read == [("node-0.cluster", 29500), ("10.0.0.1", 80), ("fd00::1", 80)]
 
-
-# ------------------------------------------------------------------------------------------- refusals
 
 NODES = ["-n", "2", "--master", "127.0.0.1"]
 
@@ -158,12 +126,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert words in lines[0]
 
 
-def test_train_options_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["-g", "2", "--", "--no-such-option"]
-    assert exit_code(lambda: launchers.main(argv, REPOSITORY / "train.py")) == REFUSED
-    assert "--no-such-option" in capsys.readouterr().err
-
-
 def count(gpus: int | None, each: int = 1, share: bool = False) -> int:
     return launchers.processes_of_node(replace(Config(), model_parallel=each, share_gpu=share), gpus)
 
@@ -174,20 +136,18 @@ def test_processes_for_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert count(None) == 4
-    assert count(3) == 3
-    with pytest.raises(Refusal, match=r"-g 5.*CUDA_VISIBLE_DEVICES.*0,1,2,3"):
-        count(5)
-    assert (count(None, 2), count(2, 2), count(None, 3)) == (2, 1, 1)
-    with pytest.raises(Refusal, match=r"-g 3: each process uses 2 GPUs"):
-        count(3, 2)
-    with pytest.raises(Refusal, match=r"1 process on this node with 5 GPUs each .* but 4 visible GPUs"):
-        count(None, 5)
-    assert (count(5, share=True), count(None, share=True), count(None, 5, share=True)) == (5, 4, 1)
-    assert (count(10, 5, share=True), count(2, share=True)) == (2, 2)
+    assert [count(None), count(3), count(None, 2), count(2, 2), count(None, 3)] == [4, 3, 2, 1, 1]
+    assert [count(5, share=True), count(None, share=True), count(None, 5, share=True)] == [5, 4, 1]
+    assert [count(10, 5, share=True), count(2, share=True)] == [2, 2]
+    for gpus, each, line in (
+        (5, 1, r"-g 5.*CUDA_VISIBLE_DEVICES.*0,1,2,3"),
+        (3, 2, r"-g 3: each process uses 2 GPUs"),
+        (None, 5, r"1 process on this node with 5 GPUs each .* but 4 visible GPUs"),
+    ):
+        with pytest.raises(Refusal, match=line):
+            count(gpus, each)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert count(5) == 5
-    assert count(5, 2) == 5, "on the CPU nothing is divided"
+    assert [count(5), count(5, 2)] == [5, 5], "on the CPU nothing is divided"
     assert capsys.readouterr().err == ""
     assert count(None) == 2
     assert "no GPU" in capsys.readouterr().err
@@ -198,26 +158,12 @@ def test_a_dry_run_needs_no_other_node(node: int, capsys: pytest.CaptureFixture[
     argv = ["-n", "2", "-g", "2", "-nr", str(node), "--master", "no-such-host.invalid", "--script", __file__]
     assert launchers.main([*argv, "--dry-run"], REPOSITORY / "train.py") == 0
     printed, said = capsys.readouterr()
-    assert (
-        f"--rdzv-endpoint no-such-host.invalid:29500 --rdzv-id evenkeel-29500 --rdzv-conf is_host={1 - node},"
-        in printed
-    )
+    meeting = f"--rdzv-endpoint no-such-host.invalid:29500 --rdzv-id evenkeel-29500 --rdzv-conf is_host={1 - node},"
+    assert meeting in printed
     assert "--local-addr" not in printed
     assert said.startswith("evenkeel: --master no-such-host.invalid: cannot be reached from this node: ")
     assert said.endswith("; the command lacks what depends on that address\n")
     assert exit_code(lambda: launchers.main(argv, REPOSITORY / "train.py")) == REFUSED
-
-
-def test_help_has_the_examples_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        launchers.main(["--help"], REPOSITORY / "train.py")
-    assert end.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("  launch/") for line in lines) == 4
-    assert all(any(name in line for line in lines) for name in ("-g", "--gpus", "--dry-run"))
-
-
-# -------------------------------------------------------------------------------------------- network
 
 
 def test_the_kernel_knows_the_address_and_the_interface() -> None:
@@ -249,9 +195,6 @@ def test_meeting_the_master() -> None:
         meet("127.0.0.1", port, is_master=False, patience=0.1)
 
 
-# ---------------------------------------------------------------------------------- the scripts themselves
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
     """A copy of the launcher outside of the checkout."""
@@ -265,8 +208,8 @@ def test_without_evenkeel_the_checkouts_python_takes_over(elsewhere: Path) -> No
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
-    argv = [sys.executable, "-E", "-s", "-S", str(elsewhere), "-g", "4"]  # -S: without installed packages
-    assert subprocess.check_output(argv, text=True, timeout=LIMIT) == f"{elsewhere} -g 4\n"
+    done = run([sys.executable, "-E", "-s", "-S", elsewhere, "-g", 4])  # -S: without installed packages
+    assert done.stdout == f"{elsewhere} -g 4\n"
 
 
 @pytest.mark.parametrize("found", [False, True], ids=["nothing", "only src"])
@@ -276,9 +219,7 @@ def test_without_the_environment_there_is_one_line_with_the_remedy(elsewhere: Pa
     shutil.copy(REPOSITORY / "train.py", elsewhere.parents[1])
     source = {"PYTHONPATH": str(REPOSITORY / "src")} if found else {}
     argv = [sys.executable, "-s", "-S", *typed.split()]
-    done = subprocess.run(
-        argv, cwd=elsewhere.parents[1], env=source, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = subprocess.run(argv, cwd=elsewhere.parents[1], env=source, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode != 0
     (line,) = done.stderr.splitlines()
     if typed == "launch/single_node.py":

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.nodes import Lab
-from tests.support.processes import LIMIT, ROOT, environment, read, run
+from tests.support.processes import LIMIT, read, run
 
 DOCTOR = [sys.executable, "-m", "evenkeel", "doctor", "--json", "--timeout", "60"]
 
@@ -37,18 +34,11 @@ def test_a_read_only_and_a_full_run_directory(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=2g disk {tmp_path}"
     levels = mounted(f"{mount}\nmount -o remount,ro {tmp_path}", "--run-dir", tmp_path / "run", expect=1)
     assert (levels["space"], levels["run directory"]) == ("WARN", "FAIL")
-    fill = f"{mount}\ndd if=/dev/zero of={tmp_path}/full bs=1M status=none || true"
-    fill = fill.replace("size=2g", "size=8m")
+    fill = f"{mount.replace('2g', '8m')}\ndd if=/dev/zero of={tmp_path}/full bs=1M status=none || true"
     levels = mounted(fill, "--run-dir", tmp_path / "run", expect=1)
     assert (levels["space"], levels["run directory"]) == ("FAIL", "FAIL")
     levels = mounted(mount, "--run-dir", tmp_path / "run", expect=0)
     assert "FAIL" not in levels.values()
-
-
-def start(lab: Lab, node: int, command: list[str], log: Path) -> subprocess.Popen[Any]:
-    env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
-    with log.open("w") as out:
-        return lab.popen(node, command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
 
 
 @pytest.mark.parametrize("falsely", [True, False])
@@ -60,11 +50,8 @@ def test_a_folder_that_is_not_shared_and_then_the_job(falsely: bool, tmp_path: P
     with Lab(2) as lab:
         if falsely:
             lab.run(1, ["mount", "-t", "tmpfs", "-o", "size=1g", "disk", str(runs)])
-        jobs = []
-        for node in lab.nodes:
-            head = [sys.executable, "launch/multi_node.py", "-n", "2", "-g", "1", "-nr", str(node), "--doctor"]
-            command = [*head, "--master", lab.address(0), "--", *small, "--run-dir", str(runs / "run")]
-            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
+        words = ["--doctor", "--", *small, "--run-dir", runs / "run"]
+        jobs = [lab.launch(node, "2", tmp_path / f"node{node}.log", *words) for node in lab.nodes]
         codes = [job.wait(timeout=LIMIT) for job in jobs]
         names = [lab.hostname(node) for node in lab.nodes]
     logs = [(tmp_path / f"node{node}.log").read_text() for node in (0, 1)]
@@ -80,19 +67,13 @@ def test_a_folder_that_is_not_shared_and_then_the_job(falsely: bool, tmp_path: P
 def test_a_loopback_address_on_two_nodes(tmp_path: Path) -> None:
     """Plain torchruns, which know each other; but the host names, which gloo takes, are 127.0.1.1. Control: above."""
     with Lab(2) as lab:
-        jobs = []
-        for node in lab.nodes:
-            head = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nnodes=2",
-                "--nproc-per-node=1",
-                "--max-restarts=2",
-            ]
-            meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={lab.address(0)}:29500", f"--rdzv-conf=is_host={1 - node}"]
-            own = ["-m", "evenkeel", "doctor", "--timeout", "20", "--run-dir", str(tmp_path)]
-            jobs.append(start(lab, node, [*head, *meet, *own], tmp_path / f"node{node}.log"))
+        head = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2"]
+        head += ["--rdzv-backend=c10d", f"--rdzv-endpoint={lab.address(0)}:29500"]
+        own = ["-m", "evenkeel", "doctor", "--timeout", "20", "--run-dir", str(tmp_path)]
+        jobs = [
+            lab.start(node, [*head, f"--rdzv-conf=is_host={1 - node}", *own], tmp_path / f"node{node}.log")
+            for node in lab.nodes
+        ]
         codes = [job.wait(timeout=LIMIT) for job in jobs]
     logs = "\n".join((tmp_path / f"node{node}.log").read_text() for node in (0, 1))
     assert all(codes), logs

@@ -2,177 +2,71 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import pytest
-
+from tests.nodes.test_train import ended, type_in, wait_for_three_steps
 from tests.support.nodes import Lab
-from tests.support.processes import LIMIT
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
+from tests.support.processes import LIMIT, read, records
+from tests.support.small_runs import job, starts, wait_for_start
 
 SOON = 30.0
 """Seconds. It takes 7 to 8, with torch's own timings about 44."""
 
 
-# Adds up ones over all ranks, again and again, until the file "stop" is there. Rank 0 keeps a diary.
-WORKER = """
-import json, os, socket, sys, time
-from datetime import timedelta
-from pathlib import Path
-
-folder = Path(sys.argv[1])
-
-def note(event):
-    if os.environ["RANK"] == "0":
-        with (folder / "diary").open("a") as out:
-            out.write(f"{time.time()} {event} {os.environ['WORLD_SIZE']}\\n")
-
-note("start")
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-rank, world = dist.get_rank(), dist.get_world_size()
-names = ["MASTER_ADDR", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"]
-facts = {"host": socket.gethostname(), "world": world, **{name: os.environ.get(name) for name in names}}
-(folder / f"rank{rank}.json").write_text(json.dumps(facts))
-while True:
-    numbers = torch.tensor([1.0, float(rank == 0 and (folder / "stop").exists())])
-    dist.all_reduce(numbers)
-    assert numbers[0] == world
-    note("step")
-    if numbers[1]:
-        break
-    time.sleep(0.05)
-dist.destroy_process_group()
-"""
+def held_job(folder: Path) -> list[str]:
+    """A run that is slow while there is a file `hold` beside it: it would take ten minutes."""
+    (folder / "hold").touch()
+    rare = ["--checkpoint-every", 0, "--eval-every", 1000]
+    return job(folder / "run", "--epochs", 30, "--pause", 1, "--hold", folder / "hold", *rare)
 
 
-class Wait(NamedTuple):
-    """Seconds; all but the first depend on how fast torch is imported here, in all ranks at the same time."""
-
-    started: float  # until the ranks were started
-    stepped: float  # until they had done a step
-    idle: float  # from the last step before it
-
-    def __str__(self) -> str:
-        return f"ranks start after {self.started:.1f} s, step after {self.stepped:.1f}, idle for {self.idle:.1f}"
+def wait_for_ranks(run_dir: Path, world_size: int, attempts: int) -> None:
+    """Until so many ranks have done three steps in a later attempt than so many."""
+    wait_for_start(run_dir, attempts + 1)
+    wait_for_three_steps(run_dir, world_size)
 
 
-class Job:
-    """A job over the nodes of a lab, started node by node with the launcher."""
-
-    def __init__(self, lab: Lab, folder: Path, *options: str) -> None:
-        self.lab, self.folder, self.options = lab, folder, options
-        self.launchers: dict[int, subprocess.Popen[Any]] = {}
-        self.script = folder / "worker.py"
-        self.script.write_text(WORKER)
-
-    def start(self, node: int) -> None:
-        own = ["-nr", str(node), "--master", self.lab.address(0), "--script", str(self.script)]
-        argv = [str(REPOSITORY / "launch" / "multi_node.py"), *self.options, *own, "--", str(self.folder)]
-        with (self.folder / f"node{node}.log").open("a") as log:
-            self.launchers[node] = self.lab.popen(
-                node, argv, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT, env=environment()
-            )
-
-    def wait_for(self, world: int, timeout: float = LIMIT) -> Wait:
-        """Wait for a step on so many ranks from now on."""
-        begin = time.time()
-        while time.time() - begin < timeout:
-            diary = [line.split() for line in self.diary()]
-            events = [(float(at) - begin, event) for at, event, size in diary if int(size) == world]
-            started = [at for at, event in events if event == "start" and at > 0]
-            stepped = [at for at, event in events if event == "step" and at > 0]
-            if stepped:
-                before = [float(at) - begin for at, event, _ in diary if event == "step"]
-                idle = stepped[0] - max([at for at in before if at < stepped[0]], default=stepped[0])
-                return Wait((started or [0.0])[0], stepped[0], idle)
-            time.sleep(0.05)
-        raise AssertionError(f"no step on {world} ranks within {timeout} s\n{self.logs()}")
-
-    def finish(self) -> dict[int, int]:
-        """Ask the ranks to end, and return the exit status of every launcher."""
-        (self.folder / "stop").touch()
-        return {node: launcher.wait(timeout=LIMIT) for node, launcher in self.launchers.items()}
-
-    def diary(self) -> list[str]:
-        path = self.folder / "diary"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def facts(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
-
-    def logs(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.folder.glob("node*.log")))
+def test_two_nodes_of_two_ranks_and_one_that_comes_back(tmp_path: Path) -> None:
+    run_dir, options = tmp_path / "run", held_job(tmp_path)
+    with Lab(2) as lab:
+        jobs = type_in(lab, "2", options, tmp_path, "-g", "2")
+        wait_for_three_steps(run_dir, 4)
+        lab.kill_node(1)
+        lab.start_node(1)
+        # the same address as the dead agent, and most likely the same pid
+        jobs[1] = lab.launch(1, "2", tmp_path / "node1.log", "-g", "2", "--", *options)
+        wait_for_ranks(run_dir, 4, attempts=1)
+        (tmp_path / "hold").unlink()
+        for node in lab.nodes:
+            ended(jobs[node], tmp_path / f"node{node}.log")
+        assert lab.commands(0) == lab.commands(1) == []
+    assert set(read(run_dir)["world_sizes"]) == {4}
 
 
-def environment() -> dict[str, str]:
-    """What a user has who has set nothing: the tests may themselves run under torchrun's or CI's variables."""
-    unset = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
-    return {**{k: v for k, v in os.environ.items() if k not in unset}, "CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    labs = []
-
-    def start_job(nodes: int, *options: str) -> Job:
-        labs.append(Lab(nodes).__enter__())
-        job = Job(labs[-1], tmp_path, *options)
-        for node in labs[-1].nodes:
-            job.start(node)
-        return job
-
-    yield start_job
-    for lab in labs:
-        lab.close()
-
-
-def test_two_nodes_of_two_ranks_and_one_that_comes_back(start: Callable[..., Job]) -> None:
-    job = start(2, "-n", "2", "-g", "2")
-    job.wait_for(4)
-    facts = job.facts()
-    assert [f["host"] for f in facts] == [job.lab.hostname(n) for n in (0, 0, 1, 1)]
-    assert {f["MASTER_ADDR"] for f in facts} == {job.lab.address(0)}
-    assert {f["GLOO_SOCKET_IFNAME"] for f in facts} == {"eth0"}
-    assert {f["TORCHELASTIC_RUN_ID"] for f in facts} == {"evenkeel-29500"}
-
-    job.lab.kill_node(1)
-    job.lab.start_node(1)
-    job.start(1)  # the same address as the dead agent, and most likely the same pid
-    print(f"\nreturn to a job of fixed size: {job.wait_for(4)}")
-    assert job.finish() == {0: 0, 1: 0}, job.logs()
-    assert job.lab.commands(0) == job.lab.commands(1) == []
-
-
-def test_three_nodes_lose_one_go_on_and_take_it_back(start: Callable[..., Job]) -> None:
-    job = start(3, "-n", "1:3", "-g", "1")
-    job.wait_for(3)
-
-    job.lab.kill_node(1)
-    loss = job.wait_for(2)
-    print(f"\nloss of a node: {loss}")
-    assert loss.started < SOON, job.logs()
-
-    job.lab.start_node(1)
-    job.start(1)
-    print(f"its return: {job.wait_for(3)}")
-
-    job.lab.signal(job.launchers[2], signal.SIGTERM)
-    leave = job.wait_for(2)
-    print(f"SIGTERM to a node: {leave}")
-    assert leave.started < SOON, job.logs()
-    assert job.launchers.pop(2).wait(timeout=LIMIT) == 75, "stopped because it was asked to"
-    assert job.lab.commands(2) == []
-
-    assert job.finish() == {0: 0, 1: 0}, job.logs()
+def test_three_nodes_lose_one_go_on_and_take_it_back(tmp_path: Path) -> None:
+    run_dir, options = tmp_path / "run", held_job(tmp_path)
+    with Lab(3) as lab:
+        jobs = type_in(lab, "1:3", options, tmp_path)
+        wait_for_three_steps(run_dir, 3)
+        for what in ("kill -9", "SIGTERM"):
+            before, begun = len(starts(run_dir)), time.time()
+            if what == "kill -9":
+                lab.kill_node(1)
+            else:
+                lab.signal(jobs[2], signal.SIGTERM)
+            wait_for_ranks(run_dir, 2, before)
+            took = records(run_dir, "start")[before]["time"] - begun
+            print(f"ranks start {took:.1f} s after {what} of a node")
+            assert took < SOON, (tmp_path / "node0.log").read_text()
+            if what == "kill -9":
+                before = len(starts(run_dir))
+                lab.start_node(1)
+                jobs[1] = lab.launch(1, "1:3", tmp_path / "node1.log", "--", *options)
+                wait_for_ranks(run_dir, 3, before)
+        assert jobs.pop(2).wait(timeout=LIMIT) == 75, "stopped because it was asked to"
+        assert lab.commands(2) == []
+        (tmp_path / "hold").unlink()
+        for node, process in enumerate(jobs):
+            ended(process, tmp_path / f"node{node}.log")

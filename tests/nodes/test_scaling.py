@@ -17,21 +17,11 @@ from tests.support.processes import LIMIT, ROOT, environment
 def test_one_node_and_two(tmp_path: Path) -> None:
     """The table is on node 0, although torchrun would give rank 0 to the other, whose address sorts first."""
     scaling = ["-m", "evenkeel", "scaling", "-n", "1,2", "-g", "1", "--steps", "24", "--rounds", "1", "--json"]
-    env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    env, batch = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}), ["--batch-size", "16"]
     with Lab(2) as lab:
         jobs = []
         for rank, node in enumerate((1, 0)):
-            command = [
-                sys.executable,
-                *scaling,
-                "-nr",
-                str(rank),
-                "--master",
-                lab.address(1),
-                "--",
-                "--batch-size",
-                "16",
-            ]
+            command = [sys.executable, *scaling, "-nr", str(rank), "--master", lab.address(1), "--", *batch]
             with (tmp_path / f"{rank}.out").open("w") as out, (tmp_path / f"{rank}.err").open("w") as err:
                 jobs.append(lab.popen(node, command, cwd=ROOT, env=env, stdout=out, stderr=err))
         codes = [job.wait(timeout=4 * LIMIT) for job in jobs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -11,25 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.nodes import Lab
-from tests.support.processes import LIMIT, ROOT, environment, read, records, wait_until
+from tests.support.processes import LIMIT, read, records, wait_until
 from tests.support.readme import blocks
-from tests.support.small_runs import PLAN, SAMPLES, job
+from tests.support.small_runs import PLAN, SAMPLES, job, steps_of, wait_for_start
 
 
-def start(lab: Lab, node: int, command: list[str], log: Path) -> subprocess.Popen[Any]:
-    """Start a launcher of this checkout on a node."""
-    env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
-    with log.open("w") as out:
-        return lab.popen(node, command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+def type_in(lab: Lab, nodes: str, options: list[str], folder: Path, *more: str) -> list[subprocess.Popen[Any]]:
+    """Start the launcher on all nodes of the lab: `nodes` is N or MIN:MAX, `more` are other options of it."""
+    return [lab.launch(node, nodes, folder / f"node{node}.log", *more, "--", *options) for node in lab.nodes]
 
 
-def type_in(lab: Lab, node: int, nodes: str, options: list[str], log: Path) -> subprocess.Popen[Any]:
-    """Start the launcher on a node: N or MIN:MAX nodes of one rank each."""
-    head = [sys.executable, "launch/multi_node.py", "-n", nodes, "-g", "1", "-nr", str(node)]
-    return start(lab, node, [*head, "--master", lab.address(0), "--", *options], log)
+def ended(job: subprocess.Popen[Any], log: Path) -> None:
+    """Wait for the good end of a launcher."""
+    assert job.wait(timeout=LIMIT) == 0, log.read_text()
 
 
-def wait_for_three_steps(run_dir: Path, world_size: int, log: Path) -> None:
+def wait_for_three_steps(run_dir: Path, world_size: int) -> None:
     """Until so many ranks have done three steps. A slow node joins later, and the ranks start again with it."""
 
     def done() -> bool:
@@ -39,10 +35,8 @@ def wait_for_three_steps(run_dir: Path, world_size: int, log: Path) -> None:
         together = bool(starts) and starts[-1]["world_size"] == world_size
         return together and len([step for step in steps if step["time"] > starts[-1]["time"]]) >= 3
 
-    try:
-        wait_until(done, f"three steps on {world_size} nodes")
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{log.read_text()}") from None
+    log = run_dir.parent / "node0.log"
+    wait_until(done, f"three steps on {world_size} nodes", more=log.read_text)
 
 
 def assert_no_step_was_lost(run_dir: Path) -> None:
@@ -60,68 +54,64 @@ def test_the_two_lines_of_the_readme_train_the_digits(tmp_path: Path) -> None:
     lines = block.splitlines()
     assert len(lines) == 2
     with Lab(2) as lab:
-        jobs = []
-        for node, line in enumerate(lines):
-            words = shlex.split(line.replace("node0", lab.address(0)).replace("runs/two-nodes", str(tmp_path / "run")))
-            command = [sys.executable, *words]
-            jobs.append(start(lab, node, command, tmp_path / f"node{node}.log"))
-        for node, process in enumerate(jobs):
-            assert process.wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
+        typed = block.replace("node0", lab.address(0)).replace("runs/two-nodes", str(tmp_path / "run")).splitlines()
+        logs = [tmp_path / f"node{node}.log" for node in lab.nodes]
+        jobs = [lab.start(node, [sys.executable, *shlex.split(typed[node])], logs[node]) for node in lab.nodes]
+        for job, log in zip(jobs, logs, strict=True):
+            ended(job, log)
     assert read(tmp_path / "run")["world_sizes"] == [4]
     assert read(tmp_path / "run")["samples_seen"] == 2 * 1437
+
+
+RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
+ALL_STEPS = list(range(1, PLAN.total_steps + 1))
 
 
 def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None:
     """Three nodes; one that does not hold rank 0 dies by kill -9. The others go on at the exact next step."""
     run_dir = tmp_path / "run"
-    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000)
     with Lab(3) as lab:
-        jobs = [type_in(lab, node, "1:3", options, tmp_path / f"node{node}.log") for node in lab.nodes]
-        wait_for_three_steps(run_dir, 3, tmp_path / "node0.log")
+        jobs = type_in(lab, "1:3", job(run_dir, "--pause", 0.1, *RARE), tmp_path)
+        wait_for_three_steps(run_dir, 3)
         lab.kill_node(2)
         for node in (0, 1):
-            assert jobs[node].wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
-    starts = records(run_dir, "start")
-    failure = records(run_dir, "failure")[-1]
+            ended(jobs[node], tmp_path / f"node{node}.log")
+    starts, failure = records(run_dir, "start"), records(run_dir, "failure")[-1]
     assert starts[-1]["world_size"] == 2
     assert_no_step_was_lost(run_dir)  # though there was no checkpoint
     print(f"continued {starts[-1]['time'] - failure['time']:.1f} s after the loss, at step {failure['step']}")
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
-    steps = [record["step"] for record in records(run_dir, "train")]
-    assert steps == list(range(1, PLAN.total_steps + 1)), "no step is done twice"
+    assert steps_of(run_dir) == ALL_STEPS, "no step is done twice"
 
 
 def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
     run_dir, hold = tmp_path / "run", tmp_path / "hold"
-    hold.touch()
-    slowly = ["--pause", 1, "--hold", hold]  # on a busy machine the second node takes half a minute to start
-    options = job(run_dir, *slowly, "--checkpoint-every", 0, "--eval-every", 1000)
+    hold.touch()  # slowly: on a busy machine the second node takes half a minute to start
+    words = ["--", *job(run_dir, "--pause", 1, "--hold", hold, *RARE)]
     with Lab(2) as lab:
-        jobs = [type_in(lab, 0, "1:2", options, tmp_path / "node0.log")]
-        wait_for_three_steps(run_dir, 1, tmp_path / "node0.log")
-        jobs.append(type_in(lab, 1, "1:2", options, tmp_path / "node1.log"))
-        wait_until(lambda: len(records(run_dir, "start")) == 2, "the second node")
+        jobs = [lab.launch(0, "1:2", tmp_path / "node0.log", *words)]
+        wait_for_three_steps(run_dir, 1)
+        jobs.append(lab.launch(1, "1:2", tmp_path / "node1.log", *words))
+        wait_for_start(run_dir, 2)
         hold.unlink()
         for node in lab.nodes:
-            assert jobs[node].wait(timeout=LIMIT) == 0, (tmp_path / f"node{node}.log").read_text()
+            ended(jobs[node], tmp_path / f"node{node}.log")
     assert read(run_dir)["world_sizes"] == [1, 2]
     (stop,), (_, again) = records(run_dir, "stop"), records(run_dir, "start")
     assert again["step"] == stop["step"]
     print(f"continued {again['time'] - stop['time']:.1f} s after the second node had joined, at step {stop['step']}")
-    steps = [record["step"] for record in records(run_dir, "train")]
-    assert steps == list(range(1, PLAN.total_steps + 1)), "no step is lost or done twice"
+    assert steps_of(run_dir) == ALL_STEPS, "no step is lost or done twice"
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
 
 
 def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) -> None:
     """No connection is reset, so that nothing fails: only the watch for hangs notices."""
     run_dir = tmp_path / "run"
-    options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--eval-every", 1000, "--hang-timeout", 6)
     with Lab(2) as lab:
-        jobs = [type_in(lab, node, "1:2", options, tmp_path / f"node{node}.log") for node in lab.nodes]
-        wait_for_three_steps(run_dir, 2, tmp_path / "node0.log")
+        jobs = type_in(lab, "1:2", job(run_dir, "--pause", 0.1, *RARE, "--hang-timeout", 6), tmp_path)
+        wait_for_three_steps(run_dir, 2)
         lab.unplug(1)
-        assert jobs[0].wait(timeout=LIMIT) == 0, (tmp_path / "node0.log").read_text()
+        ended(jobs[0], tmp_path / "node0.log")
     told = (tmp_path / "node0.log").read_text()
     assert "no progress for 6 s: rank 1 does not answer any more, last seen in" in told
     starts, failure = records(run_dir, "start"), records(run_dir, "failure")[-1]
@@ -138,19 +128,15 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    options = job(run_dir, "--pause", 0.15, "--eval-every", 1000)
+    options = job(run_dir, "--pause", 0.15, "--eval-every", 1000, "--checkpoint-every")
     with Lab(2) as lab:
-
-        def type_all(log: str, checkpoint_every: str) -> list[subprocess.Popen[Any]]:
-            typed = [*options, "--checkpoint-every", checkpoint_every]
-            return [type_in(lab, node, "2", typed, tmp_path / f"{log}{node}") for node in lab.nodes]
 
         def on_disk(node: int, name: str) -> str:
             return lab.run(node, ["bash", "-c", f"cat {run_dir}/{name} 2>/dev/null || true"])
 
         for node in lab.nodes:
             lab.run(node, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        jobs = type_all("first", "0")
+        jobs = type_in(lab, "2", [*options, "0"], tmp_path)
         wait_until(lambda: on_disk(0, "metrics.jsonl").count('"train"') >= 3, "three steps")
         lab.kill_node(0)
         assert jobs[1].wait(timeout=LIMIT) != 0
@@ -159,9 +145,8 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
 
         lab.start_node(0)
         lab.run(0, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        jobs = type_all("second", "5")
-        for node, process in enumerate(jobs):
-            assert process.wait(timeout=LIMIT) == 0, (tmp_path / f"second{node}").read_text()
+        for node, process in enumerate(type_in(lab, "2", [*options, "5"], tmp_path)):
+            ended(process, tmp_path / f"node{node}.log")
         begun = json.loads(next(line for line in on_disk(0, "metrics.jsonl").splitlines() if '"start"' in line))
         assert begun["step"] >= 3
         assert begun["attempt"] == 2, "the survivor also knew the run's history"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.processes.test_examples import kill
 from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, read, records
@@ -45,30 +45,13 @@ def weights(run_dir: Path) -> dict[str, Tensor]:
     return found
 
 
-def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
-    return {name for name in before if not torch.equal(before[name], after[name])}
-
-
-def test_lora_learns_its_adapters_and_the_last_layer_and_the_file_is_pefts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for steps in (1, 3):
-        finish_all(fork_ranks(2, *job(BERT, tmp_path / f"lora-{steps}", steps, *LORA)))
-        finish_all(fork_ranks(0, *job(BERT, tmp_path / f"all-{steps}", steps)))
-    learned = changed(weights(tmp_path / "lora-1"), weights(tmp_path / "lora-3"))
-    assert learned
-    assert all("lora_" in name or "classifier.modules_to_save" in name for name in learned), learned
-    everything = changed(weights(tmp_path / "all-1"), weights(tmp_path / "all-3"))
-    assert any("embeddings" in name for name in everything), "the control: without LoRA all weights learn"
-
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    from bert_of_transformers import Bert, words
-
-    network: nn.Module = Bert(lora=4).model().eval()
-    network.load_state_dict(weights(tmp_path / "lora-3"))
-    images, _ = words(train=False).tensors
-    with torch.no_grad():
-        adapted = network(input_ids=images[:8]).logits
-        merged = network.merge_and_unload()(input_ids=images[:8]).logits  # type: ignore[operator]
-    torch.testing.assert_close(merged, adapted)
-    network.save_pretrained  # noqa: B018  (peft's own way out is there as well)
+def test_lora_learns_its_adapters_and_the_last_layer_alone(tmp_path: Path) -> None:
+    learned = {}
+    for name, more in (("lora", LORA), ("all", [])):
+        for steps in (1, 3):
+            finish_all(fork_ranks(2, *job(BERT, tmp_path / f"{name}-{steps}", steps, *more)))
+        before, after = (weights(tmp_path / f"{name}-{steps}") for steps in (1, 3))
+        learned[name] = {key for key in before if not torch.equal(before[key], after[key])}
+    assert learned["lora"]
+    assert all("lora_" in key or "classifier.modules_to_save" in key for key in learned["lora"]), learned["lora"]
+    assert any("embeddings" in key for key in learned["all"]), "the control: without LoRA all weights learn"

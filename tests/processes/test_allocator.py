@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.support.processes import run
 
 STEPS = """
 import resource, sys, torch
@@ -29,10 +30,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
 
 def steps(side: str, **environment: str) -> list[str]:
     """What the program prints, the page faults of a step last."""
-    command = [sys.executable, "-c", STEPS, side]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    clean = [f"--unset={name}" for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]
+    own = [f"{name}={value}" for name, value in environment.items()]
+    return run(["env", *clean, *own, sys.executable, "-c", STEPS, side]).stdout.split()
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(os, "confstr"), reason="needs glibc")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import time
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from evenkeel.cli.chaos.faults import schedule
-from tests.support import processes
 from tests.support.chaos import (
     chaos,
     faults_in,
@@ -23,8 +22,20 @@ from tests.support.chaos import (
     wait_for_fault,
     wait_until_nothing_runs,
 )
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run, start, wait_until
-from tests.support.small_runs import PLAN, SAMPLES, job
+from tests.support.processes import (
+    TRAIN,
+    checked,
+    finish,
+    finish_all,
+    fork_ranks,
+    read,
+    records,
+    run,
+    start,
+    stop,
+    wait_until,
+)
+from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +43,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     """sha256 of the weights of an undisturbed run on two ranks."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     finish_all(fork_ranks(2, TRAIN, *job(run_dir)))
-    return str(read(run_dir)["weights_sha256"])
+    return weights_of(run_dir)
 
 
 def test_a_few_faults_of_all_kinds_change_no_bit_and_leave_no_process(tmp_path: Path, weights: str) -> None:
@@ -46,18 +57,20 @@ def test_a_few_faults_of_all_kinds_change_no_bit_and_leave_no_process(tmp_path: 
     assert {kind for kind, _ in printed} == set(kinds)
     assert all(re.search(r", at step \d+$", whom) for _, whom in printed), printed
     assert not any("missed" in whom for _, whom in printed)
-    assert read(run_dir)["weights_sha256"] == weights
+    assert weights_of(run_dir) == weights
     assert still_running(run_dir) == []
-
-    assert reported(done.stdout, "run") == "finished"
+    steps = [record["step"] for record in records(run_dir, "train")]
+    for name, value in {
+        "run": "finished",
+        "steps done": f"{PLAN.total_steps} of {PLAN.total_steps}",
+        "samples": f"{PLAN.epochs * SAMPLES} seen, {PLAN.epochs * SAMPLES} expected",
+        "goodput": f"{read(run_dir)['goodput']:.1%}",
+        "weights": f"sha256 {weights}",
+        "lost, done again": str(len(steps) - len(set(steps))),
+    }.items():
+        assert reported(done.stdout, name) == value
     assert reported(done.stdout, "faults").startswith("5: ")
-    assert reported(done.stdout, "steps done") == f"{PLAN.total_steps} of {PLAN.total_steps}"
-    assert reported(done.stdout, "samples") == f"{PLAN.epochs * SAMPLES} seen, {PLAN.epochs * SAMPLES} expected"
-    assert reported(done.stdout, "goodput") == f"{read(run_dir)['goodput']:.1%}"
     assert "dead" in reported(done.stdout, "seconds")
-    assert reported(done.stdout, "weights") == f"sha256 {weights}"
-    again = len(records(run_dir, "train")) - len({record["step"] for record in records(run_dir, "train")})
-    assert reported(done.stdout, "lost, done again") == str(again)
     assert "starting it again" in done.stdout, "a killed agent ends the command"
 
 
@@ -70,7 +83,7 @@ def test_a_frozen_rank_is_noticed_and_replaced(tmp_path: Path, weights: str) -> 
     assert reported(done.stdout, "lost, done again") == "0"
     assert float(re.findall(r"[\d.]+", reported(done.stdout, "fault to step"))[0]) > 5
     assert len(records(run_dir, "start")) == 2
-    assert read(run_dir)["weights_sha256"] == weights
+    assert weights_of(run_dir) == weights
     assert still_running(run_dir) == []
 
 
@@ -79,36 +92,22 @@ def test_ctrl_c_stops_the_job_with_its_last_step_and_takes_a_frozen_rank_along(t
     options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0)
     process = start(chaos("--kill-every 2s --count 1 --faults stop", *launcher("--", *options)))
     wait_for_fault(process, "stop")
-    begun = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    done = processes.finish(process)
-    print(f"ended {time.monotonic() - begun:.1f} s after Ctrl-C")
-    assert done.returncode == 130, done.stderr
+    stop(process, signal.SIGINT, 130)
     assert still_running(run_dir) == []
-    told = records(run_dir, "train")[-1]["step"]
-    assert max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")) >= told
+    assert saved_step(run_dir) >= told_step(run_dir)
 
 
-def test_the_disk_is_full_for_a_while_and_ctrl_c_gives_it_back(small_disk: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_the_end_of_chaos_ends_the_job_and_gives_the_disk_back(
+    small_disk: Path, number: signal.Signals, code: int
+) -> None:
     run_dir = small_disk / "run"
     process = start(chaos("--kill-every 2s --faults fill", *two_ranks(*job(run_dir, "--pause", 0.1))))
     wait_for_fault(process, "fill")
     wait_until(lambda: not free(small_disk), "the disk is full")
-    process.send_signal(signal.SIGINT)
-    done = processes.finish(process)
-    assert done.returncode == 130, done.stderr
-    assert free(small_disk) > 6 << 20
-    assert read(run_dir, "status.json")["state"] == "stopped"
-    assert still_running(run_dir) == []
-
-
-def test_kill_9_of_chaos_ends_the_job_and_gives_the_disk_back(small_disk: Path) -> None:
-    run_dir = small_disk / "run"
-    process = start(chaos("--kill-every 2s --faults fill", *two_ranks(*job(run_dir, "--pause", 0.1))))
-    wait_for_fault(process, "fill")
-    process.kill()
+    os.kill(process.pid, number)
     wait_until_nothing_runs(run_dir)
-    processes.finish(process)
+    checked(finish(process), code)
     assert free(small_disk) > 6 << 20
     assert read(run_dir, "status.json")["state"] == "stopped"
 
@@ -125,15 +124,11 @@ def test_a_full_disk_and_then_a_stop_on_request(small_disk: Path) -> None:
     assert free(small_disk) > 6 << 20
 
 
-def test_a_command_that_never_does_a_step_is_given_up(tmp_path: Path) -> None:
+def test_a_command_that_never_does_a_step_is_given_up_and_a_refused_one_is_not_tried_again(tmp_path: Path) -> None:
     done = run(chaos("--kill-every 1s", "false", "--run-dir", tmp_path / "run"), expect=1)
     assert done.stdout.count("starting it again") == 2
     assert "the command ended 3 times in a row without a step, last with 1" in done.stdout
     assert reported(done.stdout, "run") == "never started"
-
-
-def test_a_refused_command_is_not_tried_again(tmp_path: Path) -> None:
-    command = launcher("--", "--run-dir", tmp_path / "run", "--lr", -1)
-    done = run(chaos("--kill-every 1s", *command), expect=1)
+    done = run(chaos("--kill-every 1s", *launcher("--", "--run-dir", tmp_path / "run", "--lr", -1)), expect=1)
     assert done.stderr.count("evenkeel: --lr") == 1
     assert "the command was refused" in done.stdout

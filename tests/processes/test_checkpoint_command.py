@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import torch
@@ -10,18 +9,15 @@ import torch
 from evenkeel.run.checkpoint import load, step_folders
 from evenkeel.training.state import sha256
 from tests.cli.test_checkpoint import checkpoint
-from tests.support.processes import TRAIN, finish, fork, read, run_forked
-from tests.support.small_runs import job, wait_for_step
+from tests.support.processes import TRAIN, fork, run_forked
+from tests.support.small_runs import job, stop_at, weights_of
 
 
 def test_a_real_run_that_was_stopped_and_has_finished(tmp_path: Path) -> None:
     """Its stop is a snapshot, its end a checkpoint, and what is exported is what it says it has trained."""
     run_dir, model = tmp_path / "run", tmp_path / "model.pt"
     command = [TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.05, "--keep", 5)]
-    process = fork(*command)
-    wait_for_step(run_dir, 3, process)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
+    stop_at(run_dir, 3, fork(*command))
     (line,) = checkpoint("list", run_dir).stdout.splitlines()[1:]
     assert line.split()[1] == "snapshot"
     run_forked(*command)
@@ -29,7 +25,6 @@ def test_a_real_run_that_was_stopped_and_has_finished(tmp_path: Path) -> None:
     checkpoint("verify", run_dir)
     assert "optimizers: 12 tensors, " in checkpoint("inspect", run_dir).stdout
     done = checkpoint("export", run_dir, "-o", model)
-    fingerprint = read(run_dir)["weights_sha256"]
-    assert done.stdout.split()[-1] == fingerprint
-    assert sha256(torch.load(model, weights_only=True)) == fingerprint
+    fingerprint = weights_of(run_dir)
+    assert done.stdout.split()[-1] == fingerprint == sha256(torch.load(model, weights_only=True))
     assert sha256(load(step_folders(run_dir / "checkpoints")[0])["model"]) != fingerprint, "the control"

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from evenkeel.common.processes import stat
-from tests.support.processes import (
-    LIMIT,
-    TRAIN,
-    finish,
-    run,
-    start,
-    torchrun,
-    wait_until_gone,
-)
+from evenkeel.common.processes import REFUSAL, stat
+from tests.support.processes import LIMIT, TRAIN, finish, run, start, torchrun, wait_until_gone
 from tests.support.refusals import NONSENSE, REFUSER
 from tests.tasks.test_command_line import (
     folder,  # noqa: F401  (a fixture)
@@ -27,13 +18,18 @@ from tests.tasks.test_command_line import (
 )
 
 
-@pytest.mark.parametrize("refusing", ["01", "1"])
-def test_no_worker_is_left_of_a_refusal_whoever_refuses(tmp_path: Path, refusing: str) -> None:
+@pytest.mark.parametrize(
+    ("refusing", "more", "code"), [("01", [], -REFUSAL), ("1", [], -REFUSAL), ("01", ["--tee=3"], 1)]
+)
+def test_no_worker_is_left_of_a_refusal_whoever_refuses(
+    tmp_path: Path, refusing: str, more: list[str], code: int
+) -> None:
+    """And its line comes once, also through a torchrun that keeps stderr."""
     (tmp_path / "job.py").write_text(REFUSER)
     (out := tmp_path / "out").mkdir()
-    job = torchrun(2, tmp_path / "job.py", refusing, restarts=3)
-    done = run(job, env={"OUT": str(out)}, expect=-signal.SIGALRM)
-    assert (done.stdout, done.stderr) == ("", "evenkeel: no\n")
+    done = run(torchrun(2, *more, tmp_path / "job.py", refusing, restarts=3), env={"OUT": str(out)}, expect=code)
+    assert done.stderr.count("evenkeel: no\n") == 1
+    assert more or (done.stdout, done.stderr) == ("", "evenkeel: no\n")
     wait_until_gone(once(out), limit=5)
 
 
@@ -43,19 +39,11 @@ def test_a_refusal_spares_what_the_shell_before_torchrun_has_started(tmp_path: P
     process = start(["sh", "-c", 'sleep 60 > /dev/null 2>&1 & echo $!; exec "$@"', "sh", *job])
     assert process.stdout
     monitor = int(process.stdout.readline())
-    assert process.wait(LIMIT) == -signal.SIGALRM
+    assert process.wait(LIMIT) == -REFUSAL
     found = stat(monitor)
-    assert found
+    assert found is not None
     assert found.state != "Z"
     assert finish(process).stderr == NONSENSE
-
-
-def test_stderr_that_torchrun_keeps_is_shown_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(REFUSER)
-    (out := tmp_path / "out").mkdir()
-    done = run(torchrun(2, "--tee=3", tmp_path / "job.py", "01", restarts=3), env={"OUT": str(out)}, expect=1)
-    assert done.stderr.count("evenkeel: no\n") == 1
-    assert once(out)
 
 
 def test_real_help(tmp_path: Path) -> None:

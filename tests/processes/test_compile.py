@@ -15,11 +15,9 @@ import torch
 from evenkeel.run.checkpoint import Checkpoints
 from tests.support.processes import (
     TRAIN,
-    checked,
     finish,
     finish_all,
     fork_ranks,
-    read,
     records,
     run,
     run_forked,
@@ -27,11 +25,16 @@ from tests.support.processes import (
     torchrun,
     wait_until,
 )
-from tests.support.small_runs import job, kill_workers_and_agent, odd_job, saved_step, wait_for_step
-from tests.training.test_compilation import code  # noqa: F401  (a fixture)
-
-TAIL = 9
-"""The step of the recording task's epoch with fewer samples."""
+from tests.support.small_runs import (
+    job,
+    kill_workers_and_agent,
+    odd_job,
+    saved_step,
+    stop_at,
+    the_line,
+    wait_for_step,
+    weights_of,
+)
 
 
 def compilers(folder: Path, pause: int = 0) -> dict[str, str]:
@@ -54,10 +57,10 @@ def compiled_files(folder: Path) -> int:
 def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_nothing_is_compiled_twice(
     tmp_path: Path,
 ) -> None:
-    """kill -9 just before the short step on 2 ranks, SIGTERM on 1, the rest on 2; a node of its own for each."""
+    """kill -9 just before the short step 9 on 2 ranks, SIGTERM on 1, the rest on 2; a node of its own for each."""
     tree = ["--reduce", "tree", "--checkpoint-every", 2, "--ema", 0.9]
-    finish_all(fork_ranks(1, TRAIN, *job(tmp_path / "undisturbed", *tree, "--compile")))
-    finish_all(fork_ranks(1, TRAIN, *job(tmp_path / "eager", *tree)))
+    for name, more in (("undisturbed", ["--compile"]), ("eager", [])):
+        finish_all(fork_ranks(1, TRAIN, *job(tmp_path / name, *tree, *more)))
 
     run_dir, nodes = tmp_path / "run", [tmp_path / f"node-{i}" for i in range(3)]
     options = job(run_dir, *tree, "--compile", "--pause", 0.2)
@@ -66,82 +69,50 @@ def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_
 
     slow = ["--hang-timeout", "12"]  # the four compilations with which inductor begins take longer, and are no hang
     process = start(torchrun(2, TRAIN, *options, *slow), env=compilers(nodes[0], pause=4))
-    wait_for_step(run_dir, TAIL - 1, process)
-    wait_until(lambda: saved_step(run_dir) >= TAIL - 3, "a checkpoint")
+    wait_for_step(run_dir, 8, process)
+    wait_until(lambda: saved_step(run_dir) >= 6, "a checkpoint")
     kill_workers_and_agent(process)
     assert compiled_files(nodes[0]) > 0, "the control: the first start calls the compiler"
 
-    process = start([sys.executable, str(TRAIN), *options], env=compilers(nodes[1]))
-    wait_for_step(run_dir, TAIL + 2, process)
-    process.send_signal(signal.SIGTERM)
-    checked(finish(process), 75)
-
-    checked(finish(start(torchrun(2, TRAIN, *options), env=compilers(nodes[2]))), 0)
+    process = start([sys.executable, TRAIN, *options], env=compilers(nodes[1]))
+    stop_at(run_dir, 11, process, expect=75)
+    run(torchrun(2, TRAIN, *options), env=compilers(nodes[2]))
     assert compiled_files(nodes[2]) == 0
     last = records(run_dir, "compile")[-1]
-    assert last["misses"] == 0
-    assert last["hits"] > 0
+    assert last["misses"] == 0 < last["hits"]
 
-    sha256 = {name: read(tmp_path / name)["weights_sha256"] for name in ("undisturbed", "eager", "run")}
-    assert sha256["run"] == sha256["undisturbed"]
-    assert sha256["eager"] != sha256["undisturbed"], "the control: compiled code is another one"
-    exported = torch.load(run_dir / "model.pt", weights_only=True)
-    assert list(exported) == list(torch.load(tmp_path / "eager" / "model.pt", weights_only=True))
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
+    assert weights_of(tmp_path / "eager") != weights_of(run_dir), "the control: compiled code is another one"
+    names = [list(torch.load(path / "model.pt", weights_only=True)) for path in (run_dir, tmp_path / "eager")]
+    assert names[0] == names[1]
     assert not list((nodes[2] / "tmp" / f"evenkeel-{os.geteuid()}").iterdir()), "a finished run leaves nothing there"
 
 
 def test_without_a_compiler_it_is_refused_in_one_line(tmp_path: Path) -> None:
-    options = [sys.executable, str(TRAIN), *job(tmp_path / "run"), "--compile"]
+    options = [sys.executable, TRAIN, *job(tmp_path / "run"), "--compile"]
     done = run(options, env={"PATH": str(tmp_path), "CXX": "g++"}, expect=2)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("evenkeel: --compile: needs a C++ compiler on a CPU and there is none on PATH; install g++")
+    line = "--compile: needs a C++ compiler on a CPU and there is none on PATH; install g++"
+    assert the_line(done.stderr).startswith(line)
     assert not (tmp_path / "run").exists()
 
 
-SHAPES = """
-import sys, torch
-from torch import nn
-from evenkeel.training.compilation import compile_networks
-from torch._dynamo.utils import counters
-model = nn.Linear(4, 2)
-if sys.argv[1] == "ours":
-    compile_networks(model, torch.device("cpu"), exact=True, whole=True)
-else:
-    model.compile()
-with torch.no_grad():
-    for samples in (8, 6, 5, 7):
-        model(torch.zeros(samples, 4))
-print(counters["stats"]["unique_graphs"])
-"""
-
-
-@pytest.mark.parametrize(("whose", "graphs"), [("ours", "4"), ("control: torch's default", "2")])
-def test_each_shape_has_its_own_graph(whose: str, graphs: str) -> None:
-    assert run([sys.executable, "-c", SHAPES, whose]).stdout.split() == [graphs]
-
-
 def test_channels_last_killed_and_resumed_on_other_numbers_of_ranks_the_bits_are_the_same(tmp_path: Path) -> None:
-    def options(run_dir: str, *more: object) -> list[object]:
-        data = ["--dataset", "fake", "--fake-samples", 100, "--image-size", 8, "--width", 8]
-        cut = ["--batch-size", 16, "--micro-batch", 4, "--epochs", 4, "--reduce", "tree", "--ema", 0.9]
-        told = ["--log-every", 1, "--checkpoint-every", 3, "--wandb", "disabled"]
-        return ["--run-dir", tmp_path / run_dir, *data, *cut, *told, *more]
-
-    for run_dir, more in ("usual", []), ("undisturbed", ["--channels-last"]):
-        finish_all(fork_ranks(1, TRAIN, *options(run_dir, *more)))
-    disturbed = options("run", "--channels-last")
+    data = ["--dataset", "fake", "--fake-samples", 100, "--image-size", 8, "--width", 8]
+    cut = ["--batch-size", 16, "--micro-batch", 4, "--epochs", 4, "--reduce", "tree", "--ema", 0.9]
+    command = [TRAIN, *data, *cut, "--log-every", 1, "--checkpoint-every", 3, "--wandb", "disabled", "--channels-last"]
+    run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    finish_all(fork_ranks(1, *command, "--run-dir", undisturbed))
     for ranks, number in ((2, signal.SIGKILL), (0, signal.SIGTERM), (4, signal.SIGKILL)):
-        before = saved_step(tmp_path / "run") if (tmp_path / "run").exists() else 0
-        processes = fork_ranks(ranks, TRAIN, *disturbed)
-        wait_until(lambda before=before: saved_step(tmp_path / "run") > before, "a checkpoint")  # type: ignore[misc]
+        before = saved_step(run_dir)
+        processes = fork_ranks(ranks, *command, "--run-dir", run_dir)
+        wait_until(lambda before=before: saved_step(run_dir) > before, "a checkpoint")  # type: ignore[misc]
         for process in processes:
             process.send_signal(number)
         for process in processes:
             finish(process)
-    finish_all(fork_ranks(3, TRAIN, *disturbed))
-    sha256 = {name: read(tmp_path / name)["weights_sha256"] for name in ("usual", "undisturbed", "run")}
-    assert sha256["run"] == sha256["undisturbed"]
-    assert all(value.is_contiguous() for value in torch.load(tmp_path / "run" / "model.pt", weights_only=True).values())
+    finish_all(fork_ranks(3, *command, "--run-dir", run_dir))
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert all(value.is_contiguous() for value in torch.load(run_dir / "model.pt", weights_only=True).values())
 
 
 def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that_it_had(tmp_path: Path) -> None:
@@ -168,4 +139,4 @@ def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that
     assert first == second
     for name in ("run", "old"):
         attempt("CompiledByItself", 4, name)
-    assert read(tmp_path / "old")["weights_sha256"] == read(tmp_path / "run")["weights_sha256"]
+    assert weights_of(tmp_path / "old") == weights_of(tmp_path / "run")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,65 +13,10 @@ from evenkeel.launch.agent import KILLED
 from evenkeel.resilience.heartbeat import check
 from evenkeel.resilience.interruption import STOPPED
 from tests.launch.docker.test_container import container
-from tests.support import processes
-from tests.support.processes import read, records
-from tests.support.small_runs import PLAN, job, wait_for_step
+from tests.support.processes import checked, finish, read, stop, wait_beside
+from tests.support.small_runs import PLAN, children, job, saved_step, starts, the_line, wait_for_step
 
 PLAIN = ["--nproc_per_node=2", "train.py"]
-
-
-def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + processes.LIMIT
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def has_begun(process: subprocess.Popen[str]) -> bool:
-    """Whether it has its child, and so keeps signals until it waits for them."""
-    return bool(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-
-
-@pytest.mark.parametrize("form", ["torchrun", "launch"])
-def test_a_stop_is_passed_on_and_the_same_command_continues(tmp_path: Path, form: str) -> None:
-    run_dir = tmp_path / "run"
-    options = job(run_dir, "--pause", 0.05)
-    words = [*PLAIN, *options] if form == "torchrun" else ["launch", "-g", 2, "--", *options]
-    process = container(tmp_path, *words)
-    wait_for_step(run_dir, 3, process)
-    until(lambda: "2 ranks, rank 0 in" in check(tmp_path / "beats")[1], process)
-    process.send_signal(signal.SIGTERM)
-    assert processes.finish(process).returncode == STOPPED
-    stopped = read(run_dir, "status.json")
-    assert stopped["state"] == "stopped"
-    process = container(tmp_path, *words)
-    assert processes.finish(process).returncode == 0
-    assert [record["step"] for record in records(run_dir, "start")] == [0, stopped["step"]]
-    assert read(run_dir)["step"] == PLAN.total_steps
-
-
-def test_a_signal_that_comes_before_anybody_listens_is_not_lost(tmp_path: Path) -> None:
-    process = container(tmp_path, *PLAIN)
-    until(lambda: has_begun(process), process)
-    process.send_signal(signal.SIGTERM)
-    done = processes.finish(process)
-    assert done.returncode == STOPPED
-    assert done.stderr == "evenkeel: stopped by SIGTERM before the job began\n"
-
-
-def test_ranks_that_have_lost_torchrun_may_save_before_the_container_ends(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = container(tmp_path, *PLAIN, *job(run_dir, "--pause", 0.05, "--checkpoint-every", 0))
-    wait_for_step(run_dir, 3, process)
-    (agent,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(agent), signal.SIGKILL)
-    assert processes.finish(process).returncode == KILLED
-    status = read(run_dir, "status.json")
-    assert status["state"] == "stopped"
-    assert (run_dir / "checkpoints" / f"step-{status['step']:08d}").exists() or list(
-        (run_dir / "checkpoints").iterdir()
-    )
 
 
 ORPHAN = """
@@ -91,8 +33,41 @@ while Path("/proc", pid).exists():  # a zombie is still there
 
 def test_orphans_are_buried(tmp_path: Path) -> None:
     (tmp_path / "orphan.py").write_text(ORPHAN)
-    process = container(tmp_path, "--nproc_per_node=1", tmp_path / "orphan.py")
-    assert processes.finish(process).returncode == 0
+    checked(finish(container(tmp_path, "--nproc_per_node=1", tmp_path / "orphan.py")), 0)
+
+
+@pytest.mark.parametrize("form", ["torchrun", "launch"])
+def test_a_stop_is_passed_on_and_the_same_command_continues(tmp_path: Path, form: str) -> None:
+    run_dir = tmp_path / "run"
+    options = job(run_dir, "--pause", 0.05)
+    words = [*PLAIN, *options] if form == "torchrun" else ["launch", "-g", 2, "--", *options]
+    process = container(tmp_path, *words)
+    wait_for_step(run_dir, 3, process)
+    wait_beside(process, lambda: "2 ranks, rank 0 in" in check(tmp_path / "beats")[1], "a beat")
+    stop(process, expect=STOPPED)
+    stopped = read(run_dir, "status.json")
+    assert stopped["state"] == "stopped"
+    checked(finish(container(tmp_path, *words)), 0)
+    assert starts(run_dir) == [0, stopped["step"]]
+    assert read(run_dir)["step"] == PLAN.total_steps
+
+
+def test_a_signal_that_comes_before_anybody_listens_is_not_lost(tmp_path: Path) -> None:
+    process = container(tmp_path, *PLAIN)
+    wait_beside(process, lambda: children(process.pid), "its child")  # it keeps signals until it waits for that
+    done = stop(process, expect=STOPPED)
+    assert done.stderr == "evenkeel: stopped by SIGTERM before the job began\n"
+
+
+def test_ranks_that_have_lost_torchrun_may_save_before_the_container_ends(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = container(tmp_path, *PLAIN, *job(run_dir, "--pause", 0.05, "--checkpoint-every", 0))
+    wait_for_step(run_dir, 3, process)
+    (agent,) = children(process.pid)
+    os.kill(agent, signal.SIGKILL)
+    checked(finish(process), KILLED)
+    assert read(run_dir, "status.json")["state"] == "stopped"
+    assert saved_step(run_dir) >= 3
 
 
 @pytest.mark.parametrize(
@@ -109,14 +84,5 @@ def test_orphans_are_buried(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[object], line: str) -> None:
-    done = processes.finish(container(tmp_path, *arguments))
-    assert done.returncode == REFUSED, done.stderr
-    assert done.stderr.startswith(f"evenkeel: {line}")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_dry_run_starts_nothing_and_needs_no_other_node(tmp_path: Path) -> None:
-    words = ["launch", "-n", 2, "-g", 1, "-nr", 1, "--master", "later.invalid", "--dry-run", "--"]
-    done = processes.finish(container(tmp_path, *words, "--run-dir", tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "run").exists()
+    done = checked(finish(container(tmp_path, *arguments)), REFUSED)
+    assert the_line(done.stderr).startswith(line)

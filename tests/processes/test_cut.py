@@ -16,14 +16,13 @@ from tests.support.processes import (
     finish_all,
     fork,
     fork_ranks,
-    free_port,
     kill_group,
+    rank_variables,
     read,
-    records,
     run_forked,
     wait_until,
 )
-from tests.support.small_runs import job
+from tests.support.small_runs import TASK, job, told_step
 
 
 def untyped(run_dir: Path, *more: object) -> list[str]:
@@ -36,13 +35,10 @@ def untyped(run_dir: Path, *more: object) -> list[str]:
 def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Path) -> None:
     run_dir, pause = tmp_path / "run", ("--pause", 0.05)
 
-    def lines() -> int:
-        return len(records(run_dir, "train")) if (run_dir / "metrics.jsonl").exists() else 0
-
     def stopped_after(ranks: int, steps: int, *more: object) -> str:
-        began = lines()
+        before = told_step(run_dir)
         started = fork_ranks(ranks, TRAIN, *untyped(run_dir, *pause, *more))
-        wait_until(lambda: lines() >= began + steps, "steps")
+        wait_until(lambda: told_step(run_dir) >= before + steps, "steps")
         for process in started:
             process.send_signal(signal.SIGTERM)
         return "".join(finish(process).stderr for process in started)
@@ -54,10 +50,9 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
         assert typed == status["micro_batches"]
         return typed, status["micro_batch"], json.loads(newest.read_text())["fingerprint"]["micro_batch"]
 
-    assert "micro-batches" not in stopped_after(2, 3)
-    assert recorded() == (2, 6, "1/2 of a step")
-    assert "micro-batches" not in stopped_after(1, 2)
-    assert recorded() == (2, 6, "1/2 of a step")
+    for ranks, steps in ((2, 3), (1, 2)):
+        assert "micro-batches" not in stopped_after(ranks, steps)
+        assert recorded() == (2, 6, "1/2 of a step")
 
     strict = stopped_after(3, 2, "--strict-bits")
     assert "1 of 3 ranks have nothing to do" in strict
@@ -66,30 +61,18 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
 
     step = read(run_dir, "status.json")["step"]
     (first, *_) = finish_all(fork_ranks(3, TRAIN, *untyped(run_dir, *pause)))
-    assert (
-        f"from step {step} on micro-batches are of 1/3 of a step instead of 1/2 of a step: the global" in first.stderr
-    )
+    said = f"from step {step} on micro-batches are of 1/3 of a step instead of 1/2 of a step: the global"
+    assert said in first.stderr
     assert "BatchNorm's groups" in first.stderr
     assert "nothing to do" not in first.stderr
     assert recorded() == (3, 4, "1/3 of a step")
     summary = read(run_dir)
-    assert summary["samples_seen"] == 3 * 101
-    assert summary["bits_void_from"] == step
+    assert (summary["samples_seen"], summary["bits_void_from"]) == (3 * 101, step)
 
 
 def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
-    variables = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    started = [
-        fork(
-            TRAIN, *job(tmp_path / "run", "--seed", rank), env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(2)
-    ]
+    variables = rank_variables(2)
+    started = [fork(TRAIN, *job(tmp_path / "run", "--seed", rank), env=variables[rank]) for rank in range(2)]
     refused = checked(finish(started[0]), 2)
     kill_group(started[1])  # which leaves the speaking to the first
     assert "--seed is 0 on rank 0 and 1 on rank 1; type it, and the same on all nodes" in refused.stderr
@@ -97,16 +80,18 @@ def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
 
 def test_plan_prints_the_cut_and_why(tmp_path: Path) -> None:
     pytest.importorskip("evenkeel.cli.plan")
-
-    def plan(*options: object) -> str:
-        task = job(tmp_path / "none")[:2]
-        command = ("-m", "evenkeel", "plan", "-w", 2, "--", *task, "--batch-size", 64, "--run-dir", tmp_path, *options)
-        return run_forked(*command).stdout.splitlines()[0]
-
-    assert "micro-batch 32 (1/2 of a step, so that no rank is idle): " in plan()
-    assert "micro-batch 8 (an eighth of the batch, with --reduce tree on any number of ranks): " in plan(
-        "--reduce", "tree"
-    )
-    assert "micro-batch 20: " in plan("--micro-batch", 20)
-    (tmp_path / "status.json").write_text('{"micro_batch": 16, "micro_batches": 4}')
-    assert f"micro-batch 16 (as the run in {tmp_path} has recorded it): " in plan()
+    recorded = '{"micro_batch": 16, "micro_batches": 4}'
+    for options, status, line in (
+        ([], "", "micro-batch 32 (1/2 of a step, so that no rank is idle): "),
+        (
+            ["--reduce", "tree"],
+            "",
+            "micro-batch 8 (an eighth of the batch, with --reduce tree on any number of ranks): ",
+        ),
+        (["--micro-batch", 20], "", "micro-batch 20: "),
+        ([], recorded, f"micro-batch 16 (as the run in {tmp_path} has recorded it): "),
+    ):
+        if status:
+            (tmp_path / "status.json").write_text(status)
+        task = ["--task", TASK, "--batch-size", 64, "--run-dir", tmp_path]
+        assert line in run_forked("-m", "evenkeel", "plan", "-w", 2, "--", *task, *options).stdout.splitlines()[0]

@@ -69,30 +69,6 @@ def test_it_moves_by_time_and_ends_at_the_full_count(tmp_path: Path) -> None:
     assert re.fullmatch(r"step 10/10 ━{16} finished  test/accuracy \d\.\d{4}  epoch 2/2", lines[-1])
 
 
-def test_what_matters_most_is_shown_however_narrow_the_terminal_is(tmp_path: Path) -> None:
-    """Screens of one run at work. A metric is shown as a whole, or not at all."""
-    options = ["--pause", 0.1, "--log-every", 1, "--max-steps", 400, "--epochs", 20]
-    speed = r"step \d+/400 \S+ (?:training|evaluating 1 of \d+ micro-batches)  ETA 0:0\d:\d\d  [\d,]+ samples/s"
-    screens = {
-        120: r"  train/loss \d\.\d{4}  test/accuracy \d\.\d{4}  epoch \d",
-        100: r"  train/loss \d\.\d{4}  epoch \d",
-        80: r"  train/loss \d\.\d{4}",
-        66: r"(?:  epoch \d)?",
-    }
-    with Terminal(command(tmp_path, *options), columns=120) as terminal:
-        for columns, more in screens.items():
-            terminal.resize(columns)
-            terminal.output = ""
-            terminal.read_until(rf"{speed}{more} *step")  # which the next redraw begins with
-            shown = [line for line in drawn(terminal) if re.fullmatch(speed + more, line)]
-            assert shown
-            assert max(map(len, shown)) <= columns
-            print(columns, shown[-1])
-        terminal.press_ctrl_c()
-        assert terminal.end() == 75
-        assert "…" not in terminal.text
-
-
 @pytest.mark.parametrize(
     ("columns", "shown"),
     [
@@ -113,9 +89,16 @@ def test_facts_that_do_not_fit_are_left_out_as_a_whole(columns: int, shown: str)
     assert re.fullmatch(rf"step 120/4600 +{re.escape(shown)}", line.rstrip())
 
 
-def test_a_stop_shows_at_which_step(tmp_path: Path) -> None:
+def test_a_stop_shows_at_which_step_also_on_a_terminal_that_has_become_narrow(tmp_path: Path) -> None:
     with Terminal(command(tmp_path, "--pause", 0.3), columns=160) as terminal:
         terminal.read_until(r"step 2/460 ")
+        terminal.resize(66)
+        terminal.output = ""
+        terminal.read_until(
+            r"step \d+/460 \S+ training  ETA [\d:]+  [\d,]+ samples/s *step"
+        )  # with which the next begins
+        assert max(map(len, drawn(terminal))) <= 66
+        terminal.resize(160)
         terminal.press_ctrl_c()
         assert terminal.end() == 75
         *_, line, said = drawn(terminal)
@@ -124,12 +107,17 @@ def test_a_stop_shows_at_which_step(tmp_path: Path) -> None:
     assert said.startswith(f"evenkeel: stopped by SIGINT; step {step[1]} is saved")
 
 
-def test_a_refusal_takes_the_line_away(tmp_path: Path) -> None:
+def test_a_refusal_takes_the_line_away_and_a_terminal_that_cannot_draw_gets_lines(tmp_path: Path) -> None:
     with Terminal(command(tmp_path, "--open", 1, "--batch-size", 1438)) as terminal:
         terminal.read_until("starting: data")
         assert terminal.end() == 2
         assert re.search(r"evenkeel: --batch-size 1438: the training data", terminal.text)
         assert "\x1b[1A\x1b[2K" in terminal.output.rpartition("starting: data")[2], "the last line is erased"
+    options = ["--batch-size", 288, "--micro-batches", 2, "--epochs", 1, "--log-every", 2]
+    with Terminal(command(tmp_path, *options), columns=160, env={"TERM": "dumb"}) as terminal:
+        assert terminal.end() == 0
+    assert "starting" not in terminal.output
+    assert re.search(r"^step 2/5  epoch 1/1  train/loss", terminal.text, re.MULTILINE)
 
 
 def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +145,3 @@ def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.Mon
         thread.join()
         display.stop()
     assert code == 0
-
-
-def test_a_terminal_that_cannot_draw_gets_lines(tmp_path: Path) -> None:
-    options = ["--batch-size", 288, "--micro-batches", 2, "--epochs", 1, "--log-every", 2]
-    with Terminal(command(tmp_path, *options), columns=160, env={"TERM": "dumb"}) as terminal:
-        assert terminal.end() == 0
-    assert "starting" not in terminal.output
-    assert re.search(r"^step 2/5  epoch 1/1  train/loss", terminal.text, re.MULTILINE)

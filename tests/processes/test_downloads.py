@@ -19,7 +19,18 @@ import pytest
 import torch
 import torchvision
 
-from tests.support.processes import ROOT, TRAIN, checked, finish, fork, kill_group, run_forked, start, wait_until
+from tests.support.processes import (
+    ROOT,
+    TRAIN,
+    checked,
+    finish,
+    finish_all,
+    fork,
+    kill_group,
+    run_forked,
+    start,
+    wait_until,
+)
 from tests.support.small_files import write_cifar, write_idx
 
 WORKER = ROOT / "tests" / "support" / "download_worker.py"
@@ -52,18 +63,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
             return
         half = len(content) // 2
-        if self.server.fails:
-            self.server.halfway.set()
-            self.server.go_on.wait(120)
-            self.send_error(503)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content[:half])
+        if not self.server.fails:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[:half])
         self.server.halfway.set()
         self.server.go_on.wait(120)
-        self.wfile.write(content[half:])
+        if self.server.fails:
+            self.send_error(503)
+        else:
+            self.wfile.write(content[half:])
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
@@ -87,14 +97,18 @@ def tell(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     monkeypatch.setenv("SMALL_FILES", json.dumps(settings))
 
 
+def refusal(*arguments: object) -> str:
+    """The last line of a process that refuses; those before it tell of the download."""
+    return run_forked(*arguments, expect=2).stderr.splitlines()[-1]
+
+
 def left_over(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob(".evenkeel*") if path.suffix != ".lock")
 
 
 def test_of_three_processes_one_downloads_and_all_have_the_same(server: Server, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    started = [fork(WORKER, "mnist", data) for _ in range(3)]
-    done = [checked(finish(process), 0) for process in started]
+    done = finish_all([fork(WORKER, "mnist", data) for _ in range(3)])
     assert len({process.stdout for process in done}) == 1
     assert sum("mnist: downloading to" in process.stderr for process in done) == 1
     asked = dict(server.asked)
@@ -144,9 +158,9 @@ def test_those_that_waited_for_a_download_that_failed_do_not_try_again(server: S
     data = tmp_path / "data"
     workers: list[subprocess.Popen[str]] = []
     try:
-        workers.append(start([sys.executable, str(WORKER), "mnist", str(data)]))
+        workers.append(fork(WORKER, "mnist", data))
         assert server.halfway.wait(120)
-        workers.append(start([sys.executable, str(WORKER), "mnist", str(data)]))
+        workers.append(start([sys.executable, WORKER, "mnist", data]))
         assert workers[1].stderr
         assert any("waiting for another process to download it" in line for line in workers[1].stderr)
         asked = server.asked.copy()
@@ -170,7 +184,7 @@ def test_a_file_with_another_checksum_is_refused_and_archives_by_hand_are_unpack
     data = tmp_path / "data"
     name = "train-images-idx3-ubyte.gz"
     good, server.files[name] = server.files[name], server.files[name][:-1] + b"x"
-    refused = run_forked(WORKER, "mnist", data, expect=2).stderr.splitlines()[-1]
+    refused = refusal(WORKER, "mnist", data)
     assert refused.startswith("evenkeel: --dataset mnist: not found, and the download failed (")
     assert "corrupted" in refused
     assert f"into {data / 'MNIST' / 'raw'}, as they are or with .gz" in refused
@@ -194,7 +208,7 @@ def test_cifar_from_an_archive_and_a_changed_pickle_is_never_read(
     assert run_forked(WORKER, "cifar10", data).stdout == whole, "unpacked again"
     batch.write_bytes(batch.read_bytes() + b"\n")
     (data / "cifar-10-python.tar.gz").unlink()
-    refused = run_forked(WORKER, "cifar10", data, expect=2).stderr.splitlines()[-1]
+    refused = refusal(WORKER, "cifar10", data)
     assert refused.startswith("evenkeel: --dataset cifar10: not found, and the download failed (")
     assert f"put cifar-10-python.tar.gz into {data}, or its files into {data / 'cifar-10-batches-py'}" in refused
 
@@ -203,12 +217,12 @@ def test_without_a_network_one_line_says_which_files_go_where(monkeypatch: pytes
     tell(monkeypatch, MNIST={"mirrors": ["http://127.0.0.1:1/"]})
     task = f"{ROOT / 'tests' / 'support' / 'small_task.py'}:Small"
     common = ["--task", task, "--dataset", "mnist", "--run-dir", tmp_path / "run", "--data-dir"]
-    refused = run_forked(TRAIN, *common, tmp_path / "data", expect=2).stderr.splitlines()[-1]
+    refused = refusal(TRAIN, *common, tmp_path / "data")
     assert refused.startswith("evenkeel: --dataset mnist: not found, and the download failed (")
     files = "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte"
     assert f"put {files} into {tmp_path / 'data' / 'MNIST' / 'raw'}, as they are or with .gz" in refused
     assert not (tmp_path / "run").exists()
-    read_only = run_forked(TRAIN, *common, "/proc/data", expect=2).stderr.splitlines()[-1]
+    read_only = refusal(TRAIN, *common, "/proc/data")
     assert "/proc/data" in read_only
     assert "No such file" in read_only
 
@@ -223,14 +237,14 @@ def test_pretrained_weights_are_downloaded_once_checked_and_never_unpickled(
     name = f"squeezenet1_1-{hashlib.sha256(buffer.getvalue()).hexdigest()[:8]}.pth"
     server.files[name] = buffer.getvalue()[:-1] + b"x"
     tell(monkeypatch, weights={"squeezenet1_1": server.url + name})
-    refused = run_forked(WORKER, "squeezenet1_1", expect=2).stderr.splitlines()[-1]
+    refused = refusal(WORKER, "squeezenet1_1")
     assert refused.startswith("evenkeel: --pretrained --model squeezenet1_1: not found, and the download failed (inv")
     assert f"put {name} into {cache}; TORCH_HOME names another place" in refused
     server.files[name] = buffer.getvalue()
     server.asked.clear()
-    done = [checked(finish(process), 0) for process in [fork(WORKER, "squeezenet1_1") for _ in range(2)]]
+    done = finish_all([fork(WORKER, "squeezenet1_1") for _ in range(2)])
     assert done[0].stdout == done[1].stdout
     assert server.asked == {name: 1}
     torch.save({"weights": print}, cache / name)  # as a pickle that names a function
-    refused = run_forked(WORKER, "squeezenet1_1", expect=2).stderr.splitlines()[-1]
+    refused = refusal(WORKER, "squeezenet1_1")
     assert f"{cache / name} cannot be read (Weights only load failed" in refused

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import processes
-from tests.support.processes import LIMIT, ROOT, finish_all, fork_ranks, read, records, wait_until
+from tests.support.processes import LIMIT, ROOT, finish, finish_all, fork_ranks, read, records, wait_until
+from tests.support.small_runs import told_step
 
 GAN = ROOT / "examples" / "gan.py"
 GPT = ROOT / "examples" / "nanogpt.py"
@@ -30,16 +30,11 @@ def kill(
     ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals, limit: float = LIMIT
 ) -> int:
     """Signal one rank after a step, and return the step that the run has come to when all have ended."""
-
-    def there() -> bool:
-        assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
-        return (run_dir / "metrics.jsonl").exists() and any(r["step"] >= after for r in records(run_dir, "train"))
-
-    wait_until(there, f"step {after}", limit)
+    wait_until(lambda: told_step(run_dir) >= after or ranks[0].poll() is not None, f"step {after}", limit)
+    assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
     ranks[-1].send_signal(number)
-    for rank in ranks[:-1]:
-        processes.finish(rank)
-    processes.finish(ranks[-1])
+    for rank in ranks:
+        finish(rank)
     return int(read(run_dir, "status.json")["step"])
 
 

@@ -7,66 +7,44 @@ from pathlib import Path
 
 from evenkeel.common.processes import REFUSAL
 from tests.run.test_checkpoint import flip_a_bit
-from tests.run.test_fingerprint import (
-    OTHER,
-    another_machine,
-    elsewhere,
-    here,
-    small,
-)
+from tests.run.test_fingerprint import OTHER, another_machine, elsewhere, here, small
 from tests.support.processes import contents_of, finish_all, fork_ranks, read, records, run, torchrun
 from tests.support.small_files import write_folder
 
 
-def test_libraries_count_that_the_task_uses_only_later() -> None:
-    """Pillow decodes the first file, and torchvision mixes the first micro-batch, when the run has long begun."""
-    look = (
-        "import torch; from evenkeel.run.fingerprint import fingerprint; from evenkeel.tasks.classify import Classify"
-    )
-    names = "sorted({'pillow', 'torchvision'} & set(fingerprint(Classify(mixup=mixup), torch.device('cpu'))))"
-    done = run([sys.executable, "-c", f"{look}; print(*({names} for mixup in (0.0, 0.2)))"])
-    assert done.stdout == "[] ['pillow', 'torchvision']\n"
-
-
-def test_the_decoder_counts_that_images_will_be_read_with(tmp_path: Path) -> None:
+def test_libraries_count_that_the_task_uses_only_later(tmp_path: Path) -> None:
+    """Pillow or another decoder reads the first file, and torchvision mixes, when the run has long begun."""
     write_folder(tmp_path)
     look = (
         "import torch; from pathlib import Path; from evenkeel.run.fingerprint import fingerprint\n"
         "from evenkeel.tasks.classify import Classify; from evenkeel.tasks import decoding\n"
-        "for decode in ('exact', 'fast'):\n"
-        f"    task = Classify(dataset='imagefolder', data_dir=Path({str(tmp_path)!r}), decode=decode)\n"
-        "    task.train_dataset(); found = fingerprint(task, torch.device('cpu'))\n"
-        "    print(*sorted({'pillow', 'torchcodec', 'torchvision'} & set(found)))\n"
+        f"folder = {{'dataset': 'imagefolder', 'data_dir': Path({str(tmp_path)!r})}}\n"
+        "for options in ({}, {'mixup': 0.2}, {**folder, 'decode': 'exact'}, {**folder, 'decode': 'fast'}):\n"
+        "    (task := Classify(**options)).train_dataset()\n"
+        "    print(*sorted({'pillow', 'torchcodec', 'torchvision'} & set(fingerprint(task, torch.device('cpu')))))\n"
         "print('TorchCodec' in decoding.jpeg_decoders())"
     )
-    exact, fast, loads = run([sys.executable, "-c", look]).stdout.splitlines()
-    assert exact == "pillow torchvision"
-    assert fast == ("pillow torchcodec torchvision" if loads == "True" else exact)
+    none, *mixed, fast, loads = run([sys.executable, "-c", look]).stdout.splitlines()
+    assert none == ""
+    assert mixed == ["pillow torchvision"] * 2
+    assert fast == ("pillow torchcodec torchvision" if loads == "True" else "pillow torchvision")
 
 
 @another_machine
 def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     finish_all(fork_ranks(2, *small(run_dir, 2)))
-    same = here(run_dir, 4)
-    assert "void" not in same.stderr, "the number of ranks is no part of it"
+    assert "void" not in here(run_dir, 4).stderr, "the number of ranks is no part of it"
     assert read(run_dir)["bits_void_from"] is None
-    there = elsewhere(run_dir, 6)
-    warnings = [line for line in there.stderr.splitlines() if "void" in line]
+    (warning,) = [line for line in elsewhere(run_dir, 6).stderr.splitlines() if "void" in line]
     told = r"evenkeel: WARNING: from step 4 on bit-for-bit equality is void: cpu_capability "
-    assert len(warnings) == 1
-    assert warnings[0].startswith(told)
-    assert warnings[0].endswith(" -> DEFAULT")
+    assert warning.startswith(told)
+    assert warning.endswith(" -> DEFAULT")
     (record,) = records(run_dir, "bits")
-    assert record["step"] == 4
+    assert (record["step"], list(record["differences"])) == (4, ["cpu_capability"])
     assert record["differences"]["cpu_capability"][1] == "DEFAULT"
-    assert list(record["differences"]) == ["cpu_capability"]
-    assert read(run_dir)["bits_void_from"] == 4
-    again = elsewhere(run_dir, 8)
-    assert "void" not in again.stderr, "nothing has changed since"
-    assert read(run_dir)["bits_void_from"] == 4
-    back = here(run_dir, 10)
-    assert "from step 8 on" in back.stderr
+    assert "void" not in elsewhere(run_dir, 8).stderr, "nothing has changed since"
+    assert "from step 8 on" in here(run_dir, 10).stderr
     assert [record["step"] for record in records(run_dir, "bits")] == [4, 8]
     assert read(run_dir)["bits_void_from"] == 4, "the first step counts"
 

@@ -19,22 +19,36 @@ import pytest
 
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
 from evenkeel.run.checkpoint import Checkpoints
-from tests.support import needs, processes
+from tests.support import needs
 from tests.support.needs import small_disk
 from tests.support.processes import (
+    LIMIT,
     TRAIN,
+    checked,
     environment,
+    finish,
     fork,
     read,
     records,
     run,
     run_forked,
     start,
+    stop,
     torchrun,
     wait_until,
     wait_until_gone,
 )
-from tests.support.small_runs import PLAN, SAMPLES, children, job, saved_step, trainer_of, wait_for_step, workers_of
+from tests.support.small_runs import (
+    PLAN,
+    SAMPLES,
+    children,
+    job,
+    saved_step,
+    told_step,
+    trainer_of,
+    wait_for_step,
+    workers_of,
+)
 from tests.support.terminal import Terminal
 
 
@@ -43,8 +57,8 @@ def test_a_job_by_nohup_outlives_its_terminal_and_the_reader_of_its_output(tmp_p
     run_dir = tmp_path / "run"
     options = job(run_dir, "--hold", tmp_path / "hold", "--pause", 0.3)
     (tmp_path / "hold").touch()
-    program = [sys.executable, "launch/single_node.py", "-g", str(ranks), "--"] if ranks else [sys.executable, TRAIN]
-    process = start(["nohup", *map(str, program), *options])
+    command = ["launch/single_node.py", "-g", ranks, "--"] if ranks else [TRAIN]
+    process = start(["nohup", sys.executable, *command, *options])
     wait_for_step(run_dir, 2, process)
     assert process.stdout
     process.stdout.close()
@@ -52,8 +66,7 @@ def test_a_job_by_nohup_outlives_its_terminal_and_the_reader_of_its_output(tmp_p
         os.kill(pid, signal.SIGHUP)  # as a shell does to all processes of its jobs
     (tmp_path / "hold").unlink()
     assert process.wait(120) == 0
-    assert read(run_dir)["state"] == "finished"
-    assert read(run_dir)["restarts"] == 0
+    assert (read(run_dir)["state"], read(run_dir)["restarts"]) == ("finished", 0)
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["torchrun", "launcher"])
@@ -77,21 +90,21 @@ def test_ctrl_c_on_a_terminal_explains_the_traceback_that_torchrun_ends_with(tmp
 def test_a_signal_is_heard_whatever_threads_the_libraries_have_started(tmp_path: Path, ranks: int) -> None:
     """OpenBLAS starts threads on import, before anybody could block a signal in them."""
     run_dir, several = tmp_path / "run", {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
-    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)
-    command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
-    process = start(command, env=several)
+    process = start(program(ranks, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)), env=several)
     wait_for_step(run_dir, 3, process)
     if ranks:
         os.kill(workers_of(process)[1], signal.SIGTERM)
+        # rank 0 fails when rank 1 is gone, and may be seen first; then this stands among the other failures
+        assert re.search(rf"exitcode *: {STOPPED}\b", finish(process).stderr)
     else:
         assert len(list(Path(f"/proc/{trainer_of(process)}/task").iterdir())) > 3
-        process.send_signal(signal.SIGTERM)
-    done = processes.finish(process)
-    assert ranks or done.returncode == STOPPED
-    # rank 0 fails when rank 1 is gone, and may be seen first; then this stands among the other failures
-    assert not ranks or re.search(rf"exitcode *: {STOPPED}\b", done.stderr), done.stderr[-4000:]
-    told = records(run_dir, "train")[-1]["step"]
-    assert saved_step(run_dir) >= told
+        stop(process, expect=STOPPED)
+    assert saved_step(run_dir) >= told_step(run_dir)
+
+
+def program(ranks: int, *options: str) -> list[str]:
+    """A job on so many ranks; 0: in one process without torchrun."""
+    return torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
 
 
 @needs.root("make a pid namespace")
@@ -103,15 +116,13 @@ def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_i
     inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     process = start([*inside, *torchrun(1, TRAIN, *options)])
     wait_for_step(run_dir, 3, process)
-    (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (first,) = children(process.pid)
     begun = time.monotonic()
-    os.kill(int(first), signal.SIGTERM)
-    processes.finish(process)
-    seconds = time.monotonic() - begun
-    assert seconds < 10
+    os.kill(first, signal.SIGTERM)
+    finish(process)
+    assert time.monotonic() - begun < 10
     assert read(run_dir, "status.json")["state"] == "stopped"
-    told = records(run_dir, "train")[-1]["step"]
-    assert saved_step(run_dir) >= told
+    assert saved_step(run_dir) >= told_step(run_dir)
 
 
 def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tmp_path: Path) -> None:
@@ -125,8 +136,7 @@ def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tm
             while process.poll() is None:
                 fill(filler)  # a checkpoint that did not fit has given back what it had
                 time.sleep(0.001)
-        done = processes.finish(process)
-        assert done.returncode == STOPPED
+        done = checked(finish(process), STOPPED)
         assert "NOT SAVED: [Errno 28] No space left on device; the last checkpoint is at step" in done.stderr
         newest = Checkpoints(run_dir / "checkpoints", 2, ("loss", "min")).newest_step()
         assert newest % 4 == 0
@@ -153,15 +163,12 @@ def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGSTOP)
     time.sleep(1)
-    begun = time.monotonic()
     os.kill(workers[0], signal.SIGTERM)
     wait_until_gone([workers[0]], 25)  # after --grace it would end without a snapshot, after 30 s torchrun kills
-    print(f"ended {time.monotonic() - begun:.2f} s after the signal")
     os.kill(workers[1], signal.SIGKILL)
-    processes.finish(process)
-    told = records(run_dir, "train")[-1]["step"]
+    finish(process)
     assert read(run_dir, "status.json")["state"] == "stopped"
-    assert (run_dir / "checkpoints" / f"step-{told:08d}").is_dir()
+    assert saved_step(run_dir) >= told_step(run_dir)
 
 
 def opened(pid: int, path: str) -> bool:
@@ -192,11 +199,9 @@ def test_a_stop_waits_for_nobody_beyond_its_grace(tmp_path: Path) -> None:
     wait_for_step(run_dir, 2, process)
     with stuck_writer(run_dir):
         begun = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        done = processes.finish(process)
+        assert stop(process, expect=STOPPED).stderr == ""
     assert time.monotonic() - begun < 6
-    assert (done.returncode, done.stderr) == (STOPPED, "")
-    assert saved_step(run_dir) >= records(run_dir, "train")[-1]["step"]
+    assert saved_step(run_dir) >= told_step(run_dir)
 
 
 @pytest.mark.parametrize(("end", "ranks"), [("finish", 1), ("stop", 1), ("failure", 0), ("second Ctrl-C", 0)])
@@ -205,12 +210,10 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
     run_dir, temporary = tmp_path / "run", Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets have names in it
     more = ["--fail-at", 30] if end == "failure" else []
     options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.1, "--num-workers", 2, *more)
-    command = torchrun(ranks, TRAIN, *options) if ranks else [sys.executable, str(TRAIN), *options]
-    process = start(command, env={"TMPDIR": str(temporary)})
+    process = start(program(ranks, *options), env={"TMPDIR": str(temporary)})
     wait_for_step(run_dir, 2, process)
-    loaders = [
-        pid for worker in (workers_of(process).values() if ranks else [trainer_of(process)]) for pid in children(worker)
-    ]
+    trainer = workers_of(process)[0] if ranks else trainer_of(process)
+    loaders = children(trainer)
     assert len(loaders) >= 2
     assert list(temporary.glob("pymp-*")), "there is something to be left"
     with stuck_writer(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
@@ -220,9 +223,9 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
             process.send_signal(signal.SIGINT)
             time.sleep(1.2)
             process.send_signal(signal.SIGINT)
-        process.wait(processes.LIMIT)
+        process.wait(LIMIT)
     wait_until_gone(loaders)
-    processes.finish(process)
+    finish(process)
     # torch's compiler makes this one when it is imported, one for each user and not for each run
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     assert not [name for pid in loaders for name in Path("/dev/shm").glob(f"torch_{pid}_*")]
@@ -232,38 +235,24 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
 def test_no_batch_is_lost_where_temporary_files_have_long_paths(tmp_path: Path) -> None:
     """Loaders pass tensors on by sockets in there, and the path of a socket has at most 107 bytes."""
     (long := tmp_path / ("x" * 100)).mkdir()
-    options = job(tmp_path / "run", "--max-steps", 2, "--num-workers", 1)
-    processes.run([sys.executable, TRAIN, *options], env={"TMPDIR": str(long)}, limit=90)
+    run(program(0, *job(tmp_path / "run", "--max-steps", 2, "--num-workers", 1)), env={"TMPDIR": str(long)}, limit=90)
 
 
-def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
-    """The first waits for a checkpoint that is being written by somebody who never finishes."""
+@pytest.mark.parametrize(("apart", "code"), [(1.2, KEYBOARD), (0.005, STOPPED)], ids=["second", "delivered twice"])
+def test_a_second_ctrl_c_exits_at_once_and_one_that_is_delivered_twice_saves(
+    tmp_path: Path, apart: float, code: int
+) -> None:
+    """The first may wait for a checkpoint whose writer never finishes. `timeout` passes one on beside the terminal."""
     run_dir = tmp_path / "run"
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
     wait_for_step(run_dir, 2, process)
-    try:
-        with stuck_writer(run_dir) as folder:
-            process.send_signal(signal.SIGINT)
-            wait_until(lambda: opened(trainer_of(process), folder), "its wait for the checkpoints")
-            time.sleep(1.2)  # later than a second delivery of the same Ctrl-C
-            assert process.poll() is None, "it waits"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=processes.LIMIT) == KEYBOARD, "and not for --grace, which has another code"
-    finally:
-        processes.kill_group(process)
-        process.communicate()
-
-
-def test_one_ctrl_c_that_is_delivered_twice_saves(tmp_path: Path) -> None:
-    """As under `timeout`, which passes it on beside the terminal's; the test above is the control."""
-    run_dir = tmp_path / "run"
-    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
-    wait_for_step(run_dir, 2, process)
-    for _ in range(2):
+    with stuck_writer(run_dir) if code == KEYBOARD else contextlib.nullcontext() as folder:
         process.send_signal(signal.SIGINT)
-        time.sleep(0.005)
-    assert process.wait(timeout=processes.LIMIT) == STOPPED
-    assert saved_step(run_dir) >= 2
+        if folder:
+            wait_until(lambda: opened(trainer_of(process), folder), "its wait for the checkpoints")
+        time.sleep(apart)
+        stop(process, signal.SIGINT, code)  # and not after --grace, which has another code
+    assert code == KEYBOARD or saved_step(run_dir) >= 2
 
 
 def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Path) -> None:

@@ -6,13 +6,11 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
-from tests.support import processes
-from tests.support.processes import TRAIN, read, records, start, torchrun
-from tests.support.small_runs import job, wait_for_step, workers_of
+from tests.support.processes import TRAIN, checked, finish, fork, read, records, run_forked, start, torchrun
+from tests.support.small_runs import job, stop_at, wait_for_step, workers_of
 
 
 def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(tmp_path: Path) -> None:
@@ -25,16 +23,15 @@ def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(tmp_path: Path) -> N
     for number in (signal.SIGSTOP, signal.SIGKILL):  # one that outlived the other for a moment would save
         for pid in workers_of(process).values():
             os.kill(pid, number)
-    done = processes.finish(process)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = checked(finish(process), 0)
     wall = time.time() - begun
     summary = read(run_dir)
     seconds = summary["ledger"]
     first = records(run_dir, "start")[0]
     began = first["time"] - sum(first["spent"].values())
     ended = began + sum(seconds.values())
-    last, finish = records(run_dir, "eval")[-1]["time"], records(run_dir, "finish")[0]["time"]
-    assert last - 0.1 < ended < finish + 0.1, "the sum was made between these two"
+    last, told = records(run_dir, "eval")[-1]["time"], records(run_dir, "finish")[0]["time"]
+    assert last - 0.1 < ended < told + 0.1, "the sum was made between these two"
     assert wall - 60 < sum(seconds.values()) < wall, "torchrun itself starts before its ranks and ends after them"
     assert seconds["redone"] > 7 * 2 * 0.05, "two micro-batches of 0.05 s a step"
     assert seconds["start_up"] > 2, "two starts"
@@ -45,19 +42,14 @@ def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(tmp_path: Path) -> N
 
 def test_the_hour_between_a_stop_and_the_next_start_is_told_apart(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = [sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.05)]
-    process = start(command)
-    wait_for_step(run_dir, 2, process)
-    process.send_signal(signal.SIGTERM)
-    stopped = processes.finish(process)
-    assert stopped.returncode == 75
+    command = [TRAIN, *job(run_dir, "--pause", 0.05)]
+    stopped = stop_at(run_dir, 2, fork(*command), expect=75)
     assert "train/loss" in stopped.stdout
     assert "goodput" not in stopped.stdout, "which is mostly start-up in the first minute"
     metrics = run_dir / "metrics.jsonl"
     written = [json.loads(line) for line in metrics.read_text().splitlines()]
-    earlier = [{**record, "time": record["time"] - 3600} for record in written]
-    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in earlier))
-    out = processes.run(command).stdout
+    metrics.write_text("".join(json.dumps(it | {"time": it["time"] - 3600}) + "\n" for it in written))
+    out = run_forked(*command).stdout
     assert re.search(r"train/loss .* goodput 0 %$", out, re.MULTILINE)
     took = re.search(r"finished in ([\d.]+) s \((\d+) % training, .*\) and 36\d\d s in which it stood still:", out)
     assert took, out

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, contents_of, finish_all, fork_ranks, read, records, run, run_forked
+from tests.support.processes import TRAIN, contents_of, evenkeel, finish_all, fork_ranks, read, records, run_forked
 from tests.support.small_runs import options, the_line
 
 SHAPE = ["--seq-len", 64, "--width", 32, "--layers", 1, "--heads", 2, "--batch-size", 32, "--micro-batch", 8]
@@ -27,8 +26,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def sample(*arguments: object, expect: int = 0) -> str:
-    done = run([sys.executable, "-m", "evenkeel", "sample", *map(str, arguments)], expect=expect)
-    return done.stderr if expect else done.stdout
+    done = evenkeel("sample", *arguments, expect=expect)
+    return the_line(done.stderr) if expect else done.stdout
 
 
 def test_it_learns_and_counts_tokens(trained: Path) -> None:
@@ -57,11 +56,9 @@ def test_a_text_is_continued_by_the_seed(trained: Path) -> None:
 
 
 def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
-    assert the_line(sample(trained, "--checkpoint", 7, expect=2)).startswith("--checkpoint 7: is none of last, best")
-    assert the_line(sample(trained, "--temperature", -1, expect=2)) == "--temperature -1.0: must be at least 0"
-    assert the_line(sample(tmp_path, "x", expect=2)) == f"{tmp_path}: no checkpoint there; name a run directory"
     digits = tmp_path / "digits"
     run_forked(TRAIN, *options("classify", digits, "--max-steps", 1))
-    assert the_line(sample(digits, "x", expect=2)).endswith(
-        "its task classify generates no text; name a run of --task lm"
-    )
+    assert sample(trained, "--checkpoint", 7, expect=2).startswith("--checkpoint 7: is none of last, best")
+    assert sample(trained, "--temperature", -1, expect=2) == "--temperature -1.0: must be at least 0"
+    assert sample(tmp_path, "x", expect=2) == f"{tmp_path}: no checkpoint there; name a run directory"
+    assert sample(digits, "x", expect=2).endswith("its task classify generates no text; name a run of --task lm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from evenkeel.common.errors import Refusal
 from evenkeel.common.processes import REFUSAL
 from evenkeel.launch.launchers import topology_in
-from tests.support.processes import TRAIN, finish, free_port, read, run, start, torchrun
+from tests.support.processes import TRAIN, finish_all, free_port, read, run, start, torchrun
 
 
 @pytest.fixture(autouse=True)
@@ -43,47 +42,23 @@ def test_the_variables_of_old_scripts_name_node_0(monkeypatch: pytest.MonkeyPatc
     assert "--master=node0:1234" in topology_in(["-n", "2", "-nr", "1"])
 
 
-def test_an_option_without_its_value() -> None:
-    with pytest.raises(Refusal, match="-g"):
-        topology_in(["-n", "1", "-g"])
-
-
 def test_one_node_and_two(tmp_path: Path) -> None:
     """On one machine; two nodes find each other as two machines would."""
-    quick = ["--epochs", "1", "--wandb", "disabled", "--run-dir"]
-    run([sys.executable, str(TRAIN), "-n", "1", "-g", "2", "-nr", "0", *quick, str(tmp_path / "one")])
-    assert read(tmp_path / "one")["world_sizes"] == [2]
-    master = f"127.0.0.1:{free_port()}"
-    nodes = [
-        start(
-            [
-                sys.executable,
-                str(TRAIN),
-                "-n",
-                "2",
-                "-g",
-                "1",
-                "-nr",
-                node,
-                "--master",
-                master,
-                *quick,
-                str(tmp_path / "two"),
-            ]
-        )
-        for node in ("0", "1")
-    ]
-    for node in nodes:
-        done = finish(node)
-        assert done.returncode == 0, done.stderr
-    assert read(tmp_path / "two")["world_sizes"] == [2]
+    train, quick = [sys.executable, TRAIN], ["--epochs", 1, "--wandb", "disabled", "--run-dir"]
+    run([*train, "-n", 1, "-g", 2, "-nr", 0, *quick, tmp_path / "one"])
+    two = ["-n", 2, "-g", 1, "--master", f"127.0.0.1:{free_port()}", *quick, tmp_path / "two"]
+    finish_all([start([*train, "-nr", node, *two]) for node in (0, 1)])
+    assert [read(tmp_path / name)["world_sizes"] for name in ("one", "two")] == [[2], [2]]
 
 
 def test_what_cannot_be_meant_is_one_line(tmp_path: Path) -> None:
-    done = run([sys.executable, str(TRAIN), "-n", "2", "-g", "1", "--master", "a"], expect=2)
-    assert done.stderr == "evenkeel: -nr is missing: with -n 2 give each node its own, from 0\n"
-    done = run([sys.executable, str(TRAIN), "-g", "1", "--lr", "-1", "--run-dir", str(tmp_path / "run")], expect=2)
-    assert done.stderr == "evenkeel: --lr -1.0: must be at least 0\n"
-    done = run(torchrun(2, TRAIN, "-n", "1", "-g", "2"), env={"PATH": os.environ["PATH"]}, expect=-REFUSAL)
+    with pytest.raises(Refusal, match="-g"):
+        topology_in(["-n", "1", "-g"])
+    for words, line in (
+        (["-n", 2, "-g", 1, "--master", "a"], "-nr is missing: with -n 2 give each node its own, from 0"),
+        (["-g", 1, "--lr", -1, "--run-dir", tmp_path / "run"], "--lr -1.0: must be at least 0"),
+    ):
+        assert run([sys.executable, TRAIN, *words], expect=2).stderr == f"evenkeel: {line}\n"
+    done = run(torchrun(2, TRAIN, "-n", "1", "-g", "2"), expect=-REFUSAL)
     assert "evenkeel: --nodes=1: torchrun has started the ranks; leave it out, or type python" in done.stderr
     assert list(tmp_path.iterdir()) == []

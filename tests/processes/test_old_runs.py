@@ -11,20 +11,8 @@ import torch
 from tests.support.processes import read, run, torchrun
 from tests.support.small_runs import OLD_RUNS
 
-OPTIONS = [
-    "--width",
-    "2",
-    "--batch-size",
-    "96",
-    "--epochs",
-    "4",
-    "--log-every",
-    "1",
-    "--checkpoint-every",
-    "0",
-    "--wandb",
-    "disabled",
-]
+OPTIONS = ["--width", "2", "--batch-size", "96", "--epochs", "4", "--log-every", "1", "--checkpoint-every", "0"]
+OPTIONS += ["--wandb", "disabled"]
 
 
 MORE = {

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from evenkeel.tasks.digits import digits
 from tests.support.processes import ROOT, TRAIN, contents_of, read, run, run_forked, torchrun
-from tests.support.small_runs import the_line
+from tests.support.small_runs import options, the_line
 
 SAMPLES = 360
 
@@ -27,17 +27,20 @@ SAMPLES = 360
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run on the digits, with a validation set and predictions of its last evaluation."""
     run_dir = tmp_path_factory.mktemp("runs") / "digits"
-    options = ["--epochs", 2, "--validation", 0.1, "--save-predictions", "--wandb", "disabled"]
-    run_forked(TRAIN, "--run-dir", run_dir, *options)
+    run_forked(TRAIN, *options("classify", run_dir, "--epochs", 2, "--validation", 0.1, "--save-predictions"))
     before = contents_of(run_dir)
     yield run_dir
     assert contents_of(run_dir) == before, "predict only reads the run"
 
 
 def predict(trained: Path, *arguments: object, ranks: int = 0, expect: int = 0) -> str:
-    words = [str(word) for word in ("-m", "evenkeel", "predict", trained, *arguments)]
+    """What it prints, or the line by which it ends."""
+    words = ["-m", "evenkeel", "predict", trained, *arguments]
     done = run([*torchrun(ranks), *words] if ranks else [sys.executable, *words], expect=expect)
-    return done.stderr if expect else done.stdout
+    if not expect:
+        return done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]
+    return line.removeprefix("evenkeel: ")
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -55,16 +58,14 @@ def images(folder: Path, count: int) -> None:
 def test_each_sample_comes_once_and_in_order_with_the_same_bytes_on_1_2_and_3_ranks(
     trained: Path, tmp_path: Path
 ) -> None:
-    for ranks in (1, 2, 3):
-        predict(trained, "--set", "test", "-o", tmp_path / f"{ranks}.csv", "--top", 3, ranks=ranks)
-    said = predict(trained, "--set", "test", "-o", tmp_path / "0.csv", "--top", 3)
+    for ranks in (1, 2, 3, 0):
+        said = predict(trained, "--set", "test", "-o", tmp_path / f"{ranks}.csv", "--top", 3, ranks=ranks)
     assert len({(tmp_path / f"{ranks}.csv").read_bytes() for ranks in range(4)}) == 1
     found = rows(tmp_path / "2.csv")
     assert [int(row["index"]) for row in found] == list(range(SAMPLES))
     assert [int(row["target"]) for row in found] == digits(train=False).tensors[1].tolist()
     right = sum(row["prediction"] == row["target"] for row in found) / SAMPLES
-    metrics = read(trained)["metrics"]
-    assert right == pytest.approx(metrics["test/accuracy"], abs=1e-12)
+    assert right == pytest.approx(read(trained)["metrics"]["test/accuracy"], abs=1e-12)
     assert f"{SAMPLES} predictions of {trained} at step-" in said
     assert f"{right:.4f} of them right" in said
     assert list(found[0])[4:] == ["prediction_2", "confidence_2", "prediction_3", "confidence_3"]
@@ -98,10 +99,8 @@ def test_a_damaged_image_is_named_in_a_line_and_nothing_is_written(trained: Path
     images(tmp_path / "images", 8)
     bad = tmp_path / "images" / "b" / "007.png"
     bad.write_bytes(bad.read_bytes()[:60])
-    err = predict(trained, "--input", tmp_path / "images", "-o", tmp_path / "o.csv", ranks=ranks, expect=1)
-    told = [line for line in err.splitlines() if line.startswith("evenkeel: ")]
-    assert len(told) == 1
-    assert str(bad) in told[0]
+    said = predict(trained, "--input", tmp_path / "images", "-o", tmp_path / "o.csv", ranks=ranks, expect=1)
+    assert str(bad) in said
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
@@ -110,8 +109,8 @@ def test_parquet_holds_the_same_and_an_output_is_replaced_only_if_told_so(traine
     out = tmp_path / "o.parquet"
     out.write_bytes(b"precious")
     arguments = ["--set", "validation", "--checkpoint", "best", "-o"]
-    err = predict(trained, *arguments, out, expect=2)
-    assert the_line(err) == f"--output {out}: exists already; name another file, or add --overwrite"
+    said = predict(trained, *arguments, out, expect=2)
+    assert said == f"--output {out}: exists already; name another file, or add --overwrite"
     assert out.read_bytes() == b"precious"
     predict(trained, *arguments, out, "--overwrite")
     predict(trained, *arguments, tmp_path / "o.csv")
@@ -143,29 +142,35 @@ from evenkeel.tasks.regress import Regress
 @dataclass
 class Own(Regress):
     def predict(self, model, batch):
-        return {{"prediction": model(batch[0]), "size": batch[0].norm(dim=1)}}
+        return {"prediction": model(batch[0]), "size": batch[0].norm(dim=1)}
 
 @dataclass
 class Wrong(Regress):
     def predict(self, model, batch):
-        return {{"prediction": model(batch[0]).mean()}}
-""".replace("{{", "{").replace("}}", "}")
+        return {"prediction": model(batch[0]).mean()}
+"""
 
 
 def test_a_task_of_ones_own_says_what_is_predicted(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
-    arguments = ["--samples", 64, "--outputs", 2, "--max-steps", 1, "--wandb", "disabled"]
-    for name in ("Own", "Wrong"):
-        run_forked(TRAIN, "--task", f"{tmp_path}/own.py:{name}", "--run-dir", tmp_path / name, *arguments)
-    predict(tmp_path / "Own", "--set", "test", "-o", tmp_path / "o.csv")
-    assert list(rows(tmp_path / "o.csv")[0]) == ["index", "prediction_0", "prediction_1", "size"]
-    err = predict(tmp_path / "Wrong", "--set", "test", "-o", tmp_path / "w.csv", expect=1)
-    assert the_line(err).startswith("predict() returned [] as 'prediction' for a batch of 16 samples: it must be")
-    err = predict(tmp_path / "Own", "--input", ROOT / "tools", "-o", tmp_path / "w.csv", expect=2)
-    assert "has no images; it takes .jpg" in the_line(err)
+    own, wrong, out = tmp_path / "Own", tmp_path / "Wrong", tmp_path / "o.csv"
+
+    def train(run_dir: Path, *more: object, expect: int = 0) -> str:
+        arguments = ["--samples", 64, "--outputs", 2, "--max-steps", 1, *more]
+        return run_forked(
+            TRAIN, *options(f"{tmp_path}/own.py:{run_dir.name}", run_dir, *arguments), expect=expect
+        ).stderr
+
+    train(own)
+    train(wrong)
+    predict(own, "--set", "test", "-o", out)
+    assert list(rows(out)[0]) == ["index", "prediction_0", "prediction_1", "size"]
     images(tmp_path / "images", 1)
-    err = predict(tmp_path / "Own", "--input", tmp_path / "images", "-o", tmp_path / "w.csv", expect=2)
-    assert "the task Own has no read_image(path)" in the_line(err)
-    refused = [*arguments, "--save-predictions", "--task", f"{tmp_path}/own.py:Own", "--run-dir", tmp_path / "new"]
-    done = run_forked(TRAIN, *refused, expect=2)
-    assert "--save-predictions: is for tasks derived from Classification" in the_line(done.stderr)
+    for run_dir, given, code, line in (
+        (wrong, ["--set", "test"], 1, "predict() returned [] as 'prediction' for a batch of 16 samples: it must be"),
+        (own, ["--input", ROOT / "tools"], 2, "has no images; it takes .jpg"),
+        (own, ["--input", tmp_path / "images"], 2, "the task Own has no read_image(path)"),
+    ):
+        assert line in predict(run_dir, *given, "-o", tmp_path / "w.csv", expect=code)
+    said = train(tmp_path / "new" / "Own", "--save-predictions", expect=2)
+    assert "--save-predictions: is for tasks derived from Classification" in the_line(said)

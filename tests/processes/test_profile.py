@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import TRAIN, finish_all, fork_ranks, run, run_forked
+from tests.support.processes import TRAIN, evenkeel, finish_all, fork_ranks, run, run_forked
 from tests.support.small_runs import job, the_line, weights_of
-
-EVENKEEL = [sys.executable, "-m", "evenkeel"]
-SECONDS = 5 * 10**9
 
 
 @pytest.fixture(scope="module")
@@ -33,30 +31,19 @@ def steps_of(trace: dict[str, Any]) -> list[str]:
     return [event["name"] for event in trace["traceEvents"] if str(event.get("name")).startswith("step ")]
 
 
-def reductions(merged: dict[str, Any]) -> list[list[tuple[float, float]]]:
-    """Begin and end of each all-reduce, for each rank in order."""
-    ranks = {
-        event["pid"]: event["args"]["name"] for event in merged["traceEvents"] if event.get("name") == "process_name"
-    }
-    assert [name.partition(" (node ")[0] for _, name in sorted(ranks.items())] == ["rank 0", "rank 1"]
+def overlaps(run_dir: Path, name: str) -> list[bool]:
+    """Of each all-reduce in the merged traces: whether both ranks were in it at some time."""
+    evenkeel("profile", run_dir, "--output", run_dir / name)
+    events = json.loads((run_dir / name).read_text())["traceEvents"]
+    ranks = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    assert [rank.partition(" (node ")[0] for _, rank in sorted(ranks.items())] == ["rank 0", "rank 1"]
     found: dict[int, list[tuple[float, float]]] = {pid: [] for pid in sorted(ranks)}
-    for event in merged["traceEvents"]:
+    for event in events:
         if event.get("name") == "gloo:all_reduce":
             found[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
-    return [sorted(spans) for spans in found.values()]
-
-
-def overlap(merged: dict[str, Any]) -> list[bool]:
-    first, second = reductions(merged)
-    assert len(first) == len(second) >= 3
+    first, second = map(sorted, found.values())
+    assert len(first) >= 3
     return [a[0] < b[1] and b[0] < a[1] for a, b in zip(first, second, strict=True)]
-
-
-def merge(run_dir: Path, name: str) -> dict[str, Any]:
-    output = run_dir / name
-    run([*EVENKEEL, "profile", str(run_dir), "--output", str(output)])
-    merged: dict[str, Any] = json.loads(output.read_text())
-    return merged
 
 
 def test_no_bit_changes_and_nothing_is_left_without_the_option(profiled: tuple[Path, str], tmp_path: Path) -> None:
@@ -76,22 +63,19 @@ def test_each_rank_leaves_a_trace_of_the_window_and_rank_0_a_table(profiled: tup
     assert table.splitlines()[1] in said
 
 
-def test_the_same_collective_of_two_ranks_overlaps_in_the_merged_trace(profiled: tuple[Path, str]) -> None:
-    run_dir, _ = profiled
-    assert all(overlap(merge(run_dir, "merged.json")))
+def test_the_same_collective_of_two_ranks_overlaps_in_the_merged_trace(
+    profiled: tuple[Path, str], tmp_path: Path
+) -> None:
+    run_dir = Path(shutil.copytree(profiled[0], tmp_path / "run"))
+    assert all(overlaps(run_dir, "merged.json"))
     # as a node with a clock 5 s ahead would write it
-    path, trace = run_dir / "profile" / "rank-1.json", trace_of(run_dir, 1)
-    try:
-        trace["baseTimeNanoseconds"] += SECONDS
-        path.write_text(json.dumps(trace))
-        assert not any(overlap(merge(run_dir, "control.json"))), "the control: raw clocks"
-        trace["evenkeel"]["clock_ahead_ns"] += SECONDS
-        path.write_text(json.dumps(trace))
-        assert all(overlap(merge(run_dir, "put-right.json")))
-    finally:
-        trace["baseTimeNanoseconds"] -= SECONDS
-        trace["evenkeel"]["clock_ahead_ns"] -= SECONDS
-        path.write_text(json.dumps(trace))
+    trace = trace_of(run_dir, 1)
+    trace["baseTimeNanoseconds"] += 5 * 10**9
+    (run_dir / "profile" / "rank-1.json").write_text(json.dumps(trace))
+    assert not any(overlaps(run_dir, "control.json")), "the control: raw clocks"
+    trace["evenkeel"]["clock_ahead_ns"] += 5 * 10**9
+    (run_dir / "profile" / "rank-1.json").write_text(json.dumps(trace))
+    assert all(overlaps(run_dir, "put-right.json"))
 
 
 def test_a_resume_within_the_window_and_after_it(tmp_path: Path) -> None:
@@ -105,13 +89,11 @@ def test_a_resume_within_the_window_and_after_it(tmp_path: Path) -> None:
     assert "--profile 4:7: nothing to trace, the run is at step 8 already" in later.stdout
 
 
-@pytest.mark.parametrize("typed", ["20", "7:4", "4:4", "a:b", "100:110"])
-def test_a_window_that_cannot_be_meant_is_refused_in_a_line(typed: str, tmp_path: Path) -> None:
-    done = run_forked(TRAIN, *job(tmp_path / "run", "--profile", typed), expect=2)
-    assert the_line(done.stderr).startswith(f"--profile {typed}: ")
+@pytest.mark.parametrize(
+    ("typed", "more"),
+    [*((typed, []) for typed in ("20", "7:4", "4:4", "a:b", "100:110")), ("4:7", ["--memory-snapshot"])],
+)
+def test_what_cannot_be_traced_is_refused_in_a_line(typed: str, more: list[str], tmp_path: Path) -> None:
+    line = the_line(run_forked(TRAIN, *job(tmp_path / "run", "--profile", typed, *more), expect=2).stderr)
+    assert "this process computes on the CPU" in line if more else line.startswith(f"--profile {typed}: ")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_memory_snapshot_on_a_cpu_is_refused_in_a_line(tmp_path: Path) -> None:
-    done = run_forked(TRAIN, *job(tmp_path / "run", "--memory-snapshot", "--profile", "4:7"), expect=2)
-    assert "this process computes on the CPU" in the_line(done.stderr)

@@ -200,18 +200,6 @@ def test_a_node_restarts_alone_while_the_other_waits_for_it(job: Job) -> None:
     job.wait_for_ranks([0, 1, 1])
 
 
-def test_a_node_joins(job: Job) -> None:
-    port = free_port()
-    # torchrun cannot scale up while it shares its store with the workers. With this, their store is fresh.
-    unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    first = job.start(*_node(0, port, ranks=1, last_call=1), **unshared)
-    job.wait_for_ranks([0])
-    other = job.start(*_node(1, port, ranks=1, last_call=1), **unshared)
-    job.wait_for_ranks([0, 0])
-    job.order("stop")
-    assert (job.wait(first), job.wait(other)) == (0, 0), job.logs()
-
-
 ORPHAN = """
 import os, sys, time
 from datetime import timedelta

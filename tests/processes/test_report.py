@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import signal
-import subprocess
-import sys
 from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, kill_group, read, records, run_forked
+from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, stop
 from tests.support.reports import copy_of_a_run, in_a_browser, needs_chromium, report, write_predictions, write_ranks
-from tests.support.small_runs import job, options, told_step, wait_for_step
+from tests.support.small_runs import job, told_step, wait_for_step
 
 ENDS = 10
 RANKS = list(islice(cycle([2, 3, 1]), ENDS + 1))
 HOW = list(islice(cycle([signal.SIGKILL, signal.SIGTERM]), ENDS))
-TEXT = re.compile(r"<[^>]*>")
 
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose ranks were all killed or stopped ten times, and continued on another number of ranks each time."""
     run_dir = tmp_path_factory.mktemp("report") / "disturbed"
-    shape = ["--epochs", 12, "--pause", 0.05, "--checkpoint-every", 2, "--eval-every", 5]
+    options = job(run_dir, "--epochs", 12, "--pause", 0.05, "--checkpoint-every", 2, "--eval-every", 5)
     for ranks, number in zip(RANKS, HOW, strict=False):
-        before, started = told_step(run_dir), fork_ranks(ranks, TRAIN, *job(run_dir, *shape))
-        try:
-            wait_for_step(run_dir, before + 3, started[0])
-            for rank in started:
-                rank.send_signal(number)
-        finally:
-            for rank in started:
-                finish(rank)
-    finish_all(fork_ranks(RANKS[-1], TRAIN, *job(run_dir, *shape)))
+        before, started = told_step(run_dir), fork_ranks(ranks, TRAIN, *options)
+        wait_for_step(run_dir, before + 3, started[0])
+        for rank in started:
+            rank.send_signal(number)
+        for rank in started:
+            finish(rank)
+    finish_all(fork_ranks(RANKS[-1], TRAIN, *options))
     return run_dir
 
 
 def test_each_end_is_in_the_timeline(disturbed: Path) -> None:
-    done = report(disturbed, "--csv", disturbed / "all.csv", "--png", disturbed / "png")
+    done = report(disturbed)
     assert (done.stdout.splitlines()[0], done.stderr) == (str(disturbed / "report.html"), "")
     page = (disturbed / "report.html").read_text()
     (told,) = re.findall(r'aria-label="Steps over time and a bar for each attempt: ([^"]*)\."', page)
@@ -58,76 +52,19 @@ def test_each_end_is_in_the_timeline(disturbed: Path) -> None:
     assert tiles["attempts"] == str(ENDS + 1)
     assert int(tiles["steps done again"]) == len(lines) - len(set(lines)), "what was killed all at once is done again"
 
-    with (disturbed / "all.csv").open(newline="") as file:
-        found = [float(it["value"]) for it in csv.DictReader(file) if it["name"] == "train/loss"]
-    assert found == [record["train/loss"] for record in records(disturbed, "train")]
-    assert (disturbed / "png" / "timeline.png").stat().st_size > 10_000
     goodput = re.search(r"<dt>goodput</dt><dd>(\d+)%", page)
     assert goodput
     assert abs(int(goodput[1]) - 100 * read(disturbed)["goodput"]) <= 2
 
 
-def test_two_tasks_side_by_side(disturbed: Path, tmp_path: Path) -> None:
-    other = copy_of_a_run(tmp_path / "digits")
-    report(disturbed, other, "--output", tmp_path / "both.html")
-    page = (tmp_path / "both.html").read_text()
-    headings = [TEXT.sub("", it) for it in re.findall("<figcaption>(.*?)</figcaption>", page)]
-    assert headings[:4] == ["Loss (train)", "Loss (test)", "Accuracy (test)", "Learning rate"]
-    (loss,) = re.findall(r'aria-label="(Loss \(train\)[^"]*)"', page)
-    assert "disturbed from" in loss
-    assert "digits from" in loss
-    for section in ("Timeline: disturbed", "Timeline: digits"):
-        assert f"<h2>{section}</h2>" in page
-    differing = page.split("<h2>Options</h2>")[1].split("<details>")[0]
-    assert "--batch-size" in differing
-    assert "<td>12</td><td>96</td>" in differing
-    assert "--weight-decay" not in differing, "they have it in common"
-
-
-SECRETIVE = """
-from dataclasses import dataclass
-from evenkeel.training.task import secret
-from evenkeel.tasks.classify import Classify
-
-@dataclass
-class Task(Classify):
-    token: str = secret()
-    known: str = ""
-"""
-
-
-def test_a_secret_is_not_in_the_report(tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text(SECRETIVE)
-    more = ["--max-steps", 2, "--batch-size", 16, "--token", "hunter2-secret", "--known", "hunter3-known"]
-    run_forked(TRAIN, *options(f"{tmp_path / 'task.py'}:Task", tmp_path / "run", *more))
-    report(tmp_path / "run", "--csv", tmp_path / "all.csv")
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "hunter3-known" in page, "the control: another option of the task"
-    assert "hunter2" not in page + (tmp_path / "all.csv").read_text()
-
-
 def test_a_run_at_work_and_one_that_was_killed(tmp_path: Path) -> None:
     (rank,) = fork_ranks(0, TRAIN, *job(tmp_path / "run", "--pause", 0.2, "--epochs", 1000))
-    try:
-        wait_for_step(tmp_path / "run", 3, rank)
-        report(tmp_path / "run", "--output", tmp_path / "at-work.html")
-    finally:
-        kill_group(rank)
-        rank.wait()
+    wait_for_step(tmp_path / "run", 3, rank)
+    report(tmp_path / "run", "--output", tmp_path / "at-work.html")
+    stop(rank, signal.SIGKILL)
     report(tmp_path / "run")
     assert ">running<" in (tmp_path / "at-work.html").read_text()
     assert re.search(r">lost at step \d+<", (tmp_path / "run" / "report.html").read_text())
-
-
-def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "matplotlib.py").write_text("raise ImportError")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from evenkeel.__main__ import run; sys.exit(run())"
-    command = [sys.executable, "-c", code, "report", str(copy_of_a_run(tmp_path / "run"))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "evenkeel: report draws with matplotlib, which is not installed: pip install 'evenkeel[report]'\n"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -149,18 +86,10 @@ def test_in_a_browser(pages: dict[str, Path], which: str, width: int, dark: bool
     seen = in_a_browser(pages[which], width, dark)
     assert seen.console == ""
     assert seen.requests == set()
-    measured = seen.measured
-    assert measured["width"] == width
-    assert measured["lacking"] == 0
-    assert not measured["scrolls"], "the page is wider than the window"
-    assert measured["wide"] == []
-    assert measured["ink"] == INK[dark]
+    ink = "rgb(227, 232, 239)" if dark else "rgb(31, 39, 51)"  # of the heading
+    assert seen.measured == {"width": width, "lacking": 0, "scrolls": False, "wide": [], "ink": ink}
     for element in ("<svg", 'role="img"', "<table", "<footer", "data:image/png;base64,", "prefers-color-scheme"):
         assert element in seen.dom
-
-
-INK = {False: "rgb(31, 39, 51)", True: "rgb(227, 232, 239)"}
-"""Of the heading."""
 
 
 @needs_chromium

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import torch
 
-from evenkeel.tasks.segment import (
-    CLASSES,
-    Segment,
-)
+from evenkeel.tasks.segment import CLASSES, Segment
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read
 from tests.support.small_runs import options
 

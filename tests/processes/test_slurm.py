@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -48,14 +47,13 @@ def test_an_agent_that_still_waits_for_others_ends_as_stopped() -> None:
     process = processes.start([sys.executable, "-c", line, *options, "train.py"])
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGUSR2)
-    assert processes.finish(process).returncode == 75
+    processes.stop(process, signal.SIGUSR2, 75)
 
 
 def test_scripts_are_plain_bash() -> None:
     pytest.importorskip("evenkeel.launch.slurm")
     for name in ("src/evenkeel/launch/slurm/job.sh", "slurm/train.sbatch"):
-        subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
+        processes.run(["bash", "-n", ROOT / name])
     done = processes.run([sys.executable, "slurm/node.py", "--", "--epochs", "1"], expect=2)
     assert done.stderr.startswith("evenkeel: slurm/node.py is a task of a Slurm job: srun --ntasks-per-node=1")
     assert os.access(ROOT / "slurm" / "submit.py", os.X_OK)
@@ -71,10 +69,10 @@ def test_a_node_starts_nothing_after_a_failure_of_its_doctor(tmp_path: Path) -> 
     small = ["--batch-size", "16", "--limit-batches", "4", "--max-steps", "2", "--wandb", "disabled"]
     command = [sys.executable, "slurm/node.py", "-g", "2", "--doctor", "--", *small, "--run-dir"]
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = processes.run([*command, str(tmp_path / "run")], env={**slurm, "PYTHONPATH": path}, expect=1)
+    done = processes.run([*command, tmp_path / "run"], env={**slurm, "PYTHONPATH": path}, expect=1)
     assert "FAIL  torchvision" in done.stdout
     assert done.stderr.endswith("evenkeel: --doctor: the job is not started\n")
     assert not (tmp_path / "run" / "status.json").exists()
-    done = processes.run([*command, str(tmp_path / "run")], env=slurm)
+    done = processes.run([*command, tmp_path / "run"], env=slurm)
     assert " 0 FAIL in " in done.stdout
     assert processes.read(tmp_path / "run")["step"] == 2

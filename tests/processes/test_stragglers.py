@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT, TRAIN, checked, finish, kill_group, read, run, start, torchrun, wait_until
+from tests.support.processes import (
+    ROOT,
+    TRAIN,
+    checked,
+    evenkeel,
+    finish,
+    kill_group,
+    read,
+    start,
+    stop,
+    torchrun,
+    wait_beside,
+)
 from tests.support.rooms import has
 from tests.support.small_runs import options
 
@@ -22,12 +33,12 @@ SECONDS = 0.05
 COLUMNS = ("data", "forward", "backward")
 
 
-def train(run_dir: Path, *more: object, **variables: object) -> subprocess.Popen[str]:
+def train(run_dir: Path, *more: object, ranks: int = RANKS, **variables: object) -> subprocess.Popen[str]:
     """Two micro-batches a step for each rank."""
     task = f"{ROOT / 'tests' / 'support' / 'slow_task.py'}:Slow"
     shape = ["--batch-size", 24, "--micro-batch", 4, "--log-every", 5, "--checkpoint-every", 0, "--epochs", 1000]
     env = {name.upper(): str(value) for name, value in variables.items()}
-    return start(torchrun(RANKS, TRAIN, *options(task, run_dir, *shape, *more)), env=env)
+    return start(torchrun(ranks, TRAIN, *options(task, run_dir, *shape, *more)), env=env)
 
 
 def intervals(run_dir: Path) -> list[dict[str, Any]]:
@@ -41,44 +52,41 @@ def hints(run_dir: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "part", "more"),
+    ("rank", "part", "more", "variables"),
     [
-        (0, "data", {}),
-        (2, "forward", {"--reduce": "tree"}),
-        (1, "backward", {"--reduce": "tree", "slow_unused": 1}),
+        (0, "data", [], {}),
+        (2, "forward", ["--reduce", "tree"], {}),
+        (1, "backward", ["--reduce", "tree"], {"slow_unused": 1}),  # the tree exchanges all gradients after backward
     ],
 )
 def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
-    tmp_path: Path, rank: int, part: str, more: dict[str, object]
+    tmp_path: Path, rank: int, part: str, more: list[str], variables: dict[str, object]
 ) -> None:
-    """The last case has no hook of DDP: the tree exchanges all gradients after backward."""
     run_dir, hold = tmp_path / "run", tmp_path / "slow"
     hold.touch()
     given = {"slow_rank": rank, "slow_part": part, "slow_seconds": SECONDS, "slow_while": hold}
-    given |= {name: value for name, value in more.items() if name.startswith("slow")}
-    flags = [word for name, value in more.items() if name.startswith("--") for word in (name, value)]
-    process = train(run_dir, *flags, **given)
+    process = train(run_dir, *more, **given, **variables)
     try:
-        wait_until(lambda: hints(run_dir).get(f"rank {rank}") or process.poll() is not None, "a name")
+        wait_beside(process, lambda: hints(run_dir).get(f"rank {rank}"), "a name")
         if part == "data":  # of the rank that reports it
-            wait_until(lambda: hints(run_dir).get("data") or process.poll() is not None, "a hint")
+            wait_beside(process, lambda: hints(run_dir).get("data"), "a hint")
             if has("status"):
-                seen = run([sys.executable, "-m", "evenkeel", "status", str(run_dir)]).stdout
+                seen = evenkeel("status", run_dir).stdout
                 assert f"{run_dir}: hint: {hints(run_dir)['data']}" in seen.splitlines()
         named = hints(run_dir)
         hold.unlink()
-        wait_until(lambda: hints(run_dir).get(f"rank {rank}") == "" or process.poll() is not None, "an end")
-        process.terminate()
-        done = checked(finish(process), None)
+        wait_beside(process, lambda: hints(run_dir).get(f"rank {rank}") == "", "an end")
+        done = stop(process)
     finally:
         kill_group(process)
     assert {subject for subject in named if subject.startswith("rank")} == {f"rank {rank}"}, done.stderr[-3000:]
     text = named[f"rank {rank}"]
     assert re.fullmatch(rf"rank {rank} on \S+ arrives [\d.]+ times later than the median, in {part}", text)
-    said = [line for line in done.stderr.splitlines() if " arrives " in line or " in time again" in line]
-    assert len(said) == 2, said
-    assert said[0].startswith(f"evenkeel: WARNING: {text} (steps ")
-    assert said[1].startswith(f"evenkeel: WARNING: rank {rank} on ")
+    first_said, last_said = [
+        line for line in done.stderr.splitlines() if " arrives " in line or " in time again" in line
+    ]
+    assert first_said.startswith(f"evenkeel: WARNING: {text} (steps ")
+    assert last_said.startswith(f"evenkeel: WARNING: rank {rank} on ")
     assert part != "data" or re.findall("hint: data .*", done.stdout) == [f"hint: {named['data']}"], "once"
     first, _, third, *_ = intervals(run_dir)
     assert third[part][rank] == max(third[part])
@@ -100,8 +108,5 @@ def test_nobody_is_named_over_a_quiet_run(tmp_path: Path) -> None:
 
 
 def test_one_rank_measures_nothing(tmp_path: Path) -> None:
-    task = f"{ROOT / 'tests' / 'support' / 'slow_task.py'}:Slow"
-    run_dir = tmp_path / "run"
-    more = ["--max-steps", 10, "--batch-size", 24, "--log-every", 5]
-    checked(finish(start(torchrun(1, TRAIN, *options(task, run_dir, *more)))), 0)
-    assert not (run_dir / "ranks.jsonl").exists()
+    checked(finish(train(tmp_path / "run", "--max-steps", 10, ranks=1)), 0)
+    assert not (tmp_path / "run" / "ranks.jsonl").exists()

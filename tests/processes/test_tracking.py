@@ -14,11 +14,11 @@ import yaml
 
 from tests.run.test_trackers import scalars
 from tests.run.test_tracking import (
-    HOW,
     KEY,
     no_credentials,  # noqa: F401  (a fixture, for all tests)
 )
-from tests.support.processes import ROOT, TRAIN, finish, read, records, run, start
+from tests.support.processes import ROOT, TRAIN, evenkeel, finish, kill_group, read, records, run, start
+from tests.support.rooms import has
 from tests.support.small_runs import wait_for_step
 
 
@@ -29,10 +29,10 @@ def files_with(text: str, folder: Path) -> list[Path]:
     return found + [path for path in folder.rglob("*") if text in path.name]
 
 
-def job(run_dir: Path, steps: int, mode: str) -> list[str]:
+def job(run_dir: Path, steps: int, mode: str) -> list[object]:
     """A run that may be prolonged, as its learning rate is constant."""
     options = ["--run-dir", run_dir, "--schedule", "constant", "--max-steps", steps, "--wandb", mode, "--log-every", 1]
-    return [sys.executable, str(TRAIN), *map(str, options)]
+    return [sys.executable, TRAIN, *options]
 
 
 def test_two_attempts_offline_are_one_run_and_tell_no_secret(tmp_path: Path) -> None:
@@ -71,14 +71,10 @@ def test_starts_that_are_killed_while_wandb_begins_are_one_run(tmp_path: Path) -
     """The server may have made the run by then."""
     (tmp_path / "wandb.py").write_text(KILLED_IN_INIT)
     asked, path = tmp_path / "asked", f"{tmp_path}{os.pathsep}{ROOT / 'src'}"
+    command = [*job(tmp_path / "run", 2, "online"), "--keeper", "off"]
+    environment = {"PYTHONPATH": path, "ASKED": str(asked), "WANDB_API_KEY": KEY}
     for _ in range(2):
-        environment = {"PYTHONPATH": path, "ASKED": str(asked), "WANDB_API_KEY": KEY}
-        run(
-            [*job(tmp_path / "run", 2, "online"), "--keeper", "off"],
-            cwd=tmp_path,
-            env=environment,
-            expect=-signal.SIGKILL,
-        )
+        run(command, cwd=tmp_path, env=environment, expect=-signal.SIGKILL)
     first, second = asked.read_text().split()
     assert first == second == read(tmp_path / "run", "status.json")["wandb_id"]
 
@@ -99,6 +95,7 @@ class Task(Classify):
 
 
 def test_a_secret_option_is_left_nowhere_and_may_change(tmp_path: Path) -> None:
+    """Nor is it in the report, which shows the options."""
     (tmp_path / "secretive.py").write_text(SECRET_TASK)
     run_dir, home = tmp_path / "run", tmp_path / "home"
     said = ""
@@ -108,6 +105,9 @@ def test_a_secret_option_is_left_nowhere_and_may_change(tmp_path: Path) -> None:
         done = run(command, cwd=tmp_path, env={"HOME": str(home)})
         said += done.stdout + done.stderr
     assert read(run_dir)["step"] == 4
+    if has("report"):
+        evenkeel("report", run_dir)
+        assert "dropout" in (run_dir / "report.html").read_text()
     for token in (KEY, KEY[::-1]):
         assert [*files_with(token, run_dir), *files_with(token, home)] == []
         assert token not in said
@@ -118,28 +118,14 @@ def test_a_secret_option_is_left_nowhere_and_may_change(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_answer_costs_seconds_and_no_secret(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    environment = {
-        "WANDB_API_KEY": KEY,
-        "WANDB_BASE_URL": "http://127.0.0.1:9",
-        "WANDB_INIT_TIMEOUT": "1",
-        "HOME": str(tmp_path / "home"),
-    }
-    done = run(job(run_dir, 2, "online"), cwd=tmp_path, env=environment)
+    nobody = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
+    done = run(job(run_dir, 2, "online"), cwd=tmp_path, env={**nobody, "HOME": str(tmp_path / "home")})
     assert read(run_dir)["state"] == "finished"
-    warnings = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: WARNING: ")]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("evenkeel: WARNING: Weights & Biases is off: CommError: ")
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: WARNING: ")]
+    assert warning.startswith("evenkeel: WARNING: Weights & Biases is off: CommError: ")
     assert read(run_dir)["seconds"] < 60, "and wandb's own patience is 90"
     assert files_with(KEY, tmp_path) == []
     assert KEY not in done.stdout + done.stderr
-
-
-def test_auto_on_a_machine_without_a_key(tmp_path: Path) -> None:
-    done = run(job(tmp_path / "run", 2, "auto"), cwd=tmp_path, env={"HOME": str(tmp_path / "home")})
-    assert done.stdout.splitlines()[0] == f"Weights & Biases is off: {HOW}"
-    assert done.stderr == ""
-    assert not (tmp_path / "run" / "wandb").exists()
-    assert "wandb_id" not in read(tmp_path / "run", "status.json")
 
 
 def test_killed_and_resumed_each_tracker_has_each_step_once_and_the_names_of_metrics_jsonl(tmp_path: Path) -> None:
@@ -148,7 +134,7 @@ def test_killed_and_resumed_each_tracker_has_each_step_once_and_the_names_of_met
     command = [*job(run_dir, 40, "disabled"), "--tensorboard", "--csv", "--eval-every", "10", "--checkpoint-every", "7"]
     started = start(command, cwd=tmp_path)
     wait_for_step(run_dir, 12, started)
-    os.killpg(started.pid, signal.SIGKILL)
+    kill_group(started)
     finish(started)
     run(command, cwd=tmp_path)
     records_ = [*records(run_dir, "train"), *records(run_dir, "eval")]

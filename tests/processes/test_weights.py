@@ -19,7 +19,7 @@ from tests.run.test_weights import (
     refusal,
 )
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, refused_ranks, run, run_forked
-from tests.support.small_runs import job
+from tests.support.small_runs import job, the_line
 
 
 def test_a_class_of_the_main_program_needs_its_name_there(file: Path, tmp_path: Path) -> None:
@@ -66,8 +66,7 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     torch.save(weights, tmp_path / "misfit")
     misfit = [*frozen, "--init-from", tmp_path / "misfit"]
     first, second = refused_ranks(2, TRAIN, *job(tmp_path / "no", *misfit))
-    (line,) = first.stderr.splitlines()
-    assert "1 missing: 2.weight (nearest in the file: module.2.wait)" in line
+    assert "1 missing: 2.weight (nearest in the file: module.2.wait)" in the_line(first.stderr)
     assert (first.stdout, second.stdout, second.stderr) == ("", "", first.stderr), "without torchrun each says it"
     assert not (tmp_path / "no").exists()
     done = run_forked(TRAIN, *job(tmp_path / "part", *misfit, "--init-partial"))

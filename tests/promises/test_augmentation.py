@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import finish, finish_all, read, records
+from tests.support.processes import finish_all, read
 from tests.support.small_files import TRAIN as SAMPLES
 from tests.support.small_files import write_cifar
-from tests.support.small_runs import small_job, wait_for_step, weights_of
+from tests.support.small_runs import signal_ranks_at, small_job, told_step, weights_of
 
 
 @pytest.mark.slow
@@ -30,13 +30,8 @@ def test_augmented_and_mixed_the_bits_are_the_same_on_any_number_of_ranks_and_lo
     run_dir = tmp_path / "stopped"
     (tmp_path / "slow").touch()
     for ranks, number in ((2, signal.SIGTERM), (3, signal.SIGKILL)):
-        done = records(run_dir, "train")[-1]["step"] if ranks == 3 else 0
-        started = small_job(ranks, run_dir, *options, moved, "--checkpoint-every", 1, "--num-workers", ranks - 1)
-        wait_for_step(run_dir, done + 1, started[0])
-        for rank in started:
-            rank.send_signal(number)
-        for rank in started:
-            finish(rank)
+        done, more = told_step(run_dir), ["--checkpoint-every", 1, "--num-workers", ranks - 1]
+        signal_ranks_at(done + 1, run_dir, small_job(ranks, run_dir, *options, moved, *more), number)
     assert 1 <= read(run_dir, "status.json")["step"] < 8
     (tmp_path / "slow").unlink()
     finish_all(small_job(1, run_dir, *options, moved))

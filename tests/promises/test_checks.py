@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, kill_group, records, run, torchrun
-from tests.support.small_runs import odd_job, the_line
+from tests.support.processes import TRAIN, finish, fork_ranks, kill_group, records
+from tests.support.small_runs import odd_job, the_line, trained
+
+alone = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@alone
 def test_ranks_say_which_parameters_get_no_gradient_and_none_waits_for_ever(tmp_path: Path) -> None:
     """Three ranks, of which the last has no micro-batch and would wait in DDP for the gradients of the others."""
     ranks = fork_ranks(3, TRAIN, *odd_job("OneUnused", tmp_path / "run"))
@@ -28,7 +30,7 @@ def test_ranks_say_which_parameters_get_no_gradient_and_none_waits_for_ever(tmp_
     assert ["spare.weight" in process.stderr for process in others] == [True, False]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@alone
 @pytest.mark.parametrize("reduce", ["ring", "tree"])
 def test_a_part_that_one_rank_leaves_out_in_a_later_step_commits_nothing(tmp_path: Path, reduce: str) -> None:
     """There DDP returns from an unfinished reduction in silence, with an old gradient of an earlier micro-batch."""
@@ -44,7 +46,7 @@ def test_a_part_that_one_rank_leaves_out_in_a_later_step_commits_nothing(tmp_pat
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@alone
 @pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_collective_in_a_loss_is_refused_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     ended = [finish(rank) for rank in fork_ranks(ranks, TRAIN, *odd_job("Gathers", tmp_path / "run"))]
@@ -56,18 +58,12 @@ def test_a_collective_in_a_loss_is_refused_on_any_number_of_ranks(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@alone
 def test_the_control_with_a_collective_the_result_depends_on_the_ranks(tmp_path: Path) -> None:
     losses = set()
     for ranks in (1, 2):
         # three steps, because in the last of the epoch a rank has no micro-batch and the others would wait for it
         job = odd_job("GathersAndSaysSo", tmp_path / str(ranks), "--max-steps", 3, "--reduce", "tree", "--log-every", 1)
-        finish_all(fork_ranks(ranks, TRAIN, *job))
+        trained(ranks, job)
         losses.add(records(tmp_path / str(ranks), "train")[-1]["train/loss"])
     assert len(losses) == 2
-
-
-def test_torchrun_ends_with_the_line(tmp_path: Path) -> None:
-    done = run(torchrun(2, TRAIN, *odd_job("VectorLoss", tmp_path / "run")), expect=1)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: loss() returned")]
-    assert lines  # of each rank that has come so far

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,28 +16,24 @@ import torch
 
 from evenkeel.run.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
 from tests.run.test_checkpoint import unfit
-from tests.support.processes import TRAIN, finish, fork, read, records, run, run_forked, wait_until
+from tests.support.processes import TRAIN, finish, fork, read, run, run_forked, wait_until
 from tests.support.rooms import has
-from tests.support.small_runs import job, wait_for_step
+from tests.support.small_runs import job, starts, wait_for_step, weights_of
 
 OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]
 
 
-def command(run_dir: Path) -> list[str]:
-    return [sys.executable, str(TRAIN), *job(run_dir, *OPTIONS)]
-
-
 def train(run_dir: Path) -> subprocess.CompletedProcess[str]:
-    """The same to its end, without waiting for imports."""
+    """Go on to the end."""
     return run_forked(TRAIN, *job(run_dir, *OPTIONS))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Fingerprint of the weights of a run that nothing has happened to."""
+    """Fingerprint of the weights of one process that nothing has happened to."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     train(run_dir)
-    return str(read(run_dir)["weights_sha256"])
+    return weights_of(run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -62,32 +57,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def truncated(newest: Path) -> Path:
-    os.truncate(newest / STATE, (newest / STATE).stat().st_size // 2)
-    return newest / STATE
-
-
-def last_byte_missing(newest: Path) -> Path:
-    os.truncate(newest / STATE, (newest / STATE).stat().st_size - 1)
-    return newest / STATE
-
-
-def one_bit_flipped(newest: Path) -> Path:
-    flip_a_bit_of_a_weight(newest / STATE)
-    return newest / STATE
-
-
-def manifest_missing(newest: Path) -> Path:
-    (newest / MANIFEST).unlink()
-    return newest / MANIFEST
-
-
-def half_written(newest: Path) -> Path:
-    """As a file system that keeps no order leaves it: some of the state and no manifest, hidden and not."""
-    truncated(newest)
-    named = manifest_missing(newest)
-    shutil.copytree(newest, newest.with_name(f".step-{step_of(newest) + 2:08d}.elsewhere-1.tmp"))
-    return named
+@pytest.fixture
+def copied(killed: Path, tmp_path: Path) -> Path:
+    """A copy of it for one test."""
+    return Path(shutil.copytree(killed, tmp_path / "run"))
 
 
 def flip_a_bit_of_a_weight(file: Path) -> None:
@@ -100,31 +73,40 @@ def flip_a_bit_of_a_weight(file: Path) -> None:
     file.write_bytes(content)
 
 
-def without_a_model(newest: Path) -> Path:
-    """Every sum is right."""
-    unfit(newest / STATE, "no model")
-    return newest / STATE
+def damaged(newest: Path, how: str) -> Path:
+    """Damage a checkpoint; the file that will be named."""
+    state, manifest = newest / STATE, newest / MANIFEST
+    if how in ("truncated", "half-written", "last byte missing"):
+        os.truncate(state, state.stat().st_size - 1 if "byte" in how else state.stat().st_size // 2)
+    elif how == "one bit flipped":
+        flip_a_bit_of_a_weight(state)
+    elif how == "without a model":  # every sum is right
+        unfit(state, "no model")
+    if how not in ("manifest missing", "half-written"):
+        return state
+    manifest.unlink()
+    if how == "half-written":  # as a file system that keeps no order leaves it, hidden and not
+        shutil.copytree(newest, newest.with_name(f".step-{step_of(newest) + 2:08d}.elsewhere-1.tmp"))
+    return manifest
 
 
-DAMAGES = [truncated, last_byte_missing, one_bit_flipped, manifest_missing, half_written, without_a_model]
+DAMAGES = ["truncated", "last byte missing", "one bit flipped", "manifest missing", "half-written", "without a model"]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("how", DAMAGES)
 def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(
-    killed: Path, undisturbed: str, tmp_path: Path, damage: Callable[[Path], Path]
+    copied: Path, undisturbed: str, how: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(killed, run_dir)
-    folder = run_dir / "checkpoints"
+    folder = copied / "checkpoints"
     before, newest = step_folders(folder)[-2:]
-    named = damage(newest)
+    named = damaged(newest, how)
     contents = {file.name: file.read_bytes() for file in newest.iterdir()}
-    done = train(run_dir)
+    done = train(copied)
     aside = the_one_set_aside(folder, named, done.stderr)
     assert {file.name: file.read_bytes() for file in aside.iterdir()} == contents
     assert list(folder.glob(".*")) == [], "what was half-written under a hidden name is cleared away"
-    assert records(run_dir, "start")[-1]["step"] == step_of(before)
-    assert read(run_dir)["weights_sha256"] == undisturbed
+    assert starts(copied)[-1] == step_of(before)
+    assert weights_of(copied) == undisturbed
 
 
 def the_one_set_aside(folder: Path, named: Path, stderr: str) -> Path:
@@ -137,23 +119,19 @@ def the_one_set_aside(folder: Path, named: Path, stderr: str) -> Path:
     return aside
 
 
-def test_a_run_whose_newest_checkpoint_is_whole_uses_it(killed: Path, undisturbed: str, tmp_path: Path) -> None:
+def test_a_run_whose_newest_checkpoint_is_whole_uses_it(copied: Path, undisturbed: str) -> None:
     """The control: the one before is used for the damage alone."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(killed, run_dir)
-    newest = step_folders(run_dir / "checkpoints")[-1]
-    done = train(run_dir)
-    assert "ERROR" not in done.stderr
-    assert list((run_dir / "checkpoints").glob("damaged-*")) == []
-    assert records(run_dir, "start")[-1]["step"] == step_of(newest)
-    assert read(run_dir)["weights_sha256"] == undisturbed
+    newest = step_folders(copied / "checkpoints")[-1]
+    assert "ERROR" not in train(copied).stderr
+    assert list((copied / "checkpoints").glob("damaged-*")) == []
+    assert starts(copied)[-1] == step_of(newest)
+    assert weights_of(copied) == undisturbed
 
 
 def test_a_run_whose_status_and_metrics_were_ruined_ends_with_the_same_weights(
-    killed: Path, undisturbed: str, tmp_path: Path
+    killed: Path, copied: Path, undisturbed: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(killed, run_dir)
+    run_dir = copied
     (run_dir / "status.json").write_text("")
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('null\n[1]\n{"kind": "train"}\n{"kind": "train", "step": "7", "time": 1.0}\n{"kind": "tr\n')
@@ -194,42 +172,24 @@ def bound_by_permissions() -> list[str]:
     return ["setpriv", f"--inh-caps={without}", f"--bounding-set={without}", "--"]
 
 
-def unreadable_state(newest: Path) -> Path:
-    return newest / STATE
-
-
-def unreadable_manifest(newest: Path) -> Path:
-    return newest / MANIFEST
-
-
-def unreadable_folder(newest: Path) -> Path:
-    return newest
-
-
-@pytest.mark.parametrize(
-    "closed",
-    [unreadable_state, *(pytest.param(it, marks=pytest.mark.slow) for it in (unreadable_manifest, unreadable_folder))],
-)
+@pytest.mark.parametrize("closed", [STATE, *(pytest.param(it, marks=pytest.mark.slow) for it in (MANIFEST, "."))])
 def test_a_run_that_may_not_read_its_newest_checkpoint_ends_with_the_same_weights(
-    killed: Path, undisturbed: str, tmp_path: Path, closed: Callable[[Path], Path]
+    copied: Path, undisturbed: str, closed: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(killed, run_dir)
-    folder = run_dir / "checkpoints"
+    folder = copied / "checkpoints"
     before, newest = step_folders(folder)[-2:]
-    path = closed(newest)
-    path.chmod(0)
-    named = path / MANIFEST if path == newest else path
+    (newest / closed).chmod(0)
+    named = newest / (MANIFEST if closed == "." else closed)
     bound = bound_by_permissions()
     seen = run([*bound, "cat", str(named)], expect=1)
     assert "Permission denied" in seen.stderr, "the control: it may really not look"
-    done = run([*bound, *command(run_dir)])
+    done = run([*bound, sys.executable, str(TRAIN), *job(copied, *OPTIONS)])
     aside = the_one_set_aside(folder, named, done.stderr)
     assert f"{named}: cannot be read: Permission denied" in done.stderr
-    (aside / path.relative_to(newest)).chmod(0o755)
+    (aside / closed).chmod(0o755)
     assert {file.name for file in aside.iterdir()} == {STATE, MANIFEST}
-    assert records(run_dir, "start")[-1]["step"] == step_of(before)
-    assert read(run_dir)["weights_sha256"] == undisturbed
+    assert starts(copied)[-1] == step_of(before)
+    assert weights_of(copied) == undisturbed
 
 
 def test_checkpoints_that_are_gone_are_missed(killed: Path, tmp_path: Path) -> None:

@@ -10,98 +10,85 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import processes
-from tests.support.processes import (
-    TRAIN,
-    finish_all,
-    fork_ranks,
-    read,
-    records,
-    start,
-    torchrun,
-    wait_until,
-    wait_until_gone,
-)
-from tests.support.small_runs import (
-    BOTH_WAYS,
-    PLAN,
-    SAMPLES,
-    job,
-    pids_of,
-    restarts_of,
-    saved_step,
-    told_step,
-    wait_for_step,
-    workers_of,
-)
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, finish, read, running, start, torchrun, wait_until_gone
+from tests.support.small_runs import job, keepers_of, saved_step, starts, told_step, wait_for_start, wait_for_step
+
+RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
+SLOW = pytest.mark.slow
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
 
-@BOTH_WAYS
+def launcher(ranks: int) -> list[str]:
+    return [sys.executable, "launch/single_node.py", "-g", str(ranks), "--"]
+
+
+@pytest.mark.parametrize("dies", ["trainer", pytest.param("keeper", marks=SLOW)])
 def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bit_changes(
-    tmp_path: Path, dies: str
+    tmp_path: Path, undisturbed: str, dies: str
 ) -> None:
     """Both in turn, at random steps, without a single planned checkpoint."""
-    rare = ["--checkpoint-every", 0, "--eval-every", 1000]
-    finish_all(fork_ranks(2, TRAIN, *job(tmp_path / "undisturbed", *rare)))
     run_dir, dice = tmp_path / "run", random.Random()
-    process = start(torchrun(2, TRAIN, *job(run_dir, *rare, "--pause", 0.15), restarts=3))
-    for starts, victim in ((2, 0), (3, 1), (4, 0)):
+    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--pause", 0.15), restarts=3))
+    before: list[int] = []
+    for count, victim in ((2, 0), (3, 1), (4, 0)):
         wait_for_step(run_dir, told_step(run_dir) + dice.randrange(2, 6), process)
-        os.kill(pids_of(process, dies)[victim], signal.SIGKILL)
-        wait_until(lambda starts=starts: len(records(run_dir, "start")) >= starts, "the next start")
-    finished = processes.finish(process)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    steps = [record["step"] for record in records(run_dir, "train")]
-    # rank 0 may be killed between a commit and the line that tells of it, which another rank then has done
-    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
-    starts = [record["step"] for record in records(run_dir, "start")]
-    assert all(step > 0 for step in starts[1:])
-    assert restarts_of(run_dir) == ((0, 3) if dies == "trainer" else (3, 0))
-    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
-    assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
+        before += [*runs.pids_of(process, dies).values(), *runs.workers_of(process).values()]
+        os.kill(runs.pids_of(process, dies)[victim], signal.SIGKILL)
+        wait_for_start(run_dir, count)
+    runs.ended(process)
+    assert not any(map(running, before)), "a keeper takes its rank with it"
+    assert runs.no_step_is_done_twice(run_dir)
+    assert all(step > 0 for step in starts(run_dir)[1:])
+    assert runs.restarts_of(run_dir) == ((0, 3) if dies == "trainer" else (3, 0))
+    assert read(run_dir)["samples_seen"] == runs.PLAN.epochs * runs.SAMPLES
+    assert runs.weights_of(run_dir) == undisturbed
 
 
 @pytest.mark.parametrize(
-    ("number", "ranks"),
+    ("number", "command", "ranks"),
     [
-        (signal.SIGTERM, 2),
-        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR2, 1, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 1, marks=pytest.mark.slow),
+        (TERM, launcher(2), 2),
+        *(pytest.param(number, launcher(1), 1, marks=SLOW) for number in (INT, USR1, USR2, HUP)),
+        *(pytest.param(number, torchrun(2, TRAIN), 2, marks=SLOW) for number in (TERM, INT)),
     ],
 )
-def test_a_signal_to_the_launcher_saves_the_last_step_and_leaves_no_process(
-    tmp_path: Path, number: signal.Signals, ranks: int
+def test_a_signal_to_torchrun_or_a_launcher_saves_the_last_step_once_and_leaves_no_process(
+    tmp_path: Path, number: signal.Signals, command: list[str], ranks: int
 ) -> None:
     run_dir = tmp_path / "run"
-    options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2, "--num-workers", 1)
-    process = start([sys.executable, "launch/single_node.py", "-g", str(ranks), "--", *options])
+    process = start([*command, *job(run_dir, *RARE, "--pause", 0.2, "--num-workers", 1)])
     wait_for_step(run_dir, 3, process)
-    pids = [*workers_of(process).values()]
-    assert len(pids) == ranks
+    trainers = runs.workers_of(process).values()
+    assert len(trainers) == ranks
+    pids = [*keepers_of(process).values(), *trainers]
     process.send_signal(number)
-    processes.finish(process)
+    done = finish(process)
     wait_until_gone(pids)
+    assert done.stdout.count("evenkeel: stopped by ") == 1
+    assert "again in place" not in done.stderr
     status = read(run_dir, "status.json")
     assert status["state"] == "stopped"
-    assert status["reason"] == number.name
-    told = records(run_dir, "train")[-1]["step"]
-    assert saved_step(run_dir) >= told, "no finished step is lost"
+    assert status["reason"] == number.name or command == torchrun(2, TRAIN), "torchrun sends SIGTERM for any"
+    assert saved_step(run_dir) >= told_step(run_dir), "no finished step is lost"
 
 
 @pytest.mark.slow
-def test_workers_whose_agent_is_killed_save_and_end(tmp_path: Path) -> None:
-    """`kill -9` of torchrun itself, which would leave its workers running for ever."""
+@pytest.mark.parametrize("keepers_too", [False, True])
+def test_workers_whose_agent_is_killed_save_and_end(tmp_path: Path, keepers_too: bool) -> None:
+    """`kill -9` of torchrun itself, which would leave its workers running for ever; and of the keepers as well."""
     run_dir = tmp_path / "run"
-    process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.2)))
+    process = start([*(launcher(2) if keepers_too else torchrun(2, TRAIN)), *job(run_dir, *RARE, "--pause", 0.2)])
     wait_for_step(run_dir, 3, process)
-    workers = [*workers_of(process).values()]
-    process.kill()
-    wait_until_gone(workers)
+    keepers = keepers_of(process).values()
+    below = [pid for keeper in keepers for pid in runs.children(keeper)]
+    assert len(below) == (3 if keepers_too else 2), "two ranks; and the store of a launcher's job"
+    for pid in [process.pid, *(keepers if keepers_too else [])]:
+        os.kill(pid, signal.SIGKILL)
+    wait_until_gone([*keepers, *below])
     process.communicate()
-    told = records(run_dir, "train")[-1]["step"]
-    assert saved_step(run_dir) >= told
+    assert saved_step(run_dir) >= told_step(run_dir)
 
 
 def test_the_control_a_stock_loop_loses_its_steps(tmp_path: Path) -> None:
@@ -121,5 +108,5 @@ def test_the_control_a_stock_loop_loses_its_steps(tmp_path: Path) -> None:
     while int(process.stdout.readline()) < 5:
         pass
     process.send_signal(signal.SIGTERM)
-    processes.finish(process)
+    finish(process)
     assert not (tmp_path / "saved.pt").exists()

@@ -11,19 +11,9 @@ from pathlib import Path
 
 import torch
 
-from tests.support import processes
-from tests.support.processes import (
-    TRAIN,
-    finish_all,
-    fork_ranks,
-    read,
-    records,
-    run_forked,
-    start,
-    torchrun,
-    wait_until,
-)
-from tests.support.small_runs import EPOCHS, PLAN, SAMPLES, job, kill_workers_and_agent, saved_step, wait_for_step
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, finish, read, start, torchrun
+from tests.support.small_runs import EPOCHS, PLAN, SAMPLES, job, trained, wait_for_step, weights_of
 
 
 def handed_out(folder: Path, first: int, end: int, world_size: int) -> Counter[tuple[int, int]]:
@@ -61,22 +51,16 @@ def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_e
     options = job(run_dir, *more, "--record", link, "--pause", 0.1)
     killed_at = dice.randrange(3, 9)
     process = attempt(0, torchrun(2, TRAIN, *options))
-    wait_for_step(run_dir, killed_at, process)
-    wait_until(lambda: saved_step(run_dir) >= killed_at - 2, "the last checkpoint before it")
-    kill_workers_and_agent(process)
-
+    runs.kill_at(killed_at, run_dir, process)
     process = attempt(1, torchrun(3, TRAIN, *options))
     wait_for_step(run_dir, killed_at + dice.randrange(3, 9), process)
     process.send_signal(signal.SIGTERM)
-    processes.finish(process)
+    finish(process)
     stopped = read(run_dir, "status.json")
-    assert stopped["state"] == "stopped"
-    assert stopped["reason"] == "SIGTERM"
+    assert (stopped["state"], stopped["reason"]) == ("stopped", "SIGTERM")
+    runs.ended(attempt(2, [sys.executable, str(TRAIN), *options]))
 
-    done = processes.finish(attempt(2, [sys.executable, str(TRAIN), *options]))
-    assert done.returncode == 0, done.stderr
-
-    starts = [record["step"] for record in records(run_dir, "start")]
+    starts = runs.starts(run_dir)
     assert starts[0] == 0
     assert killed_at - 2 <= starts[1] <= PLAN.total_steps
     assert starts[2] == stopped["step"], "a stop by signal loses no step"
@@ -87,33 +71,28 @@ def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_e
     assert total == Counter({(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)})
 
     summary = read(run_dir)
-    assert summary["samples_seen"] == EPOCHS * SAMPLES
-    assert summary["step"] == PLAN.total_steps
-    assert summary["epoch"] == EPOCHS
-    assert summary["restarts"] == 2
+    assert (summary["step"], summary["epoch"]) == (PLAN.total_steps, EPOCHS)
+    assert (summary["samples_seen"], summary["restarts"]) == (EPOCHS * SAMPLES, 2)
     assert summary["world_sizes"] == [2, 3, 1]
-    assert_same_as_undisturbed(run_dir, tmp_path / "undisturbed", more)
 
-
-def assert_same_as_undisturbed(run_dir: Path, other: Path, more: list[object]) -> None:
-    """The weights are those of one process that nobody disturbed, up to the order of additions."""
-    run_forked(TRAIN, *job(other, *more))
-    got, expected = (torch.load(path / "model.pt", weights_only=True) for path in (run_dir, other))
+    # the weights are those of one process that nobody disturbed, up to the order of additions
+    trained(0, job(tmp_path / "undisturbed", *more))
+    got, expected = (torch.load(path / "model.pt", weights_only=True) for path in (run_dir, tmp_path / "undisturbed"))
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_is_exactly_the_same_at_any_world_size(tmp_path: Path) -> None:
     """37 test samples in micro-batches of 3: no world size divides anything."""
-    run_forked(TRAIN, *job(tmp_path / "start", "--max-steps", 5))
+    trained(0, job(tmp_path / "start", "--max-steps", 5))
     weights = tmp_path / "start" / "model.pt"
     frozen = ["--lr", 0, "--max-steps", 1, "--init-from", weights]
     results = {}
     for ranks in (1, 2, 3, 4):
         run_dir = tmp_path / str(ranks)
-        finish_all(fork_ranks(ranks, TRAIN, *job(run_dir, *frozen)))
+        trained(ranks, job(run_dir, *frozen))
         results[ranks] = read(run_dir)["metrics"]
-        assert read(run_dir)["weights_sha256"] == read(tmp_path / "start")["weights_sha256"]
+        assert weights_of(run_dir) == weights_of(tmp_path / "start")
     alone = results[1]
     assert all(result == alone for result in results.values()), results
     assert alone == read(tmp_path / "start")["metrics"]

@@ -9,18 +9,18 @@ import pytest
 
 from tests.support import small_runs
 from tests.support.chaos import chaos, faults_in, launcher, reported, still_running
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run
-from tests.support.small_runs import BATCH, MICRO, SAMPLES, SUPPORT, TASK, options
+from tests.support.processes import read, records, run
+from tests.support.small_runs import SAMPLES, SUPPORT, starts, trained, weights_of
 
 
 def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
     """Let so many faults come over a run without planned checkpoints, and look at all that it leaves."""
 
     def job(run_dir: Path, *more: object) -> list[str]:
-        shape = ["--epochs", epochs, "--batch-size", BATCH, "--micro-batch", MICRO, "--log-every", 1]
-        return options(TASK, run_dir, *shape, "--checkpoint-every", 0, "--eval-every", 9 * epochs, *more)
+        rare = ["--checkpoint-every", 0, "--eval-every", 9 * epochs]
+        return small_runs.job(run_dir, "--epochs", epochs, *rare, *more)
 
-    finish_all(fork_ranks(2, TRAIN, *job(folder / "undisturbed")))
+    trained(2, job(folder / "undisturbed"))
     run_dir, begun = folder / "run", time.monotonic()
     # the next one as soon as it stands again
     mix = f"--kill-every 1s --seed {seed} --count {faults} --minutes 14 --faults kill,keeper,term,stop"
@@ -31,11 +31,10 @@ def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
     assert len(faults_in(done.stdout)) == faults
     assert {kind for kind, _ in faults_in(done.stdout)} == {"kill", "keeper", "term", "stop"}
     assert {whom[: len("rank 0")] for _, whom in faults_in(done.stdout)} == {"rank 0", "rank 1"}
-    assert len(records(run_dir, "start")) == faults + 1, "each of them had to start the ranks again"
-    assert read(run_dir)["weights_sha256"] == read(folder / "undisturbed")["weights_sha256"]
+    assert len(starts(run_dir)) == faults + 1, "each of them had to start the ranks again"
+    assert weights_of(run_dir) == weights_of(folder / "undisturbed")
     assert read(run_dir)["samples_seen"] == epochs * SAMPLES
-    steps = [record["step"] for record in records(run_dir, "train")]
-    assert sorted(set(steps)) == sorted(steps), "no step is done twice"
+    assert small_runs.no_step_is_done_twice(run_dir)
     assert reported(done.stdout, "lost, done again") == "0"
     assert wall - 60 < sum(read(run_dir)["ledger"].values()) < wall, "every second has an account"
     assert still_running(run_dir) == []
@@ -59,7 +58,7 @@ def test_twelve_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("keeper", "kills"), [("on", 20), ("off", 2)])
 def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Path) -> None:
     """And the control: without keepers each of them ends a job that torchrun must not start again."""
-    finish_all(fork_ranks(2, TRAIN, *small_runs.job(tmp_path / "undisturbed", "--epochs", 24)))
+    trained(2, small_runs.job(tmp_path / "undisturbed", "--epochs", 24))
     run_dir = tmp_path / "run"
     job = small_runs.job(run_dir, "--epochs", 24, "--pause", 0.1, "--checkpoint-every", 0, "--keeper", keeper)
     mix = f"--kill-every 1s --seed 1 --count {kills} --faults kill"
@@ -69,7 +68,7 @@ def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Pa
     assert reported(done.stdout, "starts") == f"{by_chaos} of the command, {kills + 1} of its ranks"
     assert read(run_dir)["restarts"] == kills
     assert read(run_dir)["restarts_in_place"] == (kills if keeper == "on" else 0)
-    assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
     assert reported(done.stdout, "lost, done again") == "0"
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
-from tests.support import processes
+from tests.support.small_runs import results_of
 
-WORKER = processes.ROOT / "tests/support/gradient_worker.py"
+WORKER = "gradient_worker.py"
 
 
 def test_any_world_size_agrees_with_one_process_and_a_naive_loop_does_not(tmp_path: Path) -> None:
     """Weights and losses after 12 steps at W = 1, 2, 3, 4, 6 with BatchNorm, dropout, a tail and idle ranks."""
     results = {}
     for ranks in (1, 2, 3, 4, 6):
-        path = tmp_path / f"{ranks}.json"
-        processes.finish_all(processes.fork_ranks(ranks, WORKER, path))
-        results[ranks] = json.loads(path.read_text())
+        results[ranks] = results_of(ranks, WORKER, tmp_path, "worlds")
     for ranks, result in results.items():
         assert result["ranks_agree"], f"weights differ between the {ranks} ranks"
         for name in ("weights", "losses", "statistics"):
@@ -35,21 +32,18 @@ def distance(got: list[float], expected: list[float]) -> float:
 
 def test_a_resume_on_as_many_ranks_is_exact_in_every_bit_and_with_stock_ddp_it_is_not(tmp_path: Path) -> None:
     """Four ranks, because with two the order of an addition does not matter."""
-    processes.finish_all(processes.fork_ranks(4, WORKER.with_name("resume_worker.py"), tmp_path / "out.json"))
-    assert json.loads((tmp_path / "out.json").read_text()) == {"ours": True, "stock": False}
+    assert results_of(4, WORKER, tmp_path, "resume") == {"ours": True, "stock": False}
 
 
 def test_each_step_of_several_micro_batches_a_rank_is_reduced(tmp_path: Path) -> None:
     """DDP's `static_graph` has silently stopped to in the third one, beside `no_sync`."""
-    processes.finish_all(processes.fork_ranks(2, WORKER.with_name("reduced_worker.py"), tmp_path / "out.json"))
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = results_of(2, WORKER, tmp_path, "reduced")
     assert found == {"ours": [True] * 4, "control": [True, True, False, True]}
 
 
 def test_collectives_of_a_rank_come_in_an_order_and_their_errors_reach_the_user(tmp_path: Path) -> None:
     """What would dead-lock NCCL, or hide an error, and shows without a GPU."""
-    processes.finish_all(processes.fork_ranks(3, WORKER.with_name("collectives_worker.py"), tmp_path / "out.json"))
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = results_of(3, "collectives_worker.py", tmp_path)
     assert found["threads"] == 1, "the tree, where parameters may be unused"
     assert found["threads, control"] == 2
     assert found["not waited for"] == 0, "BatchNorm gathers while DDP reduces, in another group"

@@ -1,4 +1,4 @@
-"""The task `lm` on any number of ranks, through a kill: the same bits, with activation checkpointing and without."""
+"""The task `lm` through a kill and on other numbers of ranks: the same bits (the control: test_tree.py)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, records
-from tests.support.small_runs import options, wait_for_step, weights_of
+from tests.support.processes import TRAIN, finish_all, fork_ranks
+from tests.support.small_runs import options, signal_ranks_at, starts, weights_of
 
 
-def job(ranks: int, run_dir: Path, *more: object, reduce: str = "tree") -> list[subprocess.Popen[str]]:
+def job(ranks: int, run_dir: Path, *more: object) -> list[subprocess.Popen[str]]:
     net = ["--seq-len", 16, "--width", 16, "--layers", 2, "--heads", 2, "--dropout", 0.1]
     shape = ["--batch-size", 8, "--micro-batch", 1, "--max-steps", 60, "--log-every", 1, "--eval-every", 1000]
-    every = ["--checkpoint-every", 10, "--reduce", reduce]
+    every = ["--checkpoint-every", 10, "--reduce", "tree"]
     return fork_ranks(ranks, TRAIN, *options("lm", run_dir, *net, *shape, *every, *more))
 
 
@@ -23,19 +23,7 @@ def job(ranks: int, run_dir: Path, *more: object, reduce: str = "tree") -> list[
 def test_the_bits_are_the_same_through_a_kill_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     finish_all(job(1, tmp_path / "undisturbed"))
     run_dir = tmp_path / "run"
-    ranks = job(3, run_dir, "--activation-checkpointing")
-    wait_for_step(run_dir, 20, ranks[0])
-    for rank in ranks:
-        rank.send_signal(signal.SIGKILL)
-    for rank in ranks:
-        finish(rank)
+    signal_ranks_at(20, run_dir, job(3, run_dir, "--activation-checkpointing"), signal.SIGKILL)
     finish_all(job(2, run_dir))
-    assert len(records(run_dir, "start")) == 2
+    assert len(starts(run_dir)) == 2
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_the_control_with_the_ring_the_bits_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    for ranks in (1, 3):
-        finish_all(job(ranks, tmp_path / str(ranks), "--optimizer", "sgd", "--lr", 0.05, reduce="ring"))
-    assert weights_of(tmp_path / "1") != weights_of(tmp_path / "3")

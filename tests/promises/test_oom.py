@@ -12,35 +12,17 @@ import pytest
 import torch
 
 from evenkeel.data.plan import Plan
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    finish,
-    finish_all,
-    fork,
-    fork_ranks,
-    free_port,
-    kill_group,
-    read,
-    records,
-    run_forked,
-    wait_until,
-)
-from tests.support.recording_task import SAMPLES
-
-TASK = f"{ROOT / 'tests' / 'support' / 'odd_tasks.py'}:Hungry"
-
+from tests.support.processes import TRAIN, finish, fork, free_port, kill_group, read, run_forked
+from tests.support.small_runs import ODD_TASKS, SAMPLES, options, starts, trained, wait_for_step, weights_of
 
 EPOCHS, BATCH = 2, 16
-
-
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 
 
 def job(run_dir: Path, micro_batch: object, *more: object) -> list[str]:
     """Options of a run of a task of which 4 samples fit at a time, and 8 do not."""
     shape = ["--batch-size", BATCH, "--micro-batch", micro_batch, "--epochs", EPOCHS, "--log-every", 1]
-    return [str(word) for word in ("--task", TASK, "--run-dir", run_dir, *shape, "--wandb", "disabled", *more)]
+    return options(f"{ODD_TASKS}:Hungry", run_dir, *shape, *more)
 
 
 @pytest.mark.slow
@@ -60,7 +42,7 @@ def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
 
     started = [rank(r, run_dir, LOCAL_RANK=r, LOCAL_WORLD_SIZE=2, ROOM=(6000, 3000)[r]) for r in range(2)]
     try:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir, "train")) >= 2, "step 2")
+        wait_for_step(run_dir, 2, started[0])
         for process in started:
             process.send_signal(signal.SIGTERM)
         first, second = [finish(process) for process in started]
@@ -76,11 +58,7 @@ def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
     port = str(free_port())
     alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "ROOM": 18000}
     started = [rank(0, tmp_path / "new", **alone), rank(1, run_dir, **alone)]
-    try:
-        first, second = [finish(process) for process in started]
-    finally:
-        for process in started:
-            kill_group(process)
+    first, second = [finish(process) for process in started]
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "samples fit" not in first.stdout
     assert "micro_batch = 4\n" in (tmp_path / "new" / "config.toml").read_text()
@@ -88,8 +66,8 @@ def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
     assert (summary["bits_void_from"], summary["samples_seen"]) == (None, EPOCHS * SAMPLES)
 
     # what was tried has left no trace, and the number typed gives the same run
-    finish_all(fork_ranks(2, TRAIN, *job(known, 4, *more)))
-    assert read(known)["weights_sha256"] == summary["weights_sha256"]
+    trained(2, job(known, 4, *more))
+    assert weights_of(known) == weights_of(tmp_path / "new")
 
 
 def handed_out(folder: Path, first: int, end: int) -> Counter[tuple[int, int]]:
@@ -131,7 +109,7 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
 
     hold.touch()
     process = attempt(1, 2)
-    wait_until(lambda: any(record["step"] >= 1 for record in records(run_dir, "train")), "a step")
+    wait_for_step(run_dir, 1, process)
     process.send_signal(signal.SIGTERM)
     assert finish(process).returncode == 75
     hold.unlink()
@@ -139,10 +117,8 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
     failed = finish(attempt(2, 4))
     assert failed.returncode == 1
     warning, line = failed.stderr.splitlines()
-    stopped = [record["step"] for record in records(run_dir, "start")][-1]
-    assert (
-        f"from step {stopped} on micro-batches are of 4 instead of 2: the global batches and their samples" in warning
-    )
+    stopped = starts(run_dir)[-1]
+    assert f"from step {stopped} on micro-batches are of 4 instead of 2: the global batches" in warning
     status = read(run_dir, "status.json")
     assert status["reason"].startswith("out of memory on rank 0")
     assert status["step"] > stopped
@@ -154,10 +130,9 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
     assert done.returncode == 0, done.stderr
     assert f"from step {status['step']} on micro-batches are of 2 instead of 4" in done.stderr
 
-    starts = [record["step"] for record in records(run_dir, "start")]
-    assert starts == [0, 0, stopped, status["step"]]
+    assert starts(run_dir) == [0, 0, stopped, status["step"]]
     total: Counter[tuple[int, int]] = Counter()
-    for number, (first, end) in enumerate(zip(starts[1:], [*starts[2:], STEPS], strict=True), start=1):
+    for number, (first, end) in enumerate([(0, stopped), (stopped, status["step"]), (status["step"], STEPS)], start=1):
         total += handed_out(tmp_path / f"attempt-{number}", first, end)
     assert total == Counter({(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)})
     assert read(run_dir)["samples_seen"] == EPOCHS * SAMPLES

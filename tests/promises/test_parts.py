@@ -11,17 +11,16 @@ import torch
 
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.sampler import ElasticSampler
-from tests.support.processes import TRAIN, finish_all, fork_ranks, records
+from tests.support.processes import records
 from tests.support.recipe_task import SAMPLES
-from tests.support.small_runs import SUPPORT, options
+from tests.support.small_runs import recipe_job, trained
 
 BATCH, MICRO = 14, 3  # micro-batches of 3, 3, 3, 3, 2; the last step of an epoch has 3 samples, on one rank
 RANKS = (0, 1, 2, 3)
 
 
 def job(run_dir: Path, *more: object) -> list[str]:
-    shape = ["--epochs", 2, "--batch-size", BATCH, "--micro-batch", MICRO, "--log-every", 1, "--csv", *more]
-    return options(f"{SUPPORT / 'parts_task.py'}:Parts", run_dir, *shape)
+    return recipe_job(run_dir, "--epochs", 2, "--batch-size", BATCH, "--csv", *more, task="Parts")
 
 
 def by_hand(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
@@ -49,7 +48,8 @@ def by_hand(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
 def test_parts_are_the_same_on_any_number_of_ranks(tmp_path: Path, reduce: str) -> None:
     told = []
     for ranks in RANKS:
-        finish_all(fork_ranks(ranks, TRAIN, *job(tmp_path / str(ranks), "--reduce", reduce)))
+        done = trained(ranks, job(tmp_path / str(ranks), "--reduce", reduce))
+        assert "train/noisy/half 0.5000" in done[0].stdout
         told.append({record["step"]: record for record in records(tmp_path / str(ranks), "train")})
     exact, naive = by_hand(2)
     assert told[0].keys() == exact.keys()
@@ -66,9 +66,3 @@ def test_parts_are_the_same_on_any_number_of_ranks(tmp_path: Path, reduce: str) 
     assert [float(row["train/target"]) for row in rows if row["train/target"]] == [
         record["train/target"] for record in told[2].values()
     ]
-
-
-def test_parts_are_shown(tmp_path: Path) -> None:
-    (done,) = finish_all(fork_ranks(0, TRAIN, *job(tmp_path / "run", "--max-steps", 1)))
-    assert "train/target 0." in done.stdout
-    assert "train/noisy/half 0.5000" in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shutil
@@ -13,9 +12,17 @@ import pytest
 import torch
 
 from evenkeel.run.checkpoint import Checkpoints, load
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, run_forked, wait_until
+from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until
 from tests.support.rooms import has
-from tests.support.small_runs import recipe_job, saved_step, told_step
+from tests.support.small_runs import (
+    recipe_job,
+    saved_step,
+    signal_ranks,
+    signal_ranks_at,
+    told_step,
+    trained,
+    weights_of,
+)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
@@ -30,21 +37,15 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
     run_dir, dice = tmp_path / "run", random.Random()
     slow = tmp_path / "slow"
     slow.touch()
-    slowly = ["--slow", slow]
+    options = recipe_job(run_dir, *recipe, "--slow", slow)
     for ranks, victims, number in ((2, 2, signal.SIGKILL), (2, 1, signal.SIGKILL), (3, 3, signal.SIGTERM)):
-        done = records(run_dir, "train")[-1]["step"] if (run_dir / "metrics.jsonl").exists() else 0
-        processes = fork_ranks(ranks, TRAIN, *recipe_job(run_dir, *recipe, *slowly))
-        target = done + dice.randrange(2, 5)
-        wait_until(lambda target=target: told_step(run_dir) >= target, f"step {target}")
-        for process in processes[-victims:]:
-            os.killpg(process.pid, number)
-        for process in processes:
-            finish(process)
+        target, started = told_step(run_dir) + dice.randrange(2, 5), fork_ranks(ranks, TRAIN, *options)
+        signal_ranks_at(target, run_dir, started, number, victims)
     slow.unlink()
-    finish_all(fork_ranks(0, TRAIN, *recipe_job(run_dir, *recipe, *slowly)))
+    trained(0, options)
     finish_all(undisturbed)
     assert read(run_dir)["world_sizes"] == [2, 2, 3, 1]
-    assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"]
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
     assert read(run_dir)["metrics"] == read(tmp_path / "undisturbed")["metrics"]
     if precision == "bf16":
         weights = torch.load(run_dir / "model.pt", weights_only=True)
@@ -75,10 +76,7 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
         waiting.unlink(missing_ok=True)
         started = fork_ranks(ranks, TRAIN, *options)
         wait_until(lambda: waiting.exists() and saved_step(run_dir) >= 2, "the evaluation after step 3")
-        for process in started:
-            os.killpg(process.pid, number)
-        for process in started:
-            finish(process)
+        signal_ranks(started, number)
         assert saved_step(run_dir) == saved
     hold.unlink()
     # the control: a memory which says that it has been evaluated
@@ -89,11 +87,11 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
     state["stopping"]["evaluated"] = 3
     Checkpoints(control / "checkpoints", 2, ("score", "max")).save(state, {})
     forgetful = fork_ranks(0, TRAIN, *recipe_job(control, *recipe, "--hold", hold))
-    (done,) = finish_all(fork_ranks(0, TRAIN, *options))
+    (done,) = trained(0, options)
     finish_all([*undisturbed, *forgetful])
 
     said = "stopped early at step 9: no better test/score than 1.0000 in 2 evaluations"
-    assert re.search(rf"evenkeel: finished in [\d.]+ s \(.*\), {said}: ", done.stdout)
+    assert re.search(rf"evenkeel: finished in .+ \(.*\), {said}: ", done.stdout)
     for folder, last in ((plain, 9), (run_dir, 9), (control, 12)):
         summary, status = read(folder), read(folder, "status.json")
         assert (summary["state"], summary["step"], summary["stopped_early"]) == ("finished", last, True)
@@ -102,6 +100,6 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
         assert [r["step"] for r in records(folder, "eval")][-1] == last
     assert read(run_dir)["reason"] == read(run_dir, "status.json")["reason"] == said
     assert [r["step"] for r in records(run_dir, "eval")] == [3, 6, 9]
-    assert read(run_dir)["weights_sha256"] == read(plain)["weights_sha256"]
+    assert weights_of(run_dir) == weights_of(plain)
     assert not has("status") or said in run_forked("-m", "evenkeel", "status", run_dir).stdout
     assert "finished early at step 9" in run_forked(TRAIN, *options).stdout

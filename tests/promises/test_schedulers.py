@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from pathlib import Path
@@ -10,16 +9,24 @@ from pathlib import Path
 import pytest
 
 from evenkeel.run.checkpoint import load
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, run_forked, wait_until
-from tests.support.scheduled_task import STEPS, bare_rates
-from tests.support.small_runs import SUPPORT, options, saved_step, the_line, told_step
+from tests.support.processes import TRAIN, fork_ranks, read, records, run_forked, wait_until
+from tests.support.recipe_task import STEPS, bare_rates
+from tests.support.small_runs import (
+    recipe_job,
+    saved_step,
+    signal_ranks,
+    signal_ranks_at,
+    the_line,
+    told_step,
+    trained,
+    weights_of,
+)
 
 
 def job(run_dir: Path, kind: str, *more: object, task: str = "Scheduled") -> list[str]:
     """27 steps, with an evaluation after every third."""
-    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1, "--eval-every", 3]
-    shape += ["--kind", kind, "--lr", 0.002, "--reduce", "tree", "--checkpoint-every", 2]
-    return options(f"{SUPPORT / 'scheduled_task.py'}:{task}", run_dir, *shape, *more)
+    shape = ["--kind", kind, "--lr", 0.002, "--reduce", "tree", "--checkpoint-every", 2, "--eval-every", 3]
+    return recipe_job(run_dir, *shape, *more, task=task)
 
 
 def rates(run_dir: Path) -> dict[int, float]:
@@ -28,15 +35,9 @@ def rates(run_dir: Path) -> dict[int, float]:
 
 def kill(ranks: int, run_dir: Path, slow: Path, *words: str, victims: int = 1) -> None:
     """kill -9 of some ranks, a few steps after the start."""
-    before = told_step(run_dir)
-    target = before + random.randrange(2, 6)
+    target = told_step(run_dir) + random.randrange(2, 6)
     slow.touch()
-    processes = fork_ranks(ranks, TRAIN, *words)
-    wait_until(lambda: told_step(run_dir) >= target, f"step {target}")
-    for process in processes[-victims:]:
-        os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        finish(process)
+    signal_ranks_at(target, run_dir, fork_ranks(ranks, TRAIN, *words), signal.SIGKILL, victims)
     slow.unlink()
 
 
@@ -51,16 +52,15 @@ def test_killed_and_finished_on_other_numbers_of_ranks_rates_and_bits_are_those_
     kill(2, run_dir, slow, *words)
     kill(2, run_dir, slow, *words, victims=2)
     kill(3, run_dir, slow, *words)
-    finish_all(fork_ranks(0, TRAIN, *words))
-    finish_all(fork_ranks(1, TRAIN, *job(plain, kind)))
-
+    trained(0, words)
+    trained(1, job(plain, kind))
     assert read(run_dir)["world_sizes"] == [2, 2, 3, 1]
     expected = dict(enumerate(bare_rates(kind), start=1))
     assert rates(plain) == expected, "those of a plain loop"
     assert rates(run_dir).items() <= expected.items(), "also of steps that were done twice"
     assert len(rates(run_dir)) > STEPS - 5, "a step may be saved before it is told"
     assert len(set(expected.values())) > 3
-    assert read(run_dir)["weights_sha256"] == read(plain)["weights_sha256"]
+    assert weights_of(run_dir) == weights_of(plain)
     last = [load(folder / "checkpoints" / f"step-{STEPS:08d}")["schedulers"] for folder in (plain, run_dir)]
     assert last[0] == last[1]
 
@@ -70,7 +70,7 @@ def test_the_control_a_scheduler_outside_of_the_state_gives_other_rates(tmp_path
     words = job(run_dir, "onecycle", "--slow", slow, task="Outside")
     kill(2, run_dir, slow, *words)
     began = saved_step(run_dir)
-    finish_all(fork_ranks(0, TRAIN, *words))
+    trained(0, words)
     expected = bare_rates("onecycle")
     told = rates(run_dir)
     assert told[1] == pytest.approx(expected[0])
@@ -83,15 +83,11 @@ def test_a_run_killed_between_a_step_and_its_evaluation_steps_the_scheduler_once
     words = job(run_dir, "plateau", "--hold", hold)
     hold.touch()
     started = fork_ranks(2, TRAIN, *words)
-    waiting = Path(f"{hold}.waiting")
-    wait_until(waiting.exists, "the evaluation after step 3")
-    for process in started:
-        process.send_signal(signal.SIGTERM)
-    for process in started:
-        finish(process)
+    wait_until(Path(f"{hold}.waiting").exists, "the evaluation after step 3")
+    signal_ranks(started, signal.SIGTERM)
     assert load(run_dir / "checkpoints" / "step-00000003")["schedulers"]["evaluated"] == 0
     hold.unlink()
-    finish_all(fork_ranks(0, TRAIN, *words))
+    trained(0, words)
     assert rates(run_dir).items() <= dict(enumerate(bare_rates("plateau"), start=1)).items()
     assert rates(run_dir)[STEPS] == bare_rates("plateau")[-1]
 
@@ -104,9 +100,9 @@ def test_what_would_set_other_rates_is_refused(tmp_path: Path) -> None:
             f"{' '.join(map(str, typed))}: the task's schedulers() set the learning rates; leave it out"
         )
     assert not run_dir.exists()
-    finish_all(fork_ranks(0, TRAIN, *job(run_dir, "plateau", "--max-steps", 6, "--schedule", "constant")))
+    trained(0, job(run_dir, "plateau", "--max-steps", 6, "--schedule", "constant"))
     longer = [*job(run_dir, "plateau", "--max-steps", 9, "--schedule", "constant")]
     done = run_forked(TRAIN, *longer, "--eval-every", "2", expect=1)
     assert "the run's --eval-every was 3 and is 2 now: the schedulers would set other learning rates" in done.stderr
-    finish_all(fork_ranks(0, TRAIN, *longer))
+    trained(0, longer)
     assert rates(run_dir)[9] == bare_rates("plateau")[8], "one that is stepped by evaluations may be made longer"

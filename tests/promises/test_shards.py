@@ -11,18 +11,11 @@ import pytest
 
 from evenkeel.data.plan import Plan
 from evenkeel.data.shard_index import write_index
-from tests.support import processes
-from tests.support.processes import ROOT, TRAIN, read, records, run_forked, start, torchrun, wait_until
+from tests.support.processes import TRAIN, read, run_forked, start, torchrun
 from tests.support.shards import tars
-from tests.support.small_runs import (
-    kill_workers_and_agent,
-    options,
-    saved_step,
-    the_line,
-    wait_for_step,
-)
+from tests.support.small_runs import SUPPORT, ended, kill_at, options, starts, the_line
 
-TASK = f"{ROOT / 'tests' / 'support' / 'shards_task.py'}:Sharded"
+TASK = f"{SUPPORT / 'shards_task.py'}:Sharded"
 LENGTHS = [23, 9, 17, 30, 5, 16]  # 100 samples in 6 shards, 28 blocks
 PLAN = Plan(samples=100, global_batch=12, micro_batch=3, epochs=3)  # 9 steps an epoch, the last of 4 samples
 
@@ -73,17 +66,12 @@ def test_killed_on_two_ranks_and_finished_on_others_each_sample_of_the_shards_co
     record.symlink_to(tmp_path / "first")
     killed_at = random.Random().randrange(3, 8)
     process = start(torchrun(2, TRAIN, *job(folder, run_dir, "--pause", 0.1)))
-    wait_for_step(run_dir, killed_at, process)
-    wait_until(lambda: saved_step(run_dir) >= killed_at - 2, "the last checkpoint before it")
-    kill_workers_and_agent(process)
-
+    kill_at(killed_at, run_dir, process)
     record.unlink()
     record.symlink_to(tmp_path / "second")
     command = torchrun(ranks, TRAIN) if ranks > 1 else [sys.executable, str(TRAIN)]
-    done = processes.finish(start([*command, *job(folder, run_dir)]))
-    assert done.returncode == 0, done.stderr
-
-    first, second = [line["step"] for line in records(run_dir, "start")]
+    ended(start([*command, *job(folder, run_dir)]))
+    first, second = starts(run_dir)
     assert (first, second > 0) == (0, True)
     total = trained_on(tmp_path / "first", 0, second, 2) + trained_on(
         tmp_path / "second", second, PLAN.total_steps, ranks
@@ -91,12 +79,9 @@ def test_killed_on_two_ranks_and_finished_on_others_each_sample_of_the_shards_co
     assert total == Counter({(epoch, number): 1 for epoch in range(3) for number in range(100)})
     assert read(run_dir)["world_sizes"] == [2, ranks]
 
+    assert by_node(2, 0, 4) + by_node(2, 4, 100) == Counter(range(100)), "which is right on as many ranks"
     control = by_node(2, 0, second) + by_node(ranks, second, 100)
     assert control != Counter(range(100)), "whole shards, dealt to ranks: some come twice or never"
-
-
-def test_the_control_is_right_on_as_many_ranks() -> None:
-    assert by_node(2, 0, 4) + by_node(2, 4, 100) == Counter(range(100))
 
 
 def test_a_run_keeps_its_order(tmp_path: Path) -> None:

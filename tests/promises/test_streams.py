@@ -15,22 +15,13 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tests.support import processes
-from tests.support.processes import ROOT, TRAIN, read, records, run_forked, start, torchrun, wait_until
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, read, run_forked, start, torchrun
 from tests.support.shards import tars
-from tests.support.small_runs import (
-    keepers_of,
-    kill_workers_and_agent,
-    options,
-    saved_step,
-    the_line,
-    wait_for_step,
-    weights_of,
-    workers_of,
-)
+from tests.support.small_runs import SUPPORT, options, weights_of
 from tests.support.streams_task import SOURCES, read_in_order, trained_on
 
-TASK = f"{ROOT / 'tests' / 'support' / 'streams_task.py'}:Streamed"
+TASK = f"{SUPPORT / 'streams_task.py'}:Streamed"
 STEPS, BATCH = 40, 12
 
 
@@ -47,13 +38,11 @@ def every_sample_in_its_step() -> set[tuple[int, ...]]:
 def killed(process: subprocess.Popen[str], run_dir: Path, at: int, one_first: bool) -> None:
     """SIGKILL a whole job at a step; before that, perhaps, one of its ranks or keepers, so that all start again."""
     if one_first:
-        wait_for_step(run_dir, at, process)
-        dies = random.choice([workers_of, keepers_of])(process)
+        runs.wait_for_step(run_dir, at, process)
+        dies = random.choice([runs.workers_of, runs.keepers_of])(process)
         os.kill(random.choice([*dies.values()]), signal.SIGKILL)
         at += 2
-    wait_for_step(run_dir, at, process)
-    wait_until(lambda: saved_step(run_dir) >= at - 2, "the last checkpoint before it")
-    kill_workers_and_agent(process)
+    runs.kill_at(at, run_dir, process)
 
 
 def disturbed(tmp_path: Path, seed: int, kills: int) -> None:
@@ -70,9 +59,8 @@ def disturbed(tmp_path: Path, seed: int, kills: int) -> None:
         at = 4 + number * STEPS // (kills + 1) + dice.randrange(6)
         killed(start(command), run_dir, at, one_first=dice.random() < 0.5)
     command = [sys.executable, str(TRAIN)] if dice.random() < 0.3 else torchrun(dice.randint(1, 3), TRAIN)
-    done = processes.finish(start([*command, *job(run_dir, *shape())]))
-    assert done.returncode == 0, done.stderr
-    starts = [line["step"] for line in records(run_dir, "start")]
+    runs.ended(start([*command, *job(run_dir, *shape())]))
+    starts = runs.starts(run_dir)
     assert len(starts) > kills
     assert starts[-1] > 0, "it was continued"
     assert trained_on(record) == every_sample_in_its_step()
@@ -100,7 +88,7 @@ def test_a_run_keeps_its_cut_and_its_stream(tmp_path: Path) -> None:
     run_forked(TRAIN, *job(tmp_path / "run", *longer))
     assert read(tmp_path / "run")["step"] == 4, "the number of samples is not part of what is compared"
     done = run_forked(TRAIN, *options(TASK, tmp_path / "other", "--batch-size", 12), expect=2)
-    assert the_line(done.stderr).startswith("--max-steps is missing: train_dataset() returned a Streams")
+    assert runs.the_line(done.stderr).startswith("--max-steps is missing: train_dataset() returned a Streams")
     assert not (tmp_path / "other").exists()
 
 
@@ -152,32 +140,29 @@ def stateful(rank: int, world_size: int, _: int, state: Any) -> Any:
     return found
 
 
+WHOLE = Counter(range(240))
+
+
 def test_the_control_a_stream_dealt_to_loader_processes_loses_samples() -> None:
-    whole = Counter(range(240))
-    assert dealt(2, 2, plain(0)) == whole, "without loader processes and on as many ranks it is right"
-    assert dealt(2, 2, plain(4)) != whole, "samples given are no place of a loader process"
+    assert dealt(2, 2, plain(0)) == WHOLE, "without loader processes and on as many ranks it is right"
+    assert dealt(2, 2, plain(4)) != WHOLE, "samples given are no place of a loader process"
 
 
-def test_the_control_a_stateful_data_loader_loses_samples_on_other_ranks() -> None:
-    pytest.importorskip("torchdata.stateful_dataloader")
-    whole = Counter(range(240))
-    assert dealt(2, 2, stateful) == whole, "it is right on as many ranks"
-    assert dealt(2, 3, stateful) != whole
-    assert dealt(2, 1, stateful) != whole
-
-
-def test_the_control_webdataset_loses_samples_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wds = pytest.importorskip("webdataset")
+@pytest.mark.parametrize("library", ["torchdata.stateful_dataloader", "webdataset"])
+def test_the_control_other_libraries_lose_samples_on_other_ranks(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wds = pytest.importorskip(library)
     urls = [str(path) for path in sorted(tars(tmp_path, [40] * 6).iterdir())]
 
-    def make(rank: int, world_size: int, given: int, _: Any) -> Any:
+    def webdataset(rank: int, world_size: int, given: int, _: Any) -> Any:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
         read = wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=False)
         numbers = [int(sample["cls"]) for sample in read][given:]
         return [numbers[n : n + 5] for n in range(0, len(numbers), 5)]
 
-    whole = Counter(range(240))
-    assert dealt(2, 2, make) == whole, "it is right on as many ranks"
-    assert dealt(2, 3, make) != whole
-    assert dealt(2, 1, make) != whole
+    make = webdataset if library == "webdataset" else stateful
+    assert dealt(2, 2, make) == WHOLE, "it is right on as many ranks"
+    assert dealt(2, 3, make) != WHOLE
+    assert dealt(2, 1, make) != WHOLE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from pathlib import Path
 
@@ -11,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.processes import ROOT, TRAIN, checked, finish, finish_all, fork_ranks, kill_group, read, wait_until
-from tests.support.small_runs import recipe_job, told_step
-
-WORKER = ROOT / "tests/support/sync_batchnorm_worker.py"
+from tests.support.processes import TRAIN, checked, finish, fork_ranks, kill_group, read
+from tests.support.small_runs import recipe_job, results_of, signal_ranks_at, told_step, trained, weights_of
 
 
 def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
     """Outputs, all gradients and running statistics, on three ranks and an idle one, relative to float64."""
-    finish_all(fork_ranks(4, WORKER, tmp_path / "out.json"))
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = results_of(4, "sync_batchnorm_worker.py", tmp_path)
     assert len(found) == 12
     for name, distances in found.items():
         # what float32 has of numbers around 1e4, and what bfloat16 has of any
@@ -38,30 +33,26 @@ def test_a_run_is_that_of_one_process_with_the_whole_batch_and_the_same_bits_on_
     # a plain SGD, because Adam divides by the size of gradients that are only rounding errors
     recipe = ["--dropout", 0, "--clip-norm", 1, "--optimizer", "sgd", "--lr", 0.05, "--reduce", "tree"]
     plain, control = tmp_path / "plain", tmp_path / "control"
-    finish_all(fork_ranks(0, TRAIN, *recipe_job(plain, *recipe, "--micro-batch", 12)))
-    finish_all(fork_ranks(0, TRAIN, *recipe_job(control, *recipe, "--micro-batch", 3)))
+    trained(0, recipe_job(plain, *recipe, "--micro-batch", 12))
+    trained(0, recipe_job(control, *recipe, "--micro-batch", 3))
     sync = [*recipe, "--micro-batch", 4, "--sync-batchnorm", "--checkpoint-every", 4]
-    finish_all(fork_ranks(3, TRAIN, *recipe_job(tmp_path / "3", *sync)))
+    trained(3, recipe_job(tmp_path / "3", *sync))
 
     # stopped and killed on the way, and refused on too few ranks
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
     options = recipe_job(run_dir, *sync, "--slow", slow)
     slow.touch()
     for ranks, number in ((4, signal.SIGKILL), (3, signal.SIGTERM)):
-        started, before = fork_ranks(ranks, TRAIN, *options), told_step(run_dir)
-        wait_until(lambda before=before: told_step(run_dir) >= before + 3, "three steps")  # type: ignore[misc]
-        os.killpg(started[-1].pid, number)
-        for process in started:
-            finish(process)
+        signal_ranks_at(told_step(run_dir) + 3, run_dir, fork_ranks(ranks, TRAIN, *options), number, victims=1)
     slow.unlink()
     first, second = fork_ranks(2, TRAIN, *options)
     refused = checked(finish(first), 2)
     kill_group(second)  # which leaves the speaking to the first, and waits for torchrun to end it
     assert "needs a rank of its own, but there are only 2; start 3 ranks" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
-    finish_all(fork_ranks(5, TRAIN, *options))
+    trained(5, options)
     assert read(run_dir)["world_sizes"] == [4, 3, 5]
-    assert read(run_dir)["weights_sha256"] == read(tmp_path / "3")["weights_sha256"]
+    assert weights_of(run_dir) == weights_of(tmp_path / "3")
 
     expected = torch.load(plain / "model.pt", weights_only=True)
     for folder, close in ((run_dir, True), (control, False)):

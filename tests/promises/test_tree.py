@@ -11,11 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import processes
-from tests.support.processes import ROOT, TRAIN, finish, finish_all, fork_ranks, read, records, start, torchrun
-from tests.support.small_runs import BOTH_WAYS, PLAN, SAMPLES, job, pids_of, restarts_of, wait_for_step
-
-WORKER = ROOT / "tests" / "support" / "tree_worker.py"
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, finish_all, fork_ranks, read, start, torchrun
+from tests.support.small_runs import (
+    PLAN,
+    ended,
+    job,
+    results_of,
+    signal_ranks_at,
+    starts,
+    steps_of,
+    told_step,
+    weights_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,11 +32,8 @@ WORKER = ROOT / "tests" / "support" / "tree_worker.py"
 def test_all_bits_are_the_same_on_any_number_of_ranks(
     tmp_path: Path, micro_batches: int, worlds: tuple[int, ...]
 ) -> None:
-    results = {}
-    for ranks in (0, *worlds):  # 0: without torchrun, and so without DDP
-        path = tmp_path / f"{ranks}.json"
-        finish_all(fork_ranks(ranks, WORKER, path, micro_batches))
-        results[ranks] = json.loads(path.read_text())
+    # 0 ranks: without torchrun, and so without DDP
+    results = {ranks: results_of(ranks, "tree_worker.py", tmp_path, micro_batches) for ranks in (0, *worlds)}
     for ranks, result in results.items():
         assert result["ranks agree"] == ["True"], ranks
         for way, bits in result.items():
@@ -54,19 +59,13 @@ def test_killed_ten_times_and_resumed_on_other_numbers_of_ranks_the_bits_are_the
     worlds: list[int] = []
     for _ in range(10):
         worlds.append(dice.choice([ranks for ranks in range(5) if ranks not in worlds[-1:]]))
-        done = records(run_dir, "train")[-1]["step"] if worlds[:-1] else 0
-        ranks = small(worlds[-1], run_dir, *slowly)
-        wait_for_step(run_dir, done + 1, ranks[0])
         number = dice.choice([signal.SIGTERM, signal.SIGKILL])
-        for rank in ranks:
-            rank.send_signal(number)
-        for rank in ranks:
-            finish(rank)
+        signal_ranks_at(told_step(run_dir) + 1, run_dir, small(worlds[-1], run_dir, *slowly), number)
     finish_all(small(dice.randrange(5), run_dir, *slowly))
-    assert len(records(run_dir, "start")) == 11
+    assert len(starts(run_dir)) == 11
     assert len(set(worlds)) > 2
-    assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
-    assert read(run_dir)["weights_sha256"] == read(tmp_path / "undisturbed")["weights_sha256"], worlds
+    assert read(run_dir)["samples_seen"] == PLAN.epochs * runs.SAMPLES
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed"), worlds
 
 
 def test_the_control_with_the_ring_the_bits_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
@@ -74,19 +73,17 @@ def test_the_control_with_the_ring_the_bits_depend_on_the_number_of_ranks(tmp_pa
         # steps so large that the last bit of a gradient shows in the weights; AdamW's, small and divided by the
         # gradient's size, hide it on some CPUs
         finish_all(small(ranks, tmp_path / str(ranks), "--optimizer", "sgd", "--lr", 0.05, reduce="ring"))
-    assert read(tmp_path / "1")["weights_sha256"] != read(tmp_path / "4")["weights_sha256"]
+    assert weights_of(tmp_path / "1") != weights_of(tmp_path / "4")
 
 
 @pytest.mark.slow
-@BOTH_WAYS
+@runs.BOTH_WAYS
 def test_a_peer_that_dies_in_an_exchange_is_an_error_and_no_hang(tmp_path: Path, dies: str) -> None:
     run_dir = tmp_path / "run"
     process = start(torchrun(3, TRAIN, *job(run_dir, "--reduce", "tree", "--pause", 0.1), restarts=1))
-    wait_for_step(run_dir, 3, process)
-    os.kill(pids_of(process, dies)[1], signal.SIGKILL)
-    done = processes.finish(process)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert restarts_of(run_dir) == ((0, 1) if dies == "trainer" else (1, 0))
+    runs.wait_for_step(run_dir, 3, process)
+    os.kill(runs.pids_of(process, dies)[1], signal.SIGKILL)
+    done = ended(process)
+    assert runs.restarts_of(run_dir) == ((0, 1) if dies == "trainer" else (1, 0))
     assert "no progress" not in done.stderr
-    steps = [record["step"] for record in records(run_dir, "train")]
-    assert steps == list(range(1, PLAN.total_steps + 1)), "no step is lost or done twice"
+    assert steps_of(run_dir) == list(range(1, PLAN.total_steps + 1)), "no step is lost or done twice"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, run_forked, wait_until
-from tests.support.small_runs import SUPPORT, options, told_step
+from tests.support.processes import TRAIN, fork_ranks, records, run_forked
+from tests.support.small_runs import SUPPORT, options, signal_ranks_at, trained, weights_of
 from tests.training.test_compilation import code  # noqa: F401  (a fixture)
 
 
@@ -24,17 +23,13 @@ def test_turns_go_through_a_kill_and_other_numbers_of_ranks(tmp_path: Path, redu
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     words = job(run_dir, "--reduce", reduce, "--slow", slow)
     slow.touch()
-    started = fork_ranks(2, TRAIN, *words)
-    wait_until(lambda: told_step(run_dir) >= 4, "step 4")
-    os.killpg(started[1].pid, signal.SIGKILL)
-    for process in started:
-        finish(process)
+    signal_ranks_at(4, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGKILL, victims=1)
     slow.unlink()
-    finish_all(fork_ranks(3, TRAIN, *words))
-    finish_all(fork_ranks(0, TRAIN, *job(plain, "--reduce", reduce)))
+    trained(3, words)
+    trained(0, job(plain, "--reduce", reduce))
     losses = [{it["step"]: it["train/d_loss"] for it in records(folder, "train")} for folder in (run_dir, plain)]
     if reduce == "tree":
-        assert read(run_dir)["weights_sha256"] == read(plain)["weights_sha256"]
+        assert weights_of(run_dir) == weights_of(plain)
         assert losses[0].items() <= losses[1].items()
     # the short last step of an epoch leaves a rank of three idle
     assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-3)

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import processes
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, wait_until
+from tests.support import small_runs
+from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records
+from tests.support.small_runs import signal_ranks_at, trained
 
-TASK = "segment"
 
-
-def options(run_dir: Path, *more: object) -> list[object]:
+def options(run_dir: Path, *more: object) -> list[str]:
     small = ["--backbone", "small", "--canvas", 32, "--digit-size", 16, "--discriminator-width", 4]
-    run = ["--run-dir", run_dir, "--wandb", "disabled", "--log-every", 1, "--reduce", "tree", *more]
-    return ["--task", TASK, *small, *run]
-
-
-def stop(ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals) -> None:
-    """Wait for a step and signal all ranks."""
-
-    def there() -> bool:
-        assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
-        return (run_dir / "metrics.jsonl").exists() and any(r["step"] >= after for r in records(run_dir, "train"))
-
-    wait_until(there, f"step {after}")
-    for rank in ranks:
-        rank.send_signal(number)
-    for rank in ranks:
-        processes.finish(rank)
+    return small_runs.options("segment", run_dir, *small, "--log-every", 1, "--reduce", "tree", *more)
 
 
 @pytest.mark.slow
@@ -42,10 +25,10 @@ def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> 
     shape += ["--checkpoint-every", 2, "--adversarial", 0.1, "--schedule", "poly", "--ema", 0.9]
     undisturbed = fork_ranks(1, TRAIN, *options(tmp_path / "one", *shape))
     run_dir = tmp_path / "run"
-    stop(fork_ranks(3, TRAIN, *options(run_dir, *shape)), run_dir, 3, signal.SIGTERM)
+    signal_ranks_at(3, run_dir, fork_ranks(3, TRAIN, *options(run_dir, *shape)), signal.SIGTERM)
     place = ["--place", "segmenter=0,discriminator=1"]
-    stop(fork_ranks(2, TRAIN, *options(run_dir, *shape, *place)), run_dir, 9, signal.SIGKILL)
-    finish_all(fork_ranks(0, TRAIN, *options(run_dir, *shape, "--model-parallel", 2)))
+    signal_ranks_at(9, run_dir, fork_ranks(2, TRAIN, *options(run_dir, *shape, *place)), signal.SIGKILL)
+    trained(0, options(run_dir, *shape, "--model-parallel", 2))
     finish_all(undisturbed)
     ours, theirs = read(run_dir), read(tmp_path / "one")
     assert ours["world_sizes"] == [3, 2, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from evenkeel.distributed.world import World
-from evenkeel.resilience import flight_recorder
 from evenkeel.resilience.hang import Beat, describe
 from tests.support import processes
 from tests.support.processes import (
@@ -43,15 +41,6 @@ def test_the_culprit_comes_first() -> None:
     assert describe({0: waiting, 3: gpu}, [3]).startswith("rank 3 (cuda:0 (GPU 2) of host) does not answer any more")
 
 
-def test_each_backend_s_recorder_is_asked() -> None:
-    """What has been recorded is in `test_a_frozen_rank_...`, for gloo, and in `tests/gpu/test_placement`."""
-    told = [*json.loads(flight_recorder.as_json()).values()]
-    assert len(told) == 3
-    general = torch._C._distributed_c10d._dump_fr_trace_json
-    assert ("version" in told[2]) == ("backend" in (general.__doc__ or "")), "nccl2, if this release knows it"
-    assert "version" in told[0]
-
-
 def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) -> None:
     """torch's own record of collectives may hang as they do: here its file does, before and after the save."""
     training = Training(tmp_path / "run", World(0, 0, 1, 1, torch.device("cpu"), launched=False))
@@ -59,7 +48,7 @@ def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) ->
     training.run.watched(None, lambda: None)
     for name in ("collectives.json", "stacks.txt"):
         os.mkfifo(training.run.attempt.logs / f"rank-0.{name}")  # whoever opens it waits for a reader
-    threading.Thread(target=training.run.hung, daemon=True).start()
+    threading.Thread(target=training.run.ending.hung, daemon=True).start()
     wait_until(lambda: read(training.run.path, "status.json")["state"] == "failed", "the end")
     assert training.saved(1)
     assert "no progress for 600 s" in read(training.run.path, "status.json")["reason"]

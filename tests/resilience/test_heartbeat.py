@@ -101,13 +101,6 @@ def test_a_job_in_which_nobody_trains(tmp_path: Path) -> None:
     assert line.startswith("no rank has been training for 1000 s")
 
 
-def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    threads = threading.active_count()
-    start(0, threading.Event(), 0)
-    assert threading.active_count() == threads
-
-
 def test_the_folder_is_found_from_another_process_of_the_container() -> None:
     code = "from evenkeel.resilience.heartbeat import scratch; print(scratch())"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)

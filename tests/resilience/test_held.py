@@ -120,18 +120,6 @@ def test_a_child_that_is_killed_is_followed_by_another(
     assert bytes_in_memory(os.getpid()) == before, "no memory is left behind"
 
 
-def test_a_rank_has_no_memory_that_only_a_child_needs(tmp_path: Path) -> None:
-    """Or it would keep it for as long as it lives."""
-    memory, before = Memory(lambda _: wait_until((tmp_path / "end").exists, "the end")), bytes_in_memory(os.getpid())
-    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3})))
-    memory.forget()
-    assert bytes_in_memory(os.getpid()) > before
-    told = by_a_rank(memory, lambda: hold(lambda _: None, {"step": bytes_in_memory(os.getpid())}))
-    assert told == f'{{"step": {before}}}'
-    (tmp_path / "end").touch()
-    await_written(memory)
-
-
 def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
     offer = Offer(3, str(tmp_path / "state"), held._identity(str(tmp_path / "state")))
@@ -142,29 +130,6 @@ def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
     for other in (("another boot", device, inode), (boot, device + 1, inode), (boot, device, inode + 1)):
         assert opened([offer._replace(identity=other)]) is None
     assert opened([offer._replace(path="/proc/1/fd/999999")]) is None
-
-
-@pytest.mark.parametrize("keeper", ["alive", "dead"])
-def test_a_rank_whose_keeper_has_died_brings_what_it_holds_to_the_disk_itself(tmp_path: Path, keeper: str) -> None:
-    def act() -> None:
-        hold(partial(torch.save, STATE), {"step": 1})
-        if keeper == "dead":
-            os.kill(os.getppid(), 9)
-            while os.getppid() == parent:
-                time.sleep(0.01)
-        kept.end()
-        (tmp_path / "end").touch()
-
-    if not (child := os.fork()):
-        memory = Memory(lambda held: (tmp_path / "saved").write_bytes(Path(held.path).read_bytes()))
-        parent = os.getpid()
-        by_a_rank(memory, act)
-        os._exit(0)
-    os.waitpid(child, 0)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "end").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (tmp_path / "saved").exists() == (keeper == "dead")
 
 
 def test_a_process_that_is_forked_keeps_no_memory() -> None:

@@ -15,11 +15,7 @@ from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State, named_tensors
 
 sizes = st.integers(0, 70)
-
-
 seeds = st.integers(0, 2**32)
-
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
 
 
@@ -69,20 +65,6 @@ def test_two_elements_that_change_places_show_where_a_sum_of_floats_is_the_same(
     swapped[one], swapped[other] = values[other], values[one]
     assert swapped.sum() == values.sum(), "the control"
     assert digest(swapped) != digest(values)
-
-
-def test_a_sum_of_floats_misses_the_last_bit_as_well() -> None:
-    values = torch.ones(1 << 12)
-    changed = values.clone()
-    changed[7] = torch.nextafter(changed[7], torch.tensor(2.0))
-    assert changed.sum() == values.sum(), "the control"
-    assert digest(changed) != digest(values)
-
-
-def test_zeros_of_either_sign_and_the_payloads_of_nan_are_told_apart() -> None:
-    zero, nan = torch.zeros(3), torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert digest(zero) != digest(-zero)
-    assert digest(nan[:1]) != digest(nan[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.common.files import alike
 from evenkeel.common.naming import shown
-from evenkeel.run.records import FACTS, MORE, ledger, read_facts, read_record, read_records, values_of
+from evenkeel.run.records import ledger, read_facts, read_record, read_records, values_of
 
 WHOLE = {"kind": "digest", "step": 3, "time": 1, "digests": {"w": "0"}, "spent": {"productive": 2}, "loss": None}
 
@@ -61,38 +60,9 @@ def test_facts(tmp_path: Path) -> None:
     assert read_facts(path) == ({}, "status.json cannot be read: a JSON list and not an object")
 
 
-def test_numbers_and_pairs() -> None:
-    assert alike(1, 0.0)
-    assert alike(-1, -1.0)
-    assert not any(alike(value, 0.0) for value in (-1, math.nan, math.inf, 1e12, 10**400))
-    assert not any(alike(value, 0) for value in (-1, 2**63))
-    assert alike(2**60, 0), "samples of a stream"
-    assert not alike(1.0, 0)
-    assert not alike(True, 0)
-    assert alike({"a": ["1", "2"]}, MORE["differences"])
-    assert alike([], [""])
-
-
 def test_values_that_are_no_numbers_count_as_not_finite() -> None:
-    record = {
-        "kind": "train",
-        "step": 1,
-        "time": 1,
-        "a": math.nan,
-        "b": 10**400,
-        "c": -math.inf,
-        "d": "x",
-        "e": 1,
-        "f": None,
-    }
+    values = {"a": math.nan, "b": 10**400, "c": -math.inf, "d": "x", "e": 1, "f": None}
+    record = {"kind": "train", "step": 1, "time": 1, **values}
     unknown = dict.fromkeys(("train/a", "train/b", "train/c", "train/f"))
     assert values_of(record) == unknown | {"train/e": 1}
     assert shown(values_of(record)) == "train/a nan  train/b nan  train/c nan  train/e 1.0000  train/f nan"
-
-
-def test_digests_of_data() -> None:
-    example = FACTS["digests"]
-    assert alike({"training": {"equal": "af", "near": [0.5, -1]}}, example)
-    assert alike({}, example)
-    for damaged in (5, {"training": {}}, {"training": {"equal": "af", "near": None}}, {"training": ["af", [0.5]]}):
-        assert not alike(damaged, example)

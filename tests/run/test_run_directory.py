@@ -29,19 +29,12 @@ from evenkeel.run.records import is_run, read_config, read_facts
 from evenkeel.run.run_directory import Identity, RunDirectory, check, launch_token
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
+from tests.tasks.test_command_line import contents
 
 OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
-
-
 OPTIONS = {"schedule": "cosine", "batch_size": 64, "seed": 0, "task": "digits", "num_workers": 0}
-
-
 OPTIONS |= {"grace": 25.0, "keep": 2, "on_nonfinite": "stop"}
-
-
 NOBODY = 65534
-
-
 FORK = multiprocessing.get_context("fork")
 
 
@@ -57,11 +50,6 @@ def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "mine"
-
-
-def contents(folder: Path) -> dict[Path, tuple[int, int]]:
-    """All that is below a folder, by size and time of change."""
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 def started(path: Path, **changes: Any) -> None:
@@ -124,10 +112,13 @@ def test_the_number_of_samples_must_stay(path: Path) -> None:
     claim(path, OPTIONS, fresh=True, samples=now)
 
 
-def test_an_option_that_the_task_calls_harmless_may_change(path: Path) -> None:
+def test_harmless_changes_and_a_fresh_start_are_not_refused(path: Path) -> None:
     started(path, on_bad_sample="raise")
-    assert "--on-bad-sample was raise and is now skip" in refusal(path, OPTIONS | {"on_bad_sample": "skip"})
-    claim(path, OPTIONS | {"on_bad_sample": "skip"}, fresh=False, harmless=Classify.harmless)
+    options = OPTIONS | {"on_bad_sample": "skip", "num_workers": 4}
+    assert "--on-bad-sample was raise and is now skip" in refusal(path, options)
+    claim(path, options, fresh=False, harmless=Classify.harmless)
+    claim(path, options | {"batch_size": 32}, fresh=True)
+    assert read_config(path / "config.toml") == OPTIONS | {"on_bad_sample": "raise"}, "to claim is not to change"
 
 
 def test_a_reason_that_is_not_in_utf_8(path: Path) -> None:
@@ -143,13 +134,6 @@ def test_a_file(path: Path) -> None:
     assert refusal(path) == "is a file; name a folder"
     assert refusal(path / "below").startswith("cannot be written: Not a directory")
     assert path.read_text() == "precious"
-
-
-def test_a_folder_that_is_no_run(path: Path) -> None:
-    path.mkdir(parents=True)
-    (path / "thesis.tex").write_text("precious")
-    for fresh in (False, True):
-        assert refusal(path, fresh=fresh) == "is not empty and not a run's: holds thesis.tex; name another folder"
 
 
 def project(path: Path) -> None:
@@ -177,12 +161,13 @@ def test_a_project_with_a_config_is_no_run(path: Path, fresh: bool, monkeypatch:
     assert refusal(path, fresh=fresh).startswith("is not empty and not a run's: holds checkpoints and 3 more")
 
 
-@pytest.mark.parametrize("entry", ["logs/mine.txt", "precious.tmp", ".precious.tmp", "slurm/a.out"])
-def test_a_folder_with_logs_or_temporary_files_of_others_is_not_empty(path: Path, entry: str) -> None:
+@pytest.mark.parametrize("entry", ["thesis.tex", "logs/mine.txt", "precious.tmp", ".precious.tmp", "slurm/a.out"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_with_files_of_others_is_no_runs(path: Path, entry: str, fresh: bool) -> None:
     (path / entry).parent.mkdir(parents=True)
     (path / entry).write_text("precious")
-    for fresh in (False, True):
-        assert refusal(path, fresh=fresh).startswith("is not empty and not a run's: holds ")
+    told = f"is not empty and not a run's: holds {entry.partition('/')[0]}; name another folder"
+    assert refusal(path, fresh=fresh) == told
 
 
 @pytest.mark.parametrize("name", ["finished", "defaults", "typed", "tree"])
@@ -237,14 +222,11 @@ def closed() -> Iterator[Path]:
         yield folder
 
 
-def test_a_folder_that_cannot_be_written(closed: Path) -> None:
+def test_a_folder_that_cannot_be_written_or_read(closed: Path) -> None:
     mend = "Permission denied; mend that or name another folder"
     with unprivileged():
         assert refusal(closed) == f"cannot be written: {mend}"
         assert refusal(closed / "run") == f"cannot be written: {mend}"
-
-
-def test_a_folder_that_cannot_be_read(closed: Path) -> None:
     closed.chmod(0)
     for path in (closed, closed / "run"):
         with unprivileged(), pytest.raises(Refusal, match="Permission denied"):
@@ -299,13 +281,6 @@ def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
     assert "--width was 3 and is now unset" in refusal(path.with_name("other"))
 
 
-def test_harmless_changes_and_a_fresh_start_are_not_refused(path: Path) -> None:
-    started(path)
-    claim(path, OPTIONS | {"num_workers": 4}, fresh=False)
-    claim(path, OPTIONS | {"batch_size": 32}, fresh=True)
-    assert read_config(path / "config.toml") == OPTIONS, "to claim is not to change"
-
-
 def test_a_config_that_is_no_toml(path: Path) -> None:
     started(path)
     for text in (b"seed =\n", b"\xff\xfe"):
@@ -338,12 +313,6 @@ def test_two_jobs_cannot_have_one_folder(path: Path, other_job: BaseProcess) -> 
     assert message.startswith(f"is in use by process {other_job.pid} on ")
     assert message.endswith("; stop that job or name another folder")
     assert refusal(path, fresh=True) == message
-
-
-def test_a_killed_job_leaves_no_lock(path: Path, other_job: BaseProcess) -> None:
-    other_job.kill()
-    other_job.join()
-    assert claim(path, OPTIONS, fresh=False).attempts == 1
 
 
 def test_a_restarted_job_waits_for_its_dying_predecessor(
@@ -500,53 +469,36 @@ def test_to_start_over_where_nothing_was_moves_nothing(path: Path) -> None:
     assert old_ones(path) == []
 
 
-def attempt(path: Path, tokens: list[str]) -> RunDirectory:
-    """A start with --fresh by processes of these launches."""
-    directory = claim(path, OPTIONS, fresh=True)
-    directory.start_over(tokens)
-    directory.begin(OPTIONS, tokens)
-    return directory
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "moved"),
+    ("launches", "moved"),
     [
-        (["a"], ["a"], False),
-        (["a", "b"], ["b"], False),
-        (["a"], ["a", "c"], False),
-        (["a"], ["b"], True),
-        (["a", "b"], ["c", "d"], True),
-        ([""], [""], True),
-        (["a", ""], [""], True),
+        ([["a"], ["a"]], False),
+        ([["a", "b"], ["b"]], False),
+        ([["a"], ["a", "c"]], False),
+        ([["a"], ["a", "b"], ["a"], ["b"]], False),  # a node that comes and goes
+        ([["a"], ["b"]], True),
+        ([["a", "b"], ["c", "d"]], True),
+        ([[""], [""]], True),
+        ([["a", ""], [""]], True),
     ],
 )
-def test_a_restart_by_torchrun_does_not_start_over_again(
-    path: Path, first: list[str], second: list[str], moved: bool
-) -> None:
+def test_a_restart_by_torchrun_does_not_start_over_again(path: Path, launches: list[list[str]], moved: bool) -> None:
     """Else each lost node would cost the whole training; without torchrun there are no restarts."""
-    attempt(path, first)
-    directory = attempt(path, second)
+    for tokens in launches:
+        directory = claim(path, OPTIONS, fresh=True)
+        directory.start_over(tokens)
+        directory.begin(OPTIONS, tokens)
+        attempts = directory.attempts
+        del directory
     assert len(old_ones(path)) == moved
-    assert directory.attempts == (1 if moved else 2)
-
-
-def test_a_node_that_comes_and_goes_belongs_to_the_same_launch(path: Path) -> None:
-    for agents in (["a"], ["a", "b"], ["a"], ["b"]):
-        attempt(path, agents)
-    assert old_ones(path) == []
+    assert attempts == (1 if moved else len(launches))
 
 
 def test_a_launch_is_known_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launch_token() == ""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    token = launch_token()
-    host, parent, begun = token.rsplit(":", 2)
-    assert host
-    assert int(parent) == os.getppid()
-    assert int(begun) > 0
-    assert launch_token() == token
-
+    assert (token := launch_token()) == launch_token() != ""
     monkeypatch.setattr(os, "getppid", os.getpid)  # as a child of this process would see it
     assert launch_token() != token
 
@@ -623,17 +575,7 @@ def test_a_folder_that_is_deleted_under_a_run_is_a_run_again(path: Path, caplog:
     assert len(caplog.messages) == 1
 
 
-RUINED = [
-    "",
-    "[]",
-    "null",
-    "7",
-    "{",
-    "\\x00",
-    "[" * 100_000,
-    '{"world_sizes": "x"}',
-    '{"world_sizes": ["x"], "step": []}',
-]
+RUINED = ["", "[]", "null", "{", "\\x00", "[" * 100_000, '{"world_sizes": "x"}', '{"world_sizes": ["x"], "step": []}']
 
 
 @pytest.mark.parametrize("text", RUINED, ids=range(len(RUINED)))

@@ -25,8 +25,6 @@ from evenkeel.run.tracking import Tracker, start_logs
 from tests.support.needs import small_disk
 
 PLAN = Plan(samples=100, global_batch=10, micro_batch=5, epochs=2)
-
-
 KEY = "5ec2e7" + "0123456789abcdef" * 2 + "fe"  # of a key's length and letters, and nobody's
 
 
@@ -106,12 +104,6 @@ def test_a_loss_that_is_no_number_does_not_spoil_the_file(run_dir: Path) -> None
     assert [line["train/loss"] for line in lines(run_dir)] == [None, None, None, 1.0]
 
 
-def test_another_attempt_appends(run_dir: Path) -> None:
-    tracker(run_dir).start(0)
-    tracker(run_dir).start(7)
-    assert [line["step"] for line in lines(run_dir)] == [0, 7]
-
-
 def test_a_full_disk_costs_lines_and_leaves_no_part_of_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A part of a line would swallow the next one, too."""
     with small_disk(tmp_path / "disk", "64k") as folder:
@@ -174,10 +166,8 @@ def netrc(path: Path, host: str) -> None:
 
 
 HOW = "no key found; run `wandb login` or set WANDB_API_KEY, or use --wandb offline"
-
-
-def test_auto_without_a_key_is_off_and_says_how_to_turn_it_on() -> None:
-    assert wandb_mode("auto") == ("disabled", HOW)
+OFF, ON = ("disabled", HOW), ("online", "")
+THEIRS = "api.wandb.ai"
 
 
 @pytest.mark.parametrize("asked", ["online", "offline", "disabled"])
@@ -188,59 +178,41 @@ def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch, asked: str) 
         assert wandb_mode(asked) == (asked, "")
 
 
-def test_auto_with_a_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "")
-    assert wandb_mode("auto") == ("disabled", HOW)
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert wandb_mode("auto") == ("online", "")
-
-
-def test_auto_with_an_identity_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_IDENTITY_TOKEN_FILE", "/somewhere")
-    assert wandb_mode("auto") == ("online", "")
-
-
-@pytest.mark.parametrize("mode", ["offline", "online", "disabled"])
-def test_auto_follows_wandbs_own_variable(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setenv("WANDB_MODE", mode)
-    for key in ("", KEY):
-        monkeypatch.setenv("WANDB_API_KEY", key)
-        assert wandb_mode("auto") == (mode, "")
-
-
-@pytest.mark.parametrize("name", [".netrc", "_netrc"])
-def test_auto_after_wandb_login(tmp_path: Path, name: str) -> None:
-    netrc(tmp_path / "home" / name, "github.com")
-    assert wandb_mode("auto") == ("disabled", HOW)
-    netrc(tmp_path / "home" / name, "api.wandb.ai")
-    assert wandb_mode("auto") == ("online", "")
-
-
-def test_auto_looks_where_the_variable_netrc_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    netrc(tmp_path / "home" / ".netrc", "api.wandb.ai")
-    netrc(tmp_path / "elsewhere", "github.com")
-    monkeypatch.setenv("NETRC", str(tmp_path / "elsewhere"))
-    assert wandb_mode("auto") == ("disabled", HOW)
-    netrc(tmp_path / "elsewhere", "api.wandb.ai")
-    (tmp_path / "home" / ".netrc").unlink()
-    assert wandb_mode("auto") == ("online", "")
-    monkeypatch.setenv("NETRC", str(tmp_path / "nowhere"))
-    assert wandb_mode("auto") == ("disabled", HOW)
-
-
-@pytest.mark.parametrize("host", ["wandb.example.org", "wandb.example.org:8080"])
-def test_auto_with_a_server_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", f"https://{host}")
-    netrc(tmp_path / "home" / ".netrc", "api.wandb.ai")
-    assert wandb_mode("auto") == ("disabled", HOW)
-    netrc(tmp_path / "home" / ".netrc", host)
-    assert wandb_mode("auto") == ("online", "")
-
-
-@pytest.mark.parametrize("content", [b"machine", b"\xff\xfe\x00", b"machine api.wandb.ai\n nonsense"])
-def test_auto_with_a_broken_netrc(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "home" / ".netrc").write_bytes(content)
-    assert wandb_mode("auto") == ("disabled", HOW)
+@pytest.mark.parametrize(
+    ("variables", "files", "expected"),
+    [
+        ({}, {}, OFF),
+        ({"WANDB_API_KEY": ""}, {}, OFF),
+        ({"WANDB_API_KEY": KEY}, {}, ON),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "/somewhere"}, {}, ON),
+        *(({"WANDB_MODE": mode}, {}, (mode, "")) for mode in ("offline", "online", "disabled")),
+        ({"WANDB_MODE": "offline", "WANDB_API_KEY": KEY}, {}, ("offline", "")),
+        ({}, {"home/.netrc": "github.com"}, OFF),
+        ({}, {"home/.netrc": THEIRS}, ON),
+        ({}, {"home/_netrc": THEIRS}, ON),
+        ({"NETRC": "elsewhere"}, {"home/.netrc": THEIRS, "elsewhere": "github.com"}, OFF),
+        ({"NETRC": "elsewhere"}, {"elsewhere": THEIRS}, ON),
+        ({"NETRC": "nowhere"}, {"elsewhere": THEIRS}, OFF),
+        *(({}, {"home/.netrc": text}, OFF) for text in (b"machine", b"\xff\xfe\x00", b"machine api.wandb.ai\n odd")),
+        ({"WANDB_BASE_URL": "https://wandb.example.org:8080"}, {"home/.netrc": THEIRS}, OFF),
+        ({"WANDB_BASE_URL": "https://wandb.example.org:8080"}, {"home/.netrc": "wandb.example.org:8080"}, ON),
+    ],
+)
+def test_auto_is_on_where_wandb_would_find_a_key_and_says_how_to_turn_it_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    files: dict[str, str | bytes],
+    expected: tuple[str, str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / value) if name == "NETRC" else value)
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (tmp_path / name).write_bytes(content)
+        else:
+            netrc(tmp_path / name, content)
+    assert wandb_mode("auto") == expected
 
 
 def test_wandb_looks_for_keys_in_the_same_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,23 +263,31 @@ def test_off_says_so_and_does_not_import_wandb(
     assert capsys.readouterr().out == "Weights & Biases is off\n"
 
 
-def test_one_wandb_run_over_all_attempts(run_dir: Path, fake: FakeWandb) -> None:
-    tracker(run_dir, wandb="online").start_wandb("kept", {"lr": 0.1})
-    assert fake.asked["id"] == "kept"
-    assert fake.asked["resume"] == "allow"
-    assert (fake.asked["mode"], fake.asked["dir"], fake.asked["config"]) == ("online", run_dir, {"lr": 0.1})
-    assert (fake.asked["project"], fake.asked["name"]) == ("evenkeel", "mine")
-    tracker(run_dir, wandb="offline").start_wandb("kept", {})
-    assert (fake.asked["id"], fake.asked["mode"], fake.asked["resume"]) == ("kept", "offline", None)
-
-
-def test_wandbs_own_variables_name_the_project_and_the_run(
-    run_dir: Path, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mode", "variables", "expected"),
+    [
+        ("online", {}, {"id": "kept", "mode": "online", "resume": "allow", "project": "evenkeel", "name": "mine"}),
+        ("offline", {}, {"id": "kept", "mode": "offline", "resume": None, "config": {"lr": 0.1}}),
+        ("online", {"WANDB_PROJECT": "thesis", "WANDB_NAME": "3"}, {"project": "thesis", "name": "3"}),
+        ("online", {"WANDB_SWEEP_ID": "abc"}, {"id": None}),  # the agent of a sweep names the run
+        ("online", {}, {"settings": {"init_timeout": INIT_TIMEOUT}}),  # short, because all ranks wait with rank 0
+        ("online", {"WANDB_INIT_TIMEOUT": "300"}, {"settings": {"init_timeout": 300.0}}),
+    ],
+)
+def test_one_wandb_run_over_all_attempts(
+    run_dir: Path,
+    fake: FakeWandb,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    variables: dict[str, str],
+    expected: dict[str, Any],
 ) -> None:
-    monkeypatch.setenv("WANDB_PROJECT", "thesis")
-    monkeypatch.setenv("WANDB_NAME", "chapter 3")
-    tracker(run_dir, wandb="online").start_wandb(None, {})
-    assert (fake.asked["project"], fake.asked["name"]) == ("thesis", "chapter 3")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    tracker(run_dir, wandb=mode).start_wandb("kept", {"lr": 0.1})
+    assert fake.asked | expected == fake.asked
+    assert fake.asked["dir"] == run_dir
+    assert INIT_TIMEOUT <= 30
 
 
 def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) -> None:
@@ -315,22 +295,18 @@ def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) ->
     it.start_wandb(None, {})
     it.train(10, 1.5, 2.5, 0.1)
     it.evaluation(10, {"test/accuracy": 0.5})
-    it.close(exit_code=75)
+    it.close(75, None)
     it.close()
     assert [step for step, _ in fake.logged] == [10, 10]
     told = [{k: v for k, v in line.items() if k == "epoch" or "/" in k} for line in lines(run_dir)]
     assert [values for _, values in fake.logged] == told, "by the same names"
     assert (told[0]["train/loss"], told[0]["epoch"]) == (1.5, 1.0)
     assert fake.logged[1][1] == {"test/accuracy": 0.5}
-    assert fake.ended == [75]
-
-
-def test_a_finished_run_has_its_best_evaluation_as_the_summary(run_dir: Path, fake: FakeWandb) -> None:
-    for code, best in ((75, None), (0, {"best/step": 10, "best/validation/accuracy": 0.9})):
-        it = tracker(run_dir, wandb="offline")
-        it.start_wandb("kept", {})
-        it.close(code, best)
-        assert fake.summary == (best or {})
+    assert (fake.ended, fake.summary) == ([75], {})
+    it = tracker(run_dir, wandb="online")
+    it.start_wandb(None, {})
+    it.close(0, {"best/step": 10, "best/validation/accuracy": 0.9})
+    assert fake.summary == {"best/step": 10, "best/validation/accuracy": 0.9}, "of a run that is finished"
 
 
 def test_a_report_that_cannot_be_made_costs_a_line(
@@ -344,19 +320,17 @@ def test_a_report_that_cannot_be_made_costs_a_line(
     assert fake.ended == [0]
 
 
-def test_in_a_sweep_the_agent_names_the_run(run_dir: Path, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
-    tracker(run_dir, wandb="online").start_wandb("kept", {})
-    assert fake.asked["id"] is None
-
-
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [(FakeWandb(ValueError("no such server")), "ValueError: no such server"), (None, "ModuleNotFoundError")],
+)
 def test_trouble_with_wandb_never_ends_a_training(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: Any, told: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(ValueError("no such server")))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", module)
     it = tracker(run_dir, wandb="online")
     it.start_wandb("kept", {})
-    assert "Weights & Biases is off: ValueError: no such server" in caplog.text
+    assert f"Weights & Biases is off: {told}" in caplog.text
     it.train(10, 1.5, 2.5, 0.1)
     it.close()
     assert [line["kind"] for line in lines(run_dir)] == ["train"]
@@ -384,21 +358,3 @@ def test_an_output_on_a_full_disk_ends_no_training(
     assert "No space left on device" in caplog.text
     with pytest.raises(OSError, match="No space"):
         full.close()
-
-
-def test_wandb_that_is_not_installed(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    tracker(run_dir, wandb="online").start_wandb(None, {})
-    assert "Weights & Biases is off: ModuleNotFoundError" in caplog.text
-
-
-def test_the_wait_for_wandb_is_short(run_dir: Path, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks wait with rank 0."""
-    tracker(run_dir, wandb="online").start_wandb(None, {})
-    assert fake.asked["settings"] == {"init_timeout": INIT_TIMEOUT}
-    assert INIT_TIMEOUT <= 30
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
-    tracker(run_dir, wandb="online").start_wandb(None, {})
-    assert fake.asked["settings"] == {"init_timeout": 300.0}

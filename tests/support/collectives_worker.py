@@ -8,21 +8,18 @@ On GPUs without the controls, which might hang.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from steps import passes
+from steps import passes, rank_0_writes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenkeel.data.plan import Plan
-from evenkeel.distributed.exits import leave
 from evenkeel.distributed.reduction import Exchange, Tree
 from evenkeel.distributed.sync_batchnorm import synchronise
 from evenkeel.distributed.world import World
@@ -158,8 +155,8 @@ def not_waited_for(world: World, waits: bool) -> int:
     ddp.register_comm_hook(None, gradients.reduction.hook)
     gradients.module = ddp
     if not waits:
-        assert gradients._peers
-        gradients._peers._catch_up = None
+        assert gradients._synced
+        gradients._synced._catch_up = None
     found: list[int] = []
     step(gradients)  # after which DDP has its buckets
     with watched(found):
@@ -187,19 +184,18 @@ def failure(world: World) -> str:
     return ""
 
 
+def found(world: World) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "threads": callers(world, made(world, True, "tree")),
+        "not waited for": not_waited_for(world, True),
+        "failure": failure(world),
+        "recorded": sorted({entry["profiling_name"] for entry in recorded().values()}),
+    }
+    if world.device.type == "cpu":
+        result["threads, control"] = callers_by_ddp(world)
+        result["not waited for, control"] = not_waited_for(world, False)
+    return result
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    world = World.from_environment(share_gpu="--share-gpu" in sys.argv)
-    with world.connected():
-        result: dict[str, Any] = {
-            "threads": callers(world, made(world, True, "tree")),
-            "not waited for": not_waited_for(world, True),
-            "failure": failure(world),
-            "recorded": sorted({entry["profiling_name"] for entry in recorded().values()}),
-        }
-        if world.device.type == "cpu":
-            result["threads, control"] = callers_by_ddp(world)
-            result["not waited for, control"] = not_waited_for(world, False)
-        if world.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(result))
-    leave(0)
+    rank_0_writes(found)

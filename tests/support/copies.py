@@ -19,13 +19,18 @@ import pytest
 from tests.support.processes import ROOT, run
 
 
-def copy_of_the_template(to: Path) -> Path:
-    """All files that git tracks or would track, committed in a repository of its own."""
+def copy_files(to: Path) -> None:
+    """Copy all files that git tracks or would track."""
     listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard"])
     for name in listed.stdout.splitlines():
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
+
+
+def copy_of_the_template(to: Path) -> Path:
+    """The same, committed in a repository of its own."""
+    copy_files(to)
     for command in (["init", "-q"], ["add", "--force", "."], ["commit", "-q", "--no-verify", "-m", "A copy"]):
         run(["git", "-c", "user.name=Nobody", "-c", "user.email=nobody@localhost", *command], cwd=to)
     return to

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def started(ranks: int, *arguments: object, each: int = 1, **environment: str) -
     process = start(torchrun(ranks, *words) if ranks else [sys.executable, *map(str, words)], env=environment)
     _started.append(process)
     return process
+
+
+@contextlib.contextmanager
+def no_waits(mode: str = "error") -> Iterator[None]:
+    """Within it the host may not wait for the GPU."""
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def end_all() -> None:

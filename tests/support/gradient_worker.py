@@ -1,30 +1,30 @@
-"""Train a small net for some steps, our way and the naive way; rank 0 writes what came out as JSON.
+"""Train small nets for some steps, our way and as controls; rank 0 writes what came out as JSON.
 
-torchrun --nproc_per_node=W gradient_worker.py OUT.json
+torchrun --nproc_per_node=W gradient_worker.py OUT.json worlds|resume|reduced
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from steps import passes
+from steps import passes, rank_0_writes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.loader import loader
+from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler, by_step
-from evenkeel.distributed.exits import leave
 from evenkeel.distributed.world import World
-from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.tasks.classify import Classify
+from evenkeel.training.distributed_loss import DistributedLoss, Loss, LossFunction
 from evenkeel.training.optimization import clip_grad_norm
-from evenkeel.training.state import State
+from evenkeel.training.state import State, sha256
 from evenkeel.training.task import Classification
 
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH, EPOCHS = 62, 20, 4, 3  # a step has 5 micro-batches, the tail only one
@@ -97,12 +97,76 @@ def naive(world: World) -> dict[str, list[float]]:
     return {"weights": flat(model.parameters())}
 
 
+def worlds(world: World) -> dict[str, Any]:
+    """The result of this number of ranks."""
+    result: dict[str, Any] = {"ours": ours(world), "naive": naive(world)}
+    everywhere = world.gather((result["ours"]["weights"], result["ours"]["statistics"]))
+    return result | {"ranks_agree": all(other == everywhere[0] for other in everywhere)}
+
+
+class Stock(DistributedLoss):
+    """With plain DDP."""
+
+    def __init__(self, loss: LossFunction, state: State, world: World, plan: Plan) -> None:
+        super().__init__(loss, state, world, plan, unused=True)  # there is no hook of ours that would know better
+        self.module = DistributedDataParallel(Loss(state.model, loss))
+
+
+def take(task: Any, gradients: DistributedLoss, step: int) -> None:
+    """Forward and backward of a step of `classify`."""
+    data, world = task.train_dataset(), gradients.world
+    gradients.state.clear_gradients()
+    mine = gradients.plan.micro_batches(step, world.rank, world.world_size)
+    passes(gradients, step, mine, [data.__getitems__(list(range(m.start, m.start + m.size))) for m in mine])
+
+
+def trained(kind: type[DistributedLoss], world: World, stops: tuple[int, ...]) -> str:
+    """The fingerprint after eight steps, with the wrapper and the optimizer built anew at each stop, as by a resume."""
+    task, plan, saved = Classify(), Plan(samples=256, global_batch=32, micro_batch=8, epochs=1), None
+    for first, end in zip((0, *stops), (*stops, plan.total_steps), strict=True):
+        torch.manual_seed(0)
+        model = task.model()
+        state = State(model, [torch.optim.AdamW(model.parameters(), lr=1e-2)])
+        if saved:
+            state.restore(saved)
+        gradients = kind(task.loss, state, world, plan)
+        for step in range(first, end):
+            take(task, gradients, step)
+            gradients.step(clip_grad_norm(model.parameters(), 0.0))
+        saved = state.capture()
+    return sha256(model.state_dict())
+
+
+def resume(world: World) -> dict[str, bool]:
+    """Whether a resume after the third step leaves every bit as it is."""
+    sides = {"ours": DistributedLoss, "stock": Stock}
+    return {name: trained(kind, world, ()) == trained(kind, world, (3,)) for name, kind in sides.items()}
+
+
+def reduced(world: World, fails_in: int | None) -> list[bool]:
+    """For each of four steps whether the ranks hold one gradient after several micro-batches each.
+
+    In the control one step is not reduced, as `static_graph` has done it (pytorch issue 143580).
+    """
+    torch.manual_seed(0)
+    task, plan = Classify(width=2), Plan(samples=128, global_batch=32, micro_batch=5, epochs=1)
+    state = State(task.model(), [])
+    gradients = DistributedLoss(task.loss, state, world, plan)
+    ddp: Any = gradients.module
+    found = []
+    for step in range(plan.total_steps):
+        gradients.module = ddp.module if step == fails_in else ddp
+        take(task, gradients, step)
+        everyone = world.gather(flat(p.grad for p in state.parameters if p.grad is not None))
+        found.append(all(other == everyone[0] for other in everyone))
+    return found
+
+
+WHAT: dict[str, Callable[[World], Any]] = {
+    "worlds": worlds,
+    "resume": resume,
+    "reduced": lambda world: {"ours": reduced(world, None), "control": reduced(world, 2)},
+}
+
 if __name__ == "__main__":
-    world = World.from_environment()
-    with world.connected():
-        result: dict[str, Any] = {"ours": ours(world), "naive": naive(world)}
-        everywhere = world.gather((result["ours"]["weights"], result["ours"]["statistics"]))
-        result["ranks_agree"] = all(other == everywhere[0] for other in everywhere)
-        if world.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(result))
-    leave(0)
+    rank_0_writes(WHAT[sys.argv[2]])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from evenkeel.cli.chaos import nodes
-from tests.support.processes import LIMIT
+from tests.support.processes import LIMIT, ROOT, environment
 
 
 class Lab(nodes.Lab):
@@ -23,6 +26,19 @@ class Lab(nodes.Lab):
         output = job.communicate(timeout=LIMIT)[0]
         assert job.returncode == 0, output
         return str(output)
+
+    def start(self, node: int, command: Sequence[object], log: Path) -> subprocess.Popen[Any]:
+        """Start a command in this checkout on a node."""
+        env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+        with log.open("a") as out:
+            words = [str(word) for word in command]
+            return self.popen(node, words, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+    def launch(self, node: int, nodes: str, log: Path, *words: object) -> subprocess.Popen[Any]:
+        """Start our launcher on a node; `nodes`: N or MIN:MAX of one rank each. `words` has its options, -- and those
+        of train.py."""
+        head = [sys.executable, "launch/multi_node.py", "-n", nodes, "-g", "1", "-nr", node]
+        return self.start(node, [*head, "--master", self.address(0), *words], log)
 
     def commands(self, node: int) -> list[str]:
         """The command lines of all processes on a node, but for the first."""

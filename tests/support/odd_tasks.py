@@ -50,18 +50,154 @@ class Usual(Task):
     def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
         return batch[0], batch[1]
 
-    def loss(self, model: nn.Module, batch: Any) -> Any:
+    def entropy(self, model: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
         x, y = self.taken(batch)
-        return F.cross_entropy(model(x), y)
+        return F.cross_entropy(model(x), y, reduction=reduction)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self.entropy(model, batch)
 
     def metrics(self, model: nn.Module, batch: Any) -> Any:
-        x, y = self.taken(batch)
-        return {"loss": F.cross_entropy(model(x), y, reduction="none")}
+        return {"loss": self.entropy(model, batch, "none")}
 
 
-class OtherDataOnRank1(Usual):
-    def train_dataset(self) -> Any:
-        return super().train_dataset()[int(os.environ.get("RANK", "0")) :]
+def odd(name: str, **different: Any) -> type[Usual]:
+    """The usual task with other methods or attributes."""
+    return type(name, (Usual,), different)
+
+
+# what loss() returns
+ItemLoss = odd("ItemLoss", loss=lambda task, model, batch: task.entropy(model, batch).item(), metrics=Task.metrics)
+VectorLoss = odd("VectorLoss", loss=lambda task, model, batch: task.entropy(model, batch, "none"))
+DictLoss = odd("DictLoss", loss=lambda task, model, batch: {"loss": task.entropy(model, batch)})
+ComplexLoss = odd("ComplexLoss", loss=lambda task, model, batch: task.entropy(model, batch) * (1 + 1j))
+LossWithoutGradient = odd("LossWithoutGradient", loss=lambda task, model, batch: task.entropy(model, batch).detach())
+VectorPart = odd("VectorPart", loss=lambda task, model, batch: (task.entropy(model, batch), {"kl": batch[0]}))
+TakenPart = odd("TakenPart", loss=lambda task, model, batch: (task.entropy(model, batch), {"lr": 1.0}))
+OtherParts = odd(  # the last micro-batch, of one sample, has a part more
+    "OtherParts",
+    loss=lambda task, model, batch: (
+        task.entropy(model, batch),
+        {"a": 1.0} | ({"b": 1.0} if len(batch[0]) == 1 else {}),
+    ),
+)
+PartsByRank = odd(
+    "PartsByRank",
+    loss=lambda task, model, batch: (task.entropy(model, batch), {f"part_{os.environ.get('RANK', 0)}": 1.0}),
+)
+
+# what metrics() and summarize() return, and which metric is the best
+NoMetrics = odd("NoMetrics", metrics=lambda task, model, batch: None)
+FloatMetric = odd("FloatMetric", metrics=lambda task, model, batch: {"accuracy": 0.5})
+NumberedMetric = odd("NumberedMetric", metrics=lambda task, model, batch: {0: torch.zeros(len(batch[0]))})
+TwoOfThree = odd(  # a row of three numbers for each sample, and nobody to make them numbers
+    "TwoOfThree", metrics=lambda task, model, batch: {"loss": model(batch[0]).repeat(1, 2)[:, :3]}
+)
+RaggedMetric = odd(
+    "RaggedMetric",
+    metrics=lambda task, model, batch: {"loss": torch.zeros(len(batch[0]), len(batch[0]))},
+    summarize=lambda task, means: {"loss": means["loss"].sum()},
+)
+NoSummary = odd("NoSummary", summarize=lambda task, means: None)
+NumberedSummary = odd("NumberedSummary", summarize=lambda task, means: {1: 1.0})
+Maximum = odd("Maximum", best=("loss", "maximum"))
+UsualBest = odd("UsualBest", best=Task.best)  # of a metric that there is not
+NoBest = odd("NoBest", best=None)
+
+# the network and who trains it
+Sparse = odd("Sparse", model=lambda task: nn.Embedding(13, 2, sparse=True))
+Frozen = odd("Frozen", model=lambda task: nn.Linear(3, 2).requires_grad_(False))
+NoModule = odd("NoModule", model=lambda task: torch.zeros(3))
+Lazy = odd("Lazy", model=lambda task: nn.LazyLinear(2))
+Meta = odd("Meta", model=lambda task: nn.Linear(3, 2, device="meta"))
+ExitsInModel = odd("ExitsInModel", model=lambda task: sys.exit("no such\nnetwork"))
+OtherModel = odd("OtherModel", optimizers=lambda task, model, config: [SGD(task.model().parameters(), lr=0.1)])
+NoOptimizers = odd("NoOptimizers", optimizers=lambda task, model, config: [])
+TwiceTaken = odd(
+    "TwiceTaken",
+    optimizers=lambda task, model, config: [SGD(model.parameters(), lr=0.1), SGD([model.bias], lr=0.1)],
+)
+NoRates = odd("NoRates", rates=lambda task, config, step, total_steps: None)
+
+
+class CompiledByItself(Usual):
+    """By torch.compile, whose wrapper stands in all names; as a whole, and a part of it."""
+
+    def model(self) -> Any:
+        part = torch.compile(nn.Linear(3, 4), backend="eager")
+        return torch.compile(nn.Sequential(part, nn.Linear(4, 2)), backend="eager")
+
+
+class ExitsInLoss(Usual):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        raise SystemExit(0)
+
+
+class SparseLoss(Usual):
+    """Sparse in a function, which is not seen before the gradient."""
+
+    def model(self) -> nn.Module:
+        return nn.Embedding(13, 2)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(F.embedding(batch[1], model.weight, sparse=True), batch[1])
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": model(batch[1]).sum(1)}
+
+
+class Gathers(Usual):
+    """Its loss compares with what all ranks have in this micro-batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        mine = model(batch[0])
+        everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine.detach())
+        return torch.cdist(mine, torch.cat(everyone) + 1).mean()
+
+
+class GathersAndSaysSo(Gathers):
+    collectives = True
+
+
+class OneUnused(Usual):
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)})
+
+    def entropy(self, model: Any, batch: Any, reduction: str = "mean") -> Tensor:
+        return super().entropy(model["used"], batch, reduction)
+
+
+class LeftOutLater(OneUnused):
+    """Rank 1 does not use a part in the last of its two micro-batches of the second step."""
+
+    calls = 0
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        left_out = self.calls == 4 and os.environ.get("RANK") == "1"
+        return super().loss(model, batch) + (0 if left_out else model["spare"](batch[0]).sum())
+
+
+class OneUnusedAndSaidSo(OneUnused):
+    unused_parameters = True
+
+
+class BrokenMetrics(Usual):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": next(iter([]))}
+
+
+class Scheduled(Usual):
+    """Steps a scheduler of its own; its bias is in no optimizer; it returns one and no list."""
+
+    def optimizers(self, model: Any, config: Any) -> Any:
+        self.optimizer = SGD([model.weight], lr=0.1)
+        return self.optimizer
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.optimizer.param_groups[0]["lr"] *= 0.9
+        return super().loss(model, batch)
 
 
 class Drawn(Usual):
@@ -111,28 +247,6 @@ class TrainingDrawnAtEachRead(Drawn):
         return Diced(*self.whole().tensors)
 
 
-class Exits(Usual):
-    """Its data set ends the process at a sample that no start looks at."""
-
-    def train_dataset(self) -> Any:
-        return Exiting()
-
-
-class Exiting(Dataset[Any]):
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 1:
-            sys.exit()
-        return torch.ones(3), 0
-
-
-class ExitsInLoss(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        raise SystemExit(0)
-
-
 class Fills(Usual):
     """Its loss fills the training data, as one fills a replay buffer."""
 
@@ -145,44 +259,19 @@ class Fills(Usual):
         return super().loss(model, batch)
 
 
-class Sparse(Usual):
-    def model(self) -> nn.Module:
-        return nn.Embedding(13, 2, sparse=True)
-
-
-class SparseLoss(Sparse):
-    """Sparse in a function, which is not seen before the gradient."""
-
-    def model(self) -> nn.Module:
-        return nn.Embedding(13, 2)
-
-    def loss(self, model: Any, batch: Any) -> Any:
-        return F.cross_entropy(F.embedding(batch[1], model.weight, sparse=True), batch[1])
-
-    def metrics(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": model(batch[1]).sum(1)}
-
-
-class ItemLoss(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return super().loss(model, batch).item()
-
-    metrics = Task.metrics
-
-
 class NoFolder(Usual):
     def train_dataset(self) -> Any:
         return Path("no/such/folder/train.csv").read_text()
 
 
-class TooLong(Usual):
-    def train_dataset(self) -> Any:
-        return OfLength(lambda: 100)
+class Exiting(Dataset[Any]):
+    def __len__(self) -> int:
+        return 13
 
-
-class NegativeLength(Usual):
-    def test_dataset(self) -> Any:
-        return OfLength(lambda: -1)
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            sys.exit()
+        return torch.ones(3), 0
 
 
 class OfLength:
@@ -198,229 +287,9 @@ class OfLength:
         return ([torch.ones(3)] * 13)[index], 0
 
 
-class Gathers(Usual):
-    """Its loss compares with what all ranks have in this micro-batch."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        mine = model(batch[0])
-        everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine.detach())
-        return torch.cdist(mine, torch.cat(everyone) + 1).mean()
-
-
-class GathersAndSaysSo(Gathers):
-    collectives = True
-
-
-class ExitsInModel(Usual):
-    def model(self) -> nn.Module:
-        sys.exit("no such\nnetwork")
-
-
-class CompiledByItself(Usual):
-    """By torch.compile, whose wrapper stands in all names; as a whole, and a part of it."""
-
-    def model(self) -> Any:
-        part = torch.compile(nn.Linear(3, 4), backend="eager")
-        return torch.compile(nn.Sequential(part, nn.Linear(4, 2)), backend="eager")
-
-
-class OneUnused(Usual):
-    def model(self) -> nn.Module:
-        return nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)})
-
-    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return batch[0], batch[1]
-
-    def loss(self, model: Any, batch: Any) -> Tensor:
-        return F.cross_entropy(model["used"](batch[0]), batch[1])
-
-    def metrics(self, model: Any, batch: Any) -> Any:
-        return {"loss": F.cross_entropy(model["used"](batch[0]), batch[1], reduction="none")}
-
-
-class LeftOutLater(OneUnused):
-    """Rank 1 does not use a part in the last of its two micro-batches of the second step."""
-
-    calls = 0
-
-    def loss(self, model: Any, batch: Any) -> Tensor:
-        self.calls += 1
-        left_out = self.calls == 4 and os.environ.get("RANK") == "1"
-        return super().loss(model, batch) + (0 if left_out else model["spare"](batch[0]).sum())
-
-
-class OneUnusedAndSaidSo(OneUnused):
-    unused_parameters = True
-
-
-class Frozen(Usual):
-    def model(self) -> nn.Module:
-        return nn.Linear(3, 2).requires_grad_(False)
-
-
-class NoModule(Usual):
-    def model(self) -> Any:
-        return torch.zeros(3)
-
-
-class VectorLoss(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-class DictLoss(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": super().loss(model, batch)}
-
-
-class VectorPart(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return super().loss(model, batch), {"kl": batch[0]}
-
-
-class TakenPart(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return super().loss(model, batch), {"lr": 1.0}
-
-
-class OtherParts(Usual):
-    """Its last micro-batch, of one sample, has a part more."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return super().loss(model, batch), {"a": 1.0, **({"b": 1.0} if len(batch[0]) == 1 else {})}
-
-
-class PartsByRank(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return super().loss(model, batch), {f"part_{os.environ.get('RANK', 0)}": 1.0}
-
-
-class LossWithoutGradient(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return super().loss(model, batch).detach()
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([1, 2, 3])
-
-
-class Endless(Usual):
-    def train_dataset(self) -> Any:
-        return Stream()
-
-
-class NoTestLength(Usual):
-    def test_dataset(self) -> Any:
-        return SimpleNamespace()
-
-
-class FloatMetric(Usual):
-    def metrics(self, model: nn.Module, batch: Any) -> Any:
-        return {"accuracy": 0.5}
-
-
-class NoMetrics(Usual):
-    def metrics(self, model: nn.Module, batch: Any) -> Any:
-        return None
-
-
-class TwoOfThree(Usual):
-    """A row of three numbers for each sample, and nobody to make them numbers."""
-
-    def metrics(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": model(batch[0]).repeat(1, 2)[:, :3]}
-
-
-class RaggedMetric(Usual):
-    def metrics(self, model: nn.Module, batch: Any) -> Any:
-        n = len(batch[0])
-        return {"loss": torch.zeros(n, n)}
-
-    def summarize(self, means: Any) -> Any:
-        return {"loss": means["loss"].sum()}
-
-
-class NoSummary(Usual):
-    def summarize(self, means: Any) -> Any:
-        return None
-
-
-class NumberedSummary(Usual):
-    def summarize(self, means: Any) -> Any:
-        return {1: 1.0}
-
-
-class NumberedMetric(Usual):
-    def metrics(self, model: nn.Module, batch: Any) -> Any:
-        return {0: torch.zeros(len(batch[0]))}
-
-
-class BrokenMetrics(Usual):
-    def metrics(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": next(iter([]))}
-
-
-class Maximum(Usual):
-    best: ClassVar[Any] = ("loss", "maximum")
-
-
-class UsualBest(Usual):
-    """Of a metric that there is not."""
-
-    best: ClassVar[Any] = Task.best
-
-
-class NoBest(Usual):
-    best: ClassVar[Any] = None
-
-
-class ComplexLoss(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return super().loss(model, batch) * (1 + 1j)
-
-
-class Lazy(Usual):
-    def model(self) -> nn.Module:
-        return nn.LazyLinear(2)
-
-
-class Meta(Usual):
-    def model(self) -> nn.Module:
-        return nn.Linear(3, 2, device="meta")
-
-
-class OtherModel(Usual):
-    def optimizers(self, model: nn.Module, config: Any) -> Any:
-        return [SGD(self.model().parameters(), lr=0.1)]
-
-
-class NoOptimizers(Usual):
-    def optimizers(self, model: nn.Module, config: Any) -> Any:
-        return []
-
-
-class TwiceTaken(Usual):
-    def optimizers(self, model: Any, config: Any) -> Any:
-        return [SGD(model.parameters(), lr=0.1), SGD([model.bias], lr=0.1)]
-
-
-class Scheduled(Usual):
-    """Steps a scheduler of its own; its bias is in no optimizer; it returns one and no list."""
-
-    def optimizers(self, model: Any, config: Any) -> Any:
-        self.optimizer = SGD([model.weight], lr=0.1)
-        return self.optimizer
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        self.optimizer.param_groups[0]["lr"] *= 0.9
-        return super().loss(model, batch)
-
-
-class NoRates(Usual):
-    def rates(self, config: Any, step: int, total_steps: int) -> Any:
-        return None
 
 
 class Exhausted:
@@ -431,40 +300,27 @@ class Exhausted:
         return next(iter(()))
 
 
-class ExhaustedSamples(Usual):
-    def train_dataset(self) -> Any:
-        return Exhausted()
-
-
-class NoneInside(Usual):
-    def sample(self, index: int) -> Any:
-        return torch.zeros(3), None
-
-
-class Images(Usual):
-    def sample(self, index: int) -> Any:
-        return {"image": Image.new("L", (4, 4)), "label": 0}
-
-
-class ManySizes(Usual):
-    def sample(self, index: int) -> Any:
-        return np.zeros((3, 4 + index % 2)), 0
-
-
 @dataclass
 class Sample:
     x: Tensor
     y: int
 
 
-class DataClasses(Usual):
-    def sample(self, index: int) -> Any:
-        return Sample(*super().sample(index))
-
-
-class MissingKey(Usual):
-    def sample(self, index: int) -> Any:
-        return {"x": 1.0} | ({} if index % 2 else {"y": 2})
+# the data sets and their samples
+OtherDataOnRank1 = odd(
+    "OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[int(os.environ.get("RANK", "0")) :]
+)
+Exits = odd("Exits", train_dataset=lambda task: Exiting())  # the process, at a sample that no start looks at
+TooLong = odd("TooLong", train_dataset=lambda task: OfLength(lambda: 100))
+NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda: -1))
+NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())
+Endless = odd("Endless", train_dataset=lambda task: Stream())
+ExhaustedSamples = odd("ExhaustedSamples", train_dataset=lambda task: Exhausted())
+NoneInside = odd("NoneInside", sample=lambda task, index: (torch.zeros(3), None))
+Images = odd("Images", sample=lambda task, index: {"image": Image.new("L", (4, 4)), "label": 0})
+ManySizes = odd("ManySizes", sample=lambda task, index: (np.zeros((3, 4 + index % 2)), 0))
+MissingKey = odd("MissingKey", sample=lambda task, index: {"x": 1.0} | ({} if index % 2 else {"y": 2}))
+DataClasses = odd("DataClasses", sample=lambda task, index: Sample(torch.ones(3), 0))
 
 
 class Bag(UserDict):  # type: ignore[type-arg]

@@ -18,6 +18,7 @@ from tests.support.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
+EVENKEEL = [sys.executable, "-m", "evenkeel"]
 LIMIT = 240.0
 """Seconds after which something does not come any more. Far more than it takes on a busy machine: only a failure waits
 so long."""
@@ -37,10 +38,10 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull} | dict(extra or {})
 
 
-def start(command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(command: Sequence[object], cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a command in a process group of its own."""
     return subprocess.Popen(
-        command,
+        [str(word) for word in command],
         cwd=cwd,
         env=environment(env),
         stdin=subprocess.DEVNULL,
@@ -61,10 +62,14 @@ def fork_ranks(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
     """Start the ranks of a job without torchrun, which is not what is tested then. 0 ranks: one process by itself."""
     if ranks == 0:
         return [fork(*arguments)]
+    return [fork(*arguments, env=variables) for variables in rank_variables(ranks)]
+
+
+def rank_variables(ranks: int) -> list[dict[str, str]]:
+    """What torchrun would tell each rank of a node."""
     port, size = str(free_port()), str(ranks)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return [fork(*arguments, env=common | variables) for variables in own]
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def refused_ranks(ranks: int, *arguments: object) -> list[subprocess.CompletedProcess[str]]:
@@ -97,8 +102,16 @@ def finish(process: subprocess.Popen[str], limit: float | None = None) -> subpro
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def stop(
+    process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM, expect: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Send a process a signal and wait for its end."""
+    process.send_signal(number)
+    return checked(finish(process), expect)
+
+
 def run(
-    command: Sequence[str],
+    command: Sequence[object],
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
     limit: float | None = None,
@@ -106,6 +119,13 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and check its exit code (None: any)."""
     return checked(finish(start(command, cwd, env), limit), expect)
+
+
+def evenkeel(
+    *arguments: object, env: Mapping[str, str] | None = None, expect: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    """Type `python -m evenkeel ...`."""
+    return run([*EVENKEEL, *arguments], env=env, expect=expect)
 
 
 def run_forked(*arguments: object, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
@@ -128,19 +148,32 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
         return
 
 
-def wait_until(condition: Callable[[], object], what: str, limit: float | None = None) -> None:
-    """Wait for a condition.
+def wait_until(
+    condition: Callable[[], Any],
+    what: str,
+    limit: float | None = None,
+    more: Callable[[], object] = str,
+    every: float = 0.01,
+) -> Any:
+    """Wait for a condition, and return it.
 
     Args:
-        condition: is asked again and again.
-        what: to say of it if it does not come.
+        condition: is asked again and again, `every` so many seconds.
+        what: to say of it if it does not come, followed by what `more` returns then.
         limit: seconds; None: LIMIT.
     """
     limit = limit or LIMIT
     deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit:g} s: {what}"
-        time.sleep(0.01)
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {limit:g} s: {what}\n{more()}"
+        time.sleep(every)
+    return found
+
+
+def wait_beside(process: subprocess.Popen[str], condition: Callable[[], object], what: str) -> None:
+    """Wait for a condition before which a process must not end."""
+    wait_until(lambda: condition() or process.poll() is not None, what)
+    assert condition(), (what, process.communicate())
 
 
 def running(pid: int) -> bool:

@@ -9,12 +9,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from evenkeel.common.phases import activity
 from evenkeel.data.dataset import InMemory
 from evenkeel.training.task import Task
 
 SAMPLES = 101
+STEPS = 27
+"""Of a run by `small_runs.recipe_job`."""
 
 
 @dataclass
@@ -64,3 +68,63 @@ class Recipe(Task):
         features, target = batch
         error = (model(features).squeeze(1).float() - target).square()
         return {"loss": error, "score": torch.ones_like(error)}
+
+
+@dataclass
+class Parts(Recipe):
+    """With parts of its loss. The mean of the targets does not depend on the weights, so a test can know it."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        return loss, {"target": batch[1].mean(), "same": loss, "noisy/half": 0.5}
+
+
+def scheduler(kind: str, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """One whose rate depends on what has been so far."""
+    if kind == "onecycle":
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=steps)
+    if kind == "plateau":  # the score never gets better
+        return lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=1)
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.CosineAnnealingLR(optimizer, steps - 5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [5])
+
+
+def bare_rates(kind: str, lr: float = 0.002, every: int = 3) -> list[float]:
+    """The rate of each step of a plain loop that evaluates after every third step."""
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    made: Any = scheduler(kind, optimizer, STEPS)
+    rates = []
+    for step in range(1, STEPS + 1):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        if kind == "plateau" and step % every == 0:
+            made.step(1.0)
+        elif kind != "plateau":
+            made.step()
+    return rates
+
+
+@dataclass
+class Scheduled(Recipe):
+    """By a scheduler of torch's."""
+
+    kind: str = "onecycle"
+
+    def schedulers(self, optimizers: list[Optimizer], config: Any) -> list[LRScheduler]:
+        return [scheduler(self.kind, optimizers[0], config.max_steps)]
+
+
+@dataclass
+class Outside(Recipe):
+    """The control: the same rates from a scheduler that is not part of the committed state."""
+
+    kind: str = "onecycle"
+
+    def rates(self, config: Any, step: int, total_steps: int) -> float:
+        if not hasattr(self, "made"):
+            self.optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
+            self.made = scheduler(self.kind, self.optimizer, total_steps)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.made.step()
+        return rate / config.lr

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
-import time
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evenkeel.common.processes import process_name
 from evenkeel.data.plan import Plan
-from tests.support import processes
-from tests.support.processes import ROOT, TRAIN, fork_ranks, read, records
+from tests.support.processes import (
+    ROOT,
+    TRAIN,
+    checked,
+    finish,
+    finish_all,
+    fork_ranks,
+    read,
+    records,
+    stop,
+    wait_beside,
+    wait_until,
+)
 from tests.support.recording_task import SAMPLES
 
 SUPPORT = ROOT / "tests" / "support"
@@ -42,10 +56,10 @@ def kept_job(run_dir: Path, *more: object) -> list[str]:
     return job(run_dir, "--keeper", "on", *more)
 
 
-def recipe_job(run_dir: Path, *more: object) -> list[str]:
-    """The same with BatchNorm and dropout."""
+def recipe_job(run_dir: Path, *more: object, task: str = "Recipe") -> list[str]:
+    """The same of a task of recipe_task.py, with BatchNorm and dropout."""
     shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1]
-    return options(f"{SUPPORT / 'recipe_task.py'}:Recipe", run_dir, *shape, *more)
+    return options(f"{SUPPORT / 'recipe_task.py'}:{task}", run_dir, *shape, *more)
 
 
 def odd_job(task: str, run_dir: Path, *more: object) -> list[str]:
@@ -57,6 +71,60 @@ def small_job(ranks: int, run_dir: Path, *more: object, task: str = "Small") -> 
     """Start eight steps of a task of small_task.py on so many ranks; 0: without a process group."""
     shape = ["--epochs", 2, "--batch-size", 24, "--micro-batch", 4, "--reduce", "tree", "--log-every", 1]
     return fork_ranks(ranks, TRAIN, *options(f"{SUPPORT / 'small_task.py'}:{task}", run_dir, *shape, *more))
+
+
+def trained(ranks: int, options: Iterable[object]) -> list[subprocess.CompletedProcess[str]]:
+    """Train to a good end on so many forked ranks; 0: in one process without a process group."""
+    return finish_all(fork_ranks(ranks, TRAIN, *options))
+
+
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """Wait for a good end."""
+    return checked(finish(process), 0)
+
+
+def signal_ranks(ranks: list[subprocess.Popen[str]], number: signal.Signals, victims: int = 0) -> list[int]:
+    """Send a signal to the last so many ranks of a job (0: to all), wait for the ends of all; their exit codes."""
+    for rank in ranks[-victims:]:
+        rank.send_signal(number)
+    return [finish(rank).returncode for rank in ranks]
+
+
+def signal_ranks_at(
+    step: int, run_dir: Path, ranks: list[subprocess.Popen[str]], number: signal.Signals, victims: int = 0
+) -> list[int]:
+    """The same when a step stands in the metrics of the run."""
+    wait_for_step(run_dir, step, ranks[0])
+    return signal_ranks(ranks, number, victims)
+
+
+def results_of(ranks: int, worker: str, folder: Path, *arguments: object) -> Any:
+    """Run a script of tests/support on so many ranks: what the first has written as JSON to its first argument."""
+    path = folder / f"{worker}-{ranks}.json"
+    finish_all(fork_ranks(ranks, SUPPORT / worker, path, *arguments))
+    return json.loads(path.read_text())
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """The steps in a run's metrics, in the order in which they were done."""
+    return [record["step"] for record in records(run_dir, "train")]
+
+
+def no_step_is_done_twice(run_dir: Path) -> bool:
+    """One may be missing: rank 0 may die between a commit and the line for it, and another rank has saved the step."""
+    return len(set(steps_of(run_dir))) == len(steps_of(run_dir))
+
+
+OWN = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+"""The environment of a job of :func:`own_task`."""
+
+
+def own_task(folder: Path, body: str = "pass", before: str = "") -> str:
+    """Write a recording task of a test's own; the value of --task."""
+    imports = "import ctypes, os, signal, threading, time\nfrom tests.support.recording_task import Recorded\n"
+    body = textwrap.indent(textwrap.dedent(body).strip(), "    ")
+    (folder / "own.py").write_text(f"{imports}{before}\n\nclass Own(Recorded):\n{body}\n")
+    return f"{folder / 'own.py'}:Own"
 
 
 def weights_of(run_dir: Path) -> str:
@@ -78,8 +146,7 @@ def starts(run_dir: Path) -> list[int]:
 
 def told_step(run_dir: Path) -> int:
     """The last step in a run's metrics; 0 if there is none."""
-    steps = records(run_dir, "train") if (run_dir / "metrics.jsonl").exists() else []
-    return max((record["step"] for record in steps), default=0)
+    return max(steps_of(run_dir), default=0) if (run_dir / "metrics.jsonl").exists() else 0
 
 
 def saved_step(run_dir: Path) -> int:
@@ -87,15 +154,26 @@ def saved_step(run_dir: Path) -> int:
     return max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=0)
 
 
+def wait_for_start(run_dir: Path, count: int) -> None:
+    """Until a run has been started so many times."""
+    wait_until(lambda: len(starts(run_dir)) >= count, f"start {count}")
+
+
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Until a step stands in the metrics of a run."""
-    deadline = time.monotonic() + processes.LIMIT
-    while time.monotonic() < deadline:
-        if told_step(run_dir) >= step:
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} did not come")
+    wait_beside(process, lambda: told_step(run_dir) >= step, f"step {step}")
+
+
+def stop_at(
+    run_dir: Path,
+    step: int,
+    process: subprocess.Popen[str],
+    number: signal.Signals = signal.SIGTERM,
+    expect: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Send a process a signal after a step of its run, and wait for its end."""
+    wait_for_step(run_dir, step, process)
+    return stop(process, number, expect)
 
 
 def children(pid: int) -> list[int]:
@@ -159,6 +237,13 @@ def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
         os.killpg(pid, signal.SIGKILL)
     process.kill()
     process.communicate()
+
+
+def kill_at(step: int, run_dir: Path, process: subprocess.Popen[str], every: int = 2) -> None:
+    """The same at a step, when the last checkpoint before it is on the disk, of one in so many steps."""
+    wait_for_step(run_dir, step, process)
+    wait_until(lambda: saved_step(run_dir) >= step - every, f"the last checkpoint before step {step}")
+    kill_workers_and_agent(process)
 
 
 def bytes_in_memory(pid: int) -> int:

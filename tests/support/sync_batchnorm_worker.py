@@ -6,16 +6,13 @@ Each rank but the last has a part of the samples; the last one is idle. Rank 0 w
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from steps import rank_0_writes
 from torch import Tensor, nn
 
 from evenkeel.data.plan import Plan, share
-from evenkeel.distributed.exits import leave
 from evenkeel.distributed.sync_batchnorm import Peers, peers_of, synchronise
 from evenkeel.distributed.world import World
 
@@ -109,14 +106,12 @@ def layer_of(norm: nn.Module, peers: Peers) -> nn.Module:
     return norm
 
 
+def found(world: World) -> dict[str, dict[str, float]]:
+    count, peers = world.world_size - 1, Peers()
+    peers.connect([count, 1])
+    peers.begin(count)
+    return {name: case(name, world, peers) for name in CASES}
+
+
 if __name__ == "__main__":
-    world = World.from_environment()
-    with world.connected():
-        count = world.world_size - 1
-        peers = Peers()
-        peers.connect([count, 1])
-        peers.begin(count)
-        found = {name: case(name, world, peers) for name in CASES}
-        if world.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(found))
-    leave(0)
+    rank_0_writes(found)

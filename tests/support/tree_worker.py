@@ -5,22 +5,19 @@ torchrun --nproc_per_node=W tree_worker.py OUT.json MICRO_BATCHES
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from steps import passes
+from steps import passes, rank_0_writes
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from evenkeel.data.loader import loader
 from evenkeel.data.sampler import ElasticSampler, by_step
-from evenkeel.distributed.exits import leave
 from evenkeel.distributed.world import World
 from evenkeel.training.determinism import fix_arithmetic
 from evenkeel.training.distributed_loss import DistributedLoss
@@ -150,15 +147,13 @@ def train(way: Way, world: World, micro_batches: int) -> list[str]:
     return [sha256({name: tensor}) for name, tensor in sorted(tensors.items())]
 
 
+def found(world: World) -> dict[str, list[str]]:
+    WAYS["control: noise of the rank"].rank_noise = world.rank
+    result = {name: train(way, world, int(sys.argv[2])) for name, way in WAYS.items()}
+    everywhere = world.gather({name: sha for name, sha in result.items() if "noise" not in name})
+    return result | {"ranks agree": [str(all(other == everywhere[0] for other in everywhere))]}
+
+
 if __name__ == "__main__":
     fix_arithmetic(exact=True)
-    torch.set_num_threads(1)
-    world = World.from_environment()
-    WAYS["control: noise of the rank"].rank_noise = world.rank
-    with world.connected():
-        result = {name: train(way, world, int(sys.argv[2])) for name, way in WAYS.items()}
-        everywhere = world.gather({name: sha for name, sha in result.items() if "noise" not in name})
-        result["ranks agree"] = [str(all(other == everywhere[0] for other in everywhere))]
-        if world.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(result))
-    leave(0)
+    rank_0_writes(found)

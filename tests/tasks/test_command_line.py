@@ -19,10 +19,10 @@ import torch
 
 import train
 from evenkeel.__main__ import subcommands
+from evenkeel.common.arguments import flag
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.processes import can_lose_a_node
-from evenkeel.config import GROUPS, Config, flag, saved_options
-from evenkeel.distributed.devices import explain_devices
+from evenkeel.config import GROUPS, Config, saved_options
 from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.agent import first_error
 from evenkeel.launch.launchers import MultiNode
@@ -142,8 +142,7 @@ def mine(name: str) -> list[str]:
 
 def toml(folder: Path, **options: Any) -> list[str]:
     """A configuration file beside the working directory, as options."""
-    path = folder.parent / "options.toml"
-    path.write_text(tomli_w.dumps(options))
+    (folder.parent / "options.toml").write_text(tomli_w.dumps(options))
     return ["--config", "../options.toml"]
 
 
@@ -257,14 +256,11 @@ def test_the_options_of_a_task(folder: Path) -> None:
     assert config.run_dir == Path("runs/Rich")
 
 
-def test_a_task_that_is_no_dataclass_of_its_own_has_its_parents_options(folder: Path) -> None:
-    assert parse([*mine("Plain"), "--width", "5"])[1].options()["width"] == 5
-
-
 @pytest.mark.parametrize("name", ["Undecorated", "OtherDefault", "NotAnnotated", "Below"])
 def test_what_looks_like_an_option_and_is_none_is_refused(folder: Path, name: str) -> None:
     with pytest.raises(Refusal, match=r"^task \w+: its depth has no effect as an option; decorate the class with"):
         parse(mine(name))
+    assert parse([*mine("Plain"), "--width", "5"])[1].options()["width"] == 5, "an option of its parent"
     assert parse(mine("Constants"))[1].options() == parse(mine("Rich"))[1].options()
     assert parse(mine("BothDecorated"))[1].options()["depth"] == 4
 
@@ -290,6 +286,11 @@ def test_help_lists_every_option_with_its_default(
         (["--nonsense"], ["--nonsense"]),
         (["--batch-sise", "64"], ["--batch-sise", "did you mean --batch-size?"]),
         (["--leraning-rate", "0.1"], ["--leraning-rate", "did you mean --lr?"]),
+        (["--workers", "1"], ["Unrecognized options: --workers, 1; did you mean --num-workers?"]),
+        (["--max-epochs", "1"], ["did you mean --epochs?"]),
+        (["--optim", "1"], ["did you mean --optimizer?"]),
+        (["--lr-scheduler", "1"], ["did you mean --schedule?"]),
+        (["--warmup", "1"], ["did you mean --warmup-steps?"]),
         (["--learnign_rate=0.1"], ["--learnign_rate=0.1; did you mean --lr?"]),
         (["--amp"], ["--amp: here it is --precision bf16 or --precision fp16"]),
         (["--learning_rate=3"], ["--learning_rate: here it is --lr ("]),
@@ -300,34 +301,24 @@ def test_help_lists_every_option_with_its_default(
             ["--model: a part of the task: its class makes the network"],
         ),
         (["stray"], ["stray"]),
-        (["--depth", "3"], ["--depth"]),
         (["--epochs"], ["--epochs"]),
-        (["--task"], ["--task"]),
         (["--epochs", "many"], ["--epochs", "many"]),
-        (["--epochs", "1.5"], ["--epochs", "1.5"]),
-        (["--lr", "high"], ["--lr", "high"]),
         (["--optimizer", "lion"], ["--optimizer", "lion", "adamw"]),
-        (["--wandb", "yes"], ["--wandb", "yes", "offline"]),
         (["--fresh", "yes"], ["yes"]),
         (["--task", "digitz"], ["--task digitz: unknown; built in: classify"]),
         (["--task", "none.py:Mine"], ["--task none.py:Mine: no file none.py"]),
-        (["--batch-size", "0"], ["--batch-size 0: must be at least 1"]),
         (["--batch-size", "-8"], ["--batch-size -8: must be at least 1"]),
         (["--batch-size", "1438"], ["--batch-size 1438: the training data has only 1437 samples"]),
         (["--batch-size", "8", "--micro-batch", "9"], ["--micro-batch 9: is above --batch-size 8"]),
         (["--epochs", "0"], ["--epochs 0: must be at least 1"]),
-        (["--width", "0"], ["--width 0"]),
         (["--init-from", "none.pt"], ["--init-from none.pt: no such file"]),
         (["--init-from", "../tasks_of_mine.py"], ["--init-from ../tasks_of_mine.py: is no file of torch.save"]),
         (["--init-from", ".."], ["--init-from ..: a folder without checkpoints"]),
         (["--task", ""], ["--task is empty (an unset shell variable?): give a value or leave it out"]),
         (["--task="], ["--task is empty"]),
-        (["--run-dir", ""], ["--run-dir is empty"]),
         (["--run_dir="], ["--run_dir is empty"]),
         (["--data-dir", "", "--epochs", "1"], ["--data-dir is empty"]),
-        (["--init-from", ""], ["--init-from is empty"]),
         (["--config", ""], ["--config is empty"]),
-        (["--dataset", ""], ["--dataset is empty"]),
         (["--freeze", ""], ["--freeze is empty"]),
         ([""], ["an argument is empty"]),
         ([*mine("BestOfNothing")], ["the task's `best` is 'accuracy': it must be a metric's name and", "None"]),
@@ -361,12 +352,6 @@ def test_what_a_synonym_names_exists_and_the_synonym_does_not() -> None:
     asked += "--logdir --checkpoint --ckpt --local-rank --arch --data --data-path --print-freq --distributed --use-env"
     assert set(asked.split()) <= BY_NAME.keys()
     assert len(BY_NAME) == sum(len(names.split()) for names in SYNONYMS), "each once"
-
-
-def test_what_no_table_has_to_say_is_said_by_its_spelling(refused: Refused) -> None:
-    similar = {"--workers": "--num-workers", "--max-epochs": "--epochs", "--optim": "--optimizer"}
-    for typed, here in {**similar, "--lr-scheduler": "--schedule", "--warmup": "--warmup-steps"}.items():
-        assert f"Unrecognized options: {typed}, 1; did you mean {here}?" in refused(typed, "1")
 
 
 def test_a_task_may_have_an_option_of_that_name(folder: Path) -> None:
@@ -435,34 +420,21 @@ def test_another_runs_directory_is_refused_by_name_with_both_values(folder: Path
     assert "--task was classify and is now" in refused(*mine("Plain"), "--run-dir", "runs/classify")
 
 
-def test_a_broken_config_in_the_run_directory(folder: Path, refused: Refused) -> None:
-    (folder / "runs/classify").mkdir(parents=True)
-    (folder / "runs/classify/config.toml").write_text("epochs = \n")
-    (folder / "runs/classify/status.json").write_text('{"world_sizes": [1]}')
-    assert refused().startswith("runs/classify/config.toml: not TOML")
-
-
 def test_more_local_ranks_than_gpus(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     message = refused()
-    assert message == explain_devices(3, 2)
     assert message.startswith("3 processes on this node but 2 visible GPUs (CUDA_VISIBLE_DEVICES=5,3)")
     assert "local rank 1 -> cuda:1 (GPU 3), local rank 2 -> none" in message
-
-
-def test_half_an_environment_of_torchrun(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    assert "incomplete torchrun environment: RANK=0 LOCAL_RANK=(unset) WORLD_SIZE=two" in refused()
 
 
 def test_a_file_lies_under_the_command_line(folder: Path) -> None:
     config, _ = parse([*toml(folder, batch_size=32, seed=5, run_dir="there"), "--seed", "6"])
     assert (config.batch_size, config.seed, config.run_dir) == (32, 6, Path("there"))
     assert config.lr == Config().lr
+    assert parse(toml(folder, lr=1))[0].lr == 1.0, "a whole number is a float too"
     file = toml(folder, micro_batch=0, micro_batches=2)
     assert [(c.micro_batch, c.micro_batches) for c, _ in (parse(file), parse([*file, "--micro-batch=8"]))] == [
         (0, 2),
@@ -480,33 +452,21 @@ def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:
     assert parse([*toml(folder, task="nonsense"), "--task", "classify"])[1] == Classify().resolved(None)
 
 
-def test_a_whole_number_is_a_float_too(folder: Path) -> None:
-    assert parse(toml(folder, lr=1, clip_norm=2))[0].lr == 1.0
-
-
 @pytest.mark.parametrize(
     ("task", "name", "value", "expected"),
     [
         ("classify", "batch_size", "64", "int"),
         ("classify", "batch_size", 64.0, "int"),
         ("classify", "batch_size", True, "int"),
-        ("classify", "batch_size", [64], "int"),
         ("classify", "batch_size", {"of": 64}, "int"),
         ("classify", "lr", "0.1", "float"),
-        ("classify", "lr", True, "float"),
         ("classify", "fresh", 1, "bool"),
-        ("classify", "fresh", "true", "bool"),
         ("classify", "optimizer", "lion", "Literal['sgd', 'adam', 'adamw']"),
-        ("classify", "schedule", 1, "Literal['constant', 'linear', 'cosine', 'step', 'poly']"),
         ("classify", "run_dir", 1, "Path | None"),
-        ("classify", "width", 1.5, "int"),
-        ("../tasks_of_mine.py:Rich", "sizes", 3, "tuple[int, ...]"),
         ("../tasks_of_mine.py:Rich", "sizes", [1, "b"], "tuple[int, ...]"),
-        ("../tasks_of_mine.py:Rich", "pair", [1], "tuple[int, str]"),
         ("../tasks_of_mine.py:Rich", "pair", ["a", 1], "tuple[int, str]"),
         ("../tasks_of_mine.py:Rich", "names", [1], "list[str]"),
         ("../tasks_of_mine.py:Rich", "maybe", "x", "Optional[int]"),
-        ("../tasks_of_mine.py:Rich", "mode", 4, "Literal['x', 'y', 3]"),
         ("../tasks_of_mine.py:Rich", "mode", 3.0, "Literal['x', 'y', 3]"),
     ],
     ids=str,
@@ -525,11 +485,9 @@ def test_a_wrong_type_in_a_file(
     [
         ({"batchsize": 3}, "--config ../options.toml: unknown key 'batchsize'; keys are option names"),
         ({"batch-size": 3}, "unknown key 'batch-size'; keys are option names, e.g. batch_size"),
-        ({"depth": 3}, "unknown key 'depth'"),
         ({"training": {"epochs": 3}}, "unknown key 'training'"),
         ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
         ({"task": 3}, "--task 3: unknown"),
-        ({"task": ""}, "--task : unknown"),
         ({"run_dir": ""}, '--config ../options.toml: run_dir = "" is empty; give a value, or leave it out'),
         ({"task": "../tasks_of_mine.py:Rich", "depth": 100}, "--config ../options.toml: depth 100: is too deep"),
     ],
@@ -608,27 +566,26 @@ def test_a_node_that_joins_an_elastic_job_does_not_end_it(typed: list[str], elas
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("rank", "local_rank", "world_size", "local_world_size", "expected"),
     [
-        ({"RANK": 5, "WORLD_SIZE": 2}, "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=2"),
-        (
-            {"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1},
-            "RANK=5: must be a whole number from 0 to 1;",
-        ),
-        (
-            {"RANK": 0, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
-            "LOCAL_RANK=1: must be a whole number from 0 to 0;",
-        ),
-        (
-            {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 3},
-            "LOCAL_WORLD_SIZE=3: must be a whole number from 1 to 2;",
-        ),
-        ({"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}, "MASTER_ADDR is not set"),
+        (5, None, "two", None, "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=two"),
+        (5, 0, 2, 1, "RANK=5: must be a whole number from 0 to 1;"),
+        (0, 1, 2, 2, "LOCAL_RANK=1: must be a whole number from 0 to 0;"),
+        (0, 0, 2, 3, "LOCAL_WORLD_SIZE=3: must be a whole number from 1 to 2;"),
+        (0, 0, 2, 2, "MASTER_ADDR is not set"),
     ],
 )
 def test_a_rank_that_cannot_be(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, variables: dict[str, int], expected: str
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    local_rank: int | None,
+    world_size: int | str,
+    local_world_size: int | None,
+    expected: str,
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
+    values = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
+    for name, value in values.items():
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
     assert expected in refused()

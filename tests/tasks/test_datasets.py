@@ -178,7 +178,7 @@ def test_what_is_wrong_with_a_sample_comes_in_one_line_out_of_a_loading_process(
 @pytest.mark.parametrize("byte_order", ["<", ">"])
 def test_sixteen_bits_of_grey_are_scaled(tmp_path: Path, byte_order: str) -> None:
     write_folder(tmp_path)
-    values = np.array([[0, 128, 257, 32896, 65279, 65535]])
+    values = np.array([[0, 128, 129, 257, 32896, 65279, 65535]])
     (tmp_path / "train" / "class-0" / "000.jpg").unlink(missing_ok=True)
     name = "000.png" if byte_order == "<" else "000.tif"
     path = tmp_path / "train" / "class-0" / name
@@ -187,7 +187,7 @@ def test_sixteen_bits_of_grey_are_scaled(tmp_path: Path, byte_order: str) -> Non
     image, _ = train[0]
     assert os.fsdecode(train.paths[0]) == f"class-0/{name}"
     assert image.dtype == torch.uint8
-    assert image.tolist() == [[[0, 0, 1, 128, 254, 255]]] * 3
+    assert image.tolist() == [[[0, 0, 1, 1, 128, 254, 255]]] * 3
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.float32])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from importlib.resources import files
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from evenkeel.tasks.digits import digits
@@ -40,26 +38,3 @@ def test_the_digits_are_split_once_and_for_all() -> None:
     images, labels = digits(train=True).tensors
     assert sha256(as_published(images)) == "4594848184f8fe7d57e83a0f77505e063f14d6033e85da1a8e7812b2bbfa9ee6"
     assert sha256(labels) == "fad0543dffebb29f7794c9a15d6ba5504eef0cc3cdcc81edf810d94a280ff66c"
-
-
-def test_each_digit_is_in_one_part_and_looks_as_in_the_file() -> None:
-    parts = [digits(train=True).tensors, digits(train=False).tensors]
-    assert [len(labels) for _, labels in parts] == [1437, 360]
-    assert all(images.shape[1:] == (1, 8, 8) and images.dtype == torch.uint8 for images, _ in parts)
-    assert all(images.min() >= 0 and images.max() == 255 for images, _ in parts)
-    with np.load(str(files("evenkeel") / "assets" / "digits.npz")) as data:
-        published = Counter(
-            (image.tobytes(), int(label)) for image, label in zip(data["images"], data["labels"], strict=True)
-        )
-    found: Counter[tuple[bytes, int]] = Counter()
-    for images, labels in parts:
-        pixels = (as_published(images) * 16).to(torch.uint8).numpy()
-        found.update((image.tobytes(), int(label)) for image, label in zip(pixels, labels, strict=True))
-    assert found == published
-    assert len(published) == 1797, "no image is there twice, so the parts have none in common"
-
-
-def test_each_class_is_in_both_parts() -> None:
-    for part in (digits(train=True), digits(train=False)):
-        counts = torch.bincount(part.tensors[1], minlength=10)
-        assert counts.min() > 0.07 * len(part)

@@ -84,13 +84,6 @@ def test_trying_a_size_draws_no_random_numbers_and_leaves_the_statistics() -> No
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize(("name", "size"), [("shufflenet_v2_x0_5", 32), ("squeezenet1_1", 32), ("vit_b_32", 32)])
-def test_real_ones_give_logits(name: str, size: int) -> None:
-    logits = torchvision_model(name, 7, size)(torch.randn(2, 3, size, size))
-    assert logits.shape == (2, 7)
-    assert logits.isfinite().all()
-
-
 @pytest.mark.parametrize("name", AUXILIARY)
 def test_pretrained_networks_lose_their_auxiliaryoutputs_of(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,12 +115,6 @@ def test_the_small_cnn_takes_any_size(channels: int, size: int) -> None:
     model = SmallCNN(5, width=4, channels=channels, size=size)
     assert model(torch.randn(2, channels, size, size)).shape == (2, 5)
     assert model.classifier.in_features <= 8 * 31**2
-
-
-def test_the_small_cnn_of_the_digits_is_what_it_was() -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in SmallCNN(10).state_dict().items()}
-    assert shapes["features.0.weight"] == (32, 1, 3, 3)
-    assert shapes["classifier.weight"] == (10, 1024)
 
 
 def test_an_unknown_network_names_those_that_look_like_it() -> None:

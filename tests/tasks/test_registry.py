@@ -13,7 +13,7 @@ from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.tasks import registry
 from evenkeel.tasks.registry import built_in, default_task, load_task
-from evenkeel.training.task import Classification, Task
+from evenkeel.training.task import Classification
 
 Write = Callable[[str, str], Path]
 
@@ -164,36 +164,31 @@ def test_a_class_that_lacks_methods(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "reason"),
+    ("name", "text", "line", "reason"),
     [
-        ("x = 1\ndef f(:\n", 2, "SyntaxError: "),
-        ("\n\nimport no_such_module_anywhere\n", 3, "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
-        ("from evenkeel.tasks import Nothing\n", 1, "ImportError: cannot import name 'Nothing' from 'evenkeel.tasks'"),
-        ("def f():\n    raise ValueError('two\\nlines')\n\nf()\n", 2, "ValueError: two"),
-        ("import json\n\njson.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
-        ("import numpy\nnumpy.load('no-such-file.npz')\n", 2, "FileNotFoundError: [Errno 2]"),
-        ("import sys\nsys.exit('my usage message')\n", 2, "SystemExit: my usage message"),
+        ("job.py", "x = 1\ndef f(:\n", 2, "SyntaxError: "),
+        ("job.py", "\n\nimport no_such_module\n", 3, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("job.py", "from evenkeel.tasks import Nothing\n", 1, "ImportError: cannot import name 'Nothing' from 'even"),
+        ("job.py", "def f():\n    raise ValueError('two\\nlines')\n\nf()\n", 2, "ValueError: two"),
+        ("job.py", "import json\n\njson.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
+        ("job.py", "import numpy\nnumpy.load('no-such-file.npz')\n", 2, "FileNotFoundError: [Errno 2]"),
+        ("job.py", "import sys\nsys.exit('my usage message')\n", 2, "SystemExit: my usage message"),
+        ("neighbour.py", "\n\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
+        ("package/__init__.py", "\n1 / 0\n", 2, "ZeroDivisionError: division by zero"),
     ],
-    ids=["syntax", "no module", "no name", "exception", "in the standard library", "in a library", "exit"],
+    ids="syntax module name exception stdlib library exit neighbour package".split(),  # noqa: SIM905
 )
-def test_a_file_that_does_not_import_says_where_it_broke(write: Write, text: str, line: int, reason: str) -> None:
+def test_a_file_that_does_not_import_says_where_it_broke(
+    write: Write, name: str, text: str, line: int, reason: str
+) -> None:
     """The line of the user, not the one in a library that it led to."""
-    path = write("broken_job.py", text)
-    message = refusal("broken_job.py:Mine")
+    path, task = write(name, text), "package:Mine" if "package" in name else "job.py:Mine"
+    if name == "neighbour.py":
+        write("job.py", "import neighbour\n" + GOOD)
+    message = refusal(task)
     assert message.startswith(f"does not import: {reason}")
     assert message.endswith(f" at {path}:{line}")
-    assert refusal("broken_job.py:Mine") == message, "asked again, as a rank does after its keeper"
-
-
-def test_a_module_that_does_not_import_says_where_it_broke(write: Write) -> None:
-    path = write("broken_package/__init__.py", "\n1 / 0\n")
-    assert refusal("broken_package:Mine") == f"does not import: ZeroDivisionError: division by zero at {path}:2"
-
-
-def test_a_neighbour_that_does_not_import_says_where_it_broke(write: Write) -> None:
-    path = write("broken_neighbour.py", "\n\n1 / 0\n")
-    write("whole_job.py", "import broken_neighbour\n" + GOOD)
-    assert refusal("whole_job.py:Mine").endswith(f"ZeroDivisionError: division by zero at {path}:3")
+    assert refusal(task) == message, "asked again, as a rank does after its keeper"
 
 
 def test_a_file_named_like_a_module_in_use(write: Write) -> None:
@@ -223,8 +218,3 @@ def test_loss_and_metrics_of_a_classification() -> None:
     assert metrics["accuracy"].tolist() == [True, True, False]
     assert task.best == ("accuracy", "max")
     assert task.options() == {}
-
-
-def test_a_task_needs_all_its_methods() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        Task()  # type: ignore[abstract]

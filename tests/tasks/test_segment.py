@@ -19,7 +19,6 @@ from evenkeel.tasks.segment import (
     PooledNorm,
     Segment,
     confusion,
-    discriminator,
     one_hot,
     pixel_loss,
     segmenter,
@@ -139,21 +138,6 @@ def replica(module: nn.Module) -> nn.Module:
     return copies[id(module)]  # type: ignore[no-any-return]
 
 
-def test_each_network_learns_from_its_own_loss_only_in_a_replica_of_data_parallel_too() -> None:
-    """Such a one has no parameters by `named_parameters`, so there would be none to detach."""
-    torch.manual_seed(0)
-    task = Segment(backbone="small", canvas=32, digit_size=16, adversarial=1.0)
-    model, images_and_masks = task.model(), batch(SMALL, [0, 1, 2, 3])
-    assert isinstance(model, nn.ModuleDict)
-    found = []
-    for module in (model, replica(model)):
-        torch.manual_seed(7)  # dropout
-        found.append(gradients(task, model, task.loss(module, images_and_masks)))
-    assert not list(replica(model).parameters())
-    for name in model:
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-5, atol=1e-7)
-
-
 def test_the_constants_of_a_network_are_its_parameters_and_tied_ones_stay_one() -> None:
     network = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3))
     network[2].weight = network[0].weight
@@ -208,10 +192,6 @@ def test_the_control_for_it_and_the_names_are_torchvisions() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         stock(torch.rand(1, 3, 32, 32))
     stock.load_state_dict(segmenter("mobilenet_v3_large").state_dict())
-
-
-def test_the_discriminator_says_one_thing_of_each_patch() -> None:
-    assert discriminator(4)(torch.rand(2, CLASSES, 64, 64)).shape == (2, 1, 2, 2)
 
 
 def test_the_mean_iou_is_that_of_all_pixels_of_all_images_and_not_a_mean_of_means() -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from evenkeel.common.arguments import LARGEST_WORLD
 from evenkeel.common.errors import EndedHere, Refusal
-from evenkeel.config import LARGEST_WORLD, Config
+from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.launch.topology import Topology, torchrun
@@ -32,30 +33,50 @@ from tests.support.processes import TRAIN
 from tests.support.rooms import optional
 
 
-def settled(world_size: int, recorded: dict[str, Any] | None = None, batchnorm: bool = False, **options: Any) -> Config:
-    return settle(Config(batch_size=64, **options), world_size, lambda: batchnorm, recorded or {})
-
-
-def cut(*arguments: Any, **options: Any) -> tuple[object, int]:
+def cut(
+    world_size: int, recorded: dict[str, Any] | None = None, batchnorm: bool = False, **options: Any
+) -> tuple[object, int]:
     """(--micro-batch, --micro-batches) of what is settled."""
-    config = settled(*arguments, **options)
+    config = settle(Config(batch_size=64, **options), world_size, lambda: batchnorm, recorded or {})
     return config.micro_batch, config.micro_batches
 
 
-def test_a_new_run_has_a_micro_batch_for_each_rank() -> None:
-    assert [cut(ranks) for ranks in (1, 2, 3, 8)] == [(0, 1), (0, 2), (0, 3), (0, 8)]
-    assert cut(100) == (0, 64), "there are no more samples"
-    assert cut(64, batchnorm=True) == (0, 32), "which has no statistics of one sample"
-    assert cut(32, batchnorm=True) == (0, 32)
-    assert cut(8, strategy="dp") == (0, 1), "DataParallel divides it"
+RECORDED = {"micro_batch": 16, "micro_batches": 4}
+SIZE = {"micro_batch": 8}  # typed, or of an older version, which wrote the size that it took by default
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recorded", "options", "expected"),
+    [
+        *((ranks, {}, {}, (0, ranks)) for ranks in (1, 2, 3, 8)),  # a new run has a micro-batch for each rank
+        (100, {}, {}, (0, 64)),  # there are no more samples
+        (64, {}, {"batchnorm": True}, (0, 32)),  # which has no statistics of one sample
+        (32, {}, {"batchnorm": True}, (0, 32)),
+        (8, {}, {"strategy": "dp"}, (0, 1)),  # DataParallel divides it
+        *((ranks, {}, {"reduce": "tree"}, (8, 0)) for ranks in (1, 2, 3, 8, 64)),  # a fact of the job
+        *((ranks, RECORDED, {}, (0, 4)) for ranks in (1, 3, 4)),
+        (5, RECORDED, {}, (0, 5)),  # a recorded cut stays unless ranks would be idle
+        (5, RECORDED, {"strict_bits": True}, (0, 4)),
+        (5, RECORDED, {"sync_batchnorm": True}, (0, 4)),
+        (5, RECORDED, {"reduce": "tree"}, (0, 4)),
+        (64, {"micro_batch": 2, "micro_batches": 32}, {"batchnorm": True}, (0, 32)),  # a pair of samples for each
+        *((ranks, SIZE, {}, (8, 0)) for ranks in (1, 8, 64)),
+        *((ranks, SIZE | {"micro_batches": 0}, {}, (8, 0)) for ranks in (1, 8, 64)),
+    ],
+)
+def test_which_cut_is_settled(
+    ranks: int, recorded: dict[str, Any], options: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    assert cut(ranks, recorded, **options) == expected
 
 
 def test_what_is_typed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LARGEST_WORLD, "8")
-    known = {"micro_batch": 16, "micro_batches": 4}
-    assert cut(2, known, micro_batch=5) == (5, 0)
-    assert cut(2, known, micro_batches=5) == (0, 5)
-    assert cut(2, known, micro_batch="auto") == ("auto", 0)
+    assert cut(2, RECORDED, micro_batch=5) == (5, 0)
+    assert cut(2, RECORDED, micro_batches=5) == (0, 5)
+    assert cut(2, RECORDED, micro_batch="auto") == ("auto", 0)
+    assert fact_of_the_job(Config(batch_size=64, micro_batch=5)).micro_batch == 5
+    assert fact_of_the_job(Config(batch_size=5)).micro_batch == 1
 
 
 def test_the_largest_world_of_an_elastic_job_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,42 +92,6 @@ def test_launchers_tell_the_largest_world(monkeypatch: pytest.MonkeyPatch) -> No
     for nodes, expected in (((1, 1), None), ((2, 2), None), ((1, 3), "6")):
         topology = Topology(2, *nodes, master_host="127.0.0.1" if nodes[1] > 1 else "")
         assert torchrun(topology, Link(""), TRAIN, []).env.get(LARGEST_WORLD) == expected
-
-
-def test_the_tree_has_a_cut_that_is_a_fact_of_the_job() -> None:
-    assert [cut(ranks, reduce="tree") for ranks in (1, 2, 3, 8, 64)] == [(8, 0)] * 5
-    assert fact_of_the_job(Config(batch_size=5)).micro_batch == 1
-    assert fact_of_the_job(Config(batch_size=64, micro_batch=5)).micro_batch == 5
-    assert cut(3, {"micro_batch": 16, "micro_batches": 4}, reduce="tree") == (0, 4), "as it is recorded"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "expected"),
-    [
-        (1, {}, (0, 4)),
-        (3, {}, (0, 4)),
-        (4, {}, (0, 4)),
-        (5, {}, (0, 5)),
-        (5, {"strict_bits": True}, (0, 4)),
-        (5, {"sync_batchnorm": True}, (0, 4)),
-        (5, {"reduce": "tree"}, (0, 4)),
-    ],
-)
-def test_a_recorded_cut_stays_unless_ranks_would_be_idle(
-    ranks: int, options: dict[str, Any], expected: tuple[int, int]
-) -> None:
-    assert cut(ranks, {"micro_batch": 16, "micro_batches": 4}, **options) == expected
-
-
-def test_more_ranks_than_pairs_of_samples_change_nothing() -> None:
-    assert cut(64, {"micro_batch": 2, "micro_batches": 32}, batchnorm=True) == (0, 32)
-
-
-def test_a_recorded_size_stays_on_any_number_of_ranks() -> None:
-    """It was typed, or is that of an older version, which wrote the size that it took by default."""
-    for ranks in (1, 8, 64):
-        assert cut(ranks, {"micro_batch": 8, "micro_batches": 0}) == (8, 0)
-        assert cut(ranks, {"micro_batch": 8}) == (8, 0)
 
 
 def test_where_it_is_recorded(tmp_path: Path) -> None:

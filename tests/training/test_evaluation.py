@@ -26,11 +26,7 @@ from evenkeel.training.evaluation import Evaluation
 from evenkeel.training.task import Classification, Task
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), launched=False)
-
-
 CLASSES = 3
-
-
 SAMPLES = 37  # micro-batches of 5: seven, and one of 2
 
 
@@ -91,17 +87,6 @@ def test_metrics_are_those_of_a_plain_loop(model: nn.Module, test_set: InMemory,
     assert found["accuracy"] == expected["accuracy"]  # counts are exact
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-13)
     assert all(type(value) is float for value in found.values())
-
-
-def test_control_the_mean_of_batch_means_is_another_number(model: nn.Module, test_set: InMemory) -> None:
-    """The usual mistake counts the samples of the short last batch too much; the test above would notice."""
-    model.eval()
-    batches = [test_set.__getitems__(list(range(i, min(i + 5, SAMPLES)))) for i in range(0, SAMPLES, 5)]
-    with torch.no_grad():
-        means = [F.cross_entropy(model(images), labels).item() for images, labels in batches]
-    wrong = sum(means) / len(means)
-
-    assert wrong != pytest.approx(plain_loop(model, test_set)["loss"], rel=1e-6)
 
 
 def test_low_precision_values_are_added_in_high_precision(model: nn.Module) -> None:
@@ -187,19 +172,6 @@ def test_summarize_turns_means_of_any_shape_into_numbers(model: nn.Module, test_
         for c in range(CLASSES)
     ]
     assert found == {"iou": pytest.approx(sum(ious) / CLASSES, rel=1e-13)}
-
-
-def test_every_sample_comes_once_and_in_its_own_order(model: nn.Module) -> None:
-    seen: list[int] = []
-
-    class Recording(Classify):
-        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-            seen.extend(batch[0].tolist())
-            return {"one": torch.ones(len(batch[0]))}
-
-    evaluate = evaluation(Recording(), model, InMemory(torch.arange(SAMPLES)))
-    assert evaluate() == evaluate() == {"one": 1.0}
-    assert seen == 2 * list(range(SAMPLES))
 
 
 class Noisy(Dataset[Any]):

@@ -121,23 +121,6 @@ def test_dropout_depends_on_the_micro_batch_and_not_on_what_ran_before() -> None
     assert torch.equal(gradient(1), gradient(2))
 
 
-def test_the_norm_does_not_depend_on_where_a_gradient_begins_in_memory() -> None:
-    """On a GPU that is `tests/gpu/test_state`'s; here it is why the CPU's need no copies."""
-    found = []
-    for shift in range(4):
-        model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.Linear(333, 111), nn.Linear(5, 1))
-        for number, parameter in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(number)
-            memory = torch.empty(parameter.numel() + shift)[shift:]
-            assert bool(memory.data_ptr() % 16) == bool(shift)
-            parameter.grad = memory.view(parameter.shape).copy_(torch.randn(parameter.shape, generator=generator))
-        norm = clip_grad_norm(model.parameters(), 1.0)
-        found.append(
-            torch.cat([norm.reshape(1), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
-        )
-    assert all(torch.equal(other, found[0]) for other in found)
-
-
 def test_networks_that_take_turns_are_refused_where_the_other_one_would_be_left_behind() -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 1), "other": nn.Linear(2, 1)})
     plan = Plan(samples=4, global_batch=4, micro_batch=4, epochs=1)

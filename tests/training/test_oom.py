@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +15,8 @@ from torch import nn
 from evenkeel.common.phases import CHECKPOINT, COMMIT, COMPUTING, activity
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
-from evenkeel.data.plan import Plan, next_smaller
-from evenkeel.distributed import devices
+from evenkeel.data.plan import next_smaller
 from evenkeel.distributed.world import World
-from evenkeel.run.attempt import Attempt
 from evenkeel.training.batch_size_finder import Probe
 from evenkeel.training.evaluation import Evaluation
 from evenkeel.training.oom import OutOfMemory, _others, explained, explaining, note_batch, remedy
@@ -29,8 +25,6 @@ from evenkeel.training.state import State
 from evenkeel.training.task import Classification
 
 CPU = torch.device("cpu")
-
-
 ALONE = World(0, 0, 1, 1, CPU, launched=False)
 
 
@@ -40,14 +34,6 @@ ALONE = World(0, 0, 1, 1, CPU, launched=False)
 )
 def test_the_next_smaller_micro_batch_divides_the_batch_where_it_can(sizes: list[int], batch: int) -> None:
     assert [next_smaller(size, batch) for size in sizes[:-1]] == sizes[1:]
-
-
-def test_what_a_batch_is_told_as() -> None:
-    batch = {"image": torch.zeros(2, 3), "more": (torch.zeros(2, dtype=torch.long), ["a", "b"])}
-    note_batch(error := MemoryError(), batch)
-    assert "the batch was [2, 3] float32, [2] int64;" in explained(error, CPU)
-    note_batch(error, [torch.zeros(1)] * 8)
-    assert "[1] float32 and 2 more;" in explained(error, CPU)
 
 
 def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +56,10 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
         assert part in text
     assert "is 1 already" in remedy(Config(batch_size=64, micro_batch=1))
     note_batch(ValueError("something else"), None)
+    note_batch(error := MemoryError(), {"image": torch.zeros(2, 3), "more": (torch.zeros(2).long(), ["a", "b"])})
+    assert "the batch was [2, 3] float32, [2] int64;" in explained(error, CPU)
+    note_batch(error, [torch.zeros(1)] * 8)
+    assert "[1] float32 and 2 more;" in explained(error, CPU)
 
 
 class Greedy(Classification):
@@ -105,18 +95,6 @@ def test_the_message_names_the_phase_in_which_it_was_and_not_the_one_after(monke
     note_batch(error := MemoryError(), None)
     activity.enter(COMMIT)  # a rescue
     assert "it was in forward and backward of step 8;" in explained(error, CPU, config)
-
-
-def test_the_device_is_the_first_of_this_process_where_each_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "_chosen", [])
-    assert devices.own_device() == CPU
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    assert World.from_environment(2).device == devices.own_device() == torch.device("cuda", 2)
 
 
 def test_other_processes_on_the_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,23 +170,3 @@ def test_the_probe_finds_what_fits_and_leaves_no_trace(fit: int) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert str(state.optimizers[0].state_dict()) == optimizer
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_whose_number_auto_means(tmp_path: Path) -> None:
-    """The newest of those that nodes know; with --fresh only one of this very launch."""
-
-    def settled(fresh: bool, *known: tuple[str, dict[str, Any]]) -> tuple[int, str]:
-        task = Needy(64)
-        config = Config(run_dir=tmp_path, batch_size=40, micro_batch="auto", fresh=fresh).resolved()
-        run = Attempt(config, task, Plan.of(config, 50), replace(ALONE, rank=1, local_rank=1))
-        said = run._settle_cut(list(known), lambda: (10, "found"))  # type: ignore[arg-type]
-        assert run.options["micro_batch"] == run.config.micro_batch == run.plan.micro_batch
-        assert run.checkpoints.fingerprint["micro_batch"] == str(run.plan.micro_batch)
-        return run.plan.micro_batch, said
-
-    old = {"micro_batch": 4, "world_sizes": [2], "launch": ["a"]}
-    new = {"micro_batch": 5, "world_sizes": [2, 1], "launch": ["b"]}
-    assert settled(False, ("x", {})) == (10, "found")
-    assert settled(False, ("x", old), ("y", {}), ("z", new)) == (5, "")
-    assert settled(True, ("x", old), ("y", {})) == (10, "found")
-    assert settled(True, ("x", {}), ("a", old)) == (4, ""), "torchrun has started this again"

@@ -24,11 +24,7 @@ from evenkeel.training.task import Task
 from tests.support.steps import passes
 
 CPU = torch.device("cpu")
-
-
 ALONE = World(0, 0, 1, 1, CPU, launched=False)
-
-
 PLAN = Plan(samples=32, global_batch=8, micro_batch=4, epochs=10)
 
 

@@ -225,7 +225,7 @@ def test_a_smoke_run_takes_samples_from_everywhere() -> None:
 def test_when_a_run_is_over() -> None:
     stopping = Stopping(last_step=10, every=2, best=("error", "min"), patience=2)
     assert [stopping.due(step) for step in (1, 2, 3, 9, 10)] == [False, True, False, False, True]
-    for step, value in ((2, 5.0), (4, 5.0), (6, 4.0), (8, math.nan)):
+    for step, value in ((2, math.nan), (4, 5.0), (6, 4.0), (8, math.nan)):
         assert stopping.owed(step), "not evaluated yet"
         assert not stopping.early
         stopping.note(step, {"error": value})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,27 +182,6 @@ def test_a_copy_is_right_before_the_host_knows_whether_the_step_was_taken(bad: b
     assert (again.step, last_rate(again)) == (3, expected[2 if bad else 3])
     state.settle()
     assert last_rate(state) == expected[2 if bad else 3]
-
-
-def test_copies_made_at_any_moment_by_another_thread_are_right() -> None:
-    state, expected = new_state("onecycle"), bare("onecycle")[0]
-    found: list[dict[str, Any]] = []
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.is_set():
-            found.append(state.capture())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    while state.step < STEPS:
-        take(state)
-    over.set()
-    thread.join()
-    for captured in found[:: max(1, len(found) // 50)]:
-        again = new_state("onecycle")
-        again.restore(captured)
-        assert last_rate(again) == expected[captured["step"]]
 
 
 def refused(returned: Any, best: Any = ("loss", "min"), config: Config | None = None, own: bool = False) -> str:

@@ -11,9 +11,8 @@ import torch
 
 from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
-from evenkeel.data.dataset import InMemory, split
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.task import evaluation_sets, training_set
+from evenkeel.training.task_data import evaluation_sets, training_set
 from tests.support.rooms import optional
 from tests.support.validated_task import Validated, samples
 
@@ -144,8 +143,3 @@ def test_the_option_validation_splits_the_training_data_of_any_task_and_leaves_t
 def test_a_second_validation_set_is_refused() -> None:
     with pytest.raises(Refusal, match="--validation 0\\.1: the task has a validation set of its own; leave it out"):
         evaluation_sets(Validated(), Config(validation=0.1))
-
-
-def test_parts_are_the_whole() -> None:
-    parts = [numbers(part) for part in split(InMemory(torch.arange(100)), 0.001, seed=3)]
-    assert (len(parts[1]), sorted(parts[0] + parts[1])) == (1, list(range(100)))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -74,19 +74,6 @@ def test_a_copy_is_bit_for_bit_what_was_there_and_shares_no_memory_with_it() -> 
     assert same(copied, live)
     assert not {t.data_ptr() for t in tensors(copied) if t.numel()} & {t.data_ptr() for t in tensors(live)}
     assert not any(t.requires_grad for t in tensors(copied))
-
-
-def test_the_next_copy_is_in_the_same_memory_unless_a_tensor_is_new_or_has_another_shape_or_type() -> None:
-    staging, live = Staging(CPU), tree()
-    first = {name: tensor.data_ptr() for name, tensor in copy(staging, live)["model"].items()}
-    live = tree()
-    live["step"] = 4
-    live["optimizers"][0]["state"][0]["step"].fill_(4)
-    live["model"] |= {"weight": torch.randn(6, 4), "half": torch.randn(5).half(), "new": torch.randn(3)}
-    copied = copy(staging, live)
-    assert same(copied, live)
-    second = {name: tensor.data_ptr() for name, tensor in copied["model"].items()}
-    assert {name for name in second if first.get(name) != second[name]} == {"weight", "half", "new"}
 
 
 class Diverging(torch.optim.SGD):
@@ -224,7 +211,7 @@ class Training:
             attempt.begin()
         self.run = Run(attempt, task, self.state)
         if world.rank == 0:
-            self.run.attempt.resume(self.run.state)
+            self.run.resume()
         for parameter in model.parameters():
             parameter.data.zero_()
 
@@ -261,15 +248,15 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
     training = Training(tmp_path / "run", rank_0, grace=grace)
     with slow_disk(tmp_path / "run" / "checkpoints"):
         training.step()
-        training.run.checkpoint({})
+        training.run.checkpointer.after_step({})
         training.step()
-        rescue = threading.Thread(target=training.run.stopped, args=("SIGTERM",))
+        rescue = threading.Thread(target=training.run.ending.stopped, args=("SIGTERM",))
         rescue.start()
         rescue.join(timeout=1)
         assert rescue.is_alive() == (grace > 1), "it is done within --grace, whatever it has to wait for"
     rescue.join(timeout=120)
     assert not rescue.is_alive()
-    training.run.saver.result()
+    training.run.checkpointer.saver.result()
     assert training.saved(1)
     assert training.saved(2)
 
@@ -289,13 +276,13 @@ def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path, rank_0
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     for _ in range(3):
         training.step()
-        training.run.checkpoint({})  # reports what came of the one before
+        training.run.checkpointer.after_step({})  # reports what came of the one before
     with pytest.raises(FileExistsError):
-        training.run.saver.result()
+        training.run.checkpointer.saver.result()
     (tmp_path / "run" / "checkpoints").unlink()
     training.step()
-    training.run.checkpoint({})
-    training.run.saver.result()
+    training.run.checkpointer.after_step({})
+    training.run.checkpointer.saver.result()
     assert training.saved(4)
 
 
@@ -303,7 +290,7 @@ def resident_megabytes() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
-def test_memory_to_be_page_locked_is_as_large_as_the_state_and_on_the_rank_that_writes(tmp_path: Path) -> None:
+def test_memory_to_be_page_locked_is_as_large_as_the_state() -> None:
     """Blocks of torch's own, of a power of two each, would be up to twice that."""
     sources = [*tensors(tree()), torch.ones(1025, 1024)]
     memory, parts = in_one_piece(sources)
@@ -321,11 +308,6 @@ def test_memory_to_be_page_locked_is_as_large_as_the_state_and_on_the_rank_that_
     assert same(parts, sources), "no part overlaps another"
     torch.save(parts[-1], file := io.BytesIO())
     assert len(file.getvalue()) < 1.1 * parts[-1].nbytes
-    for rank, pinned in ((0, True), (1, False)):
-        training = Training(tmp_path / str(rank), World(rank, rank, 1, 1, CPU, launched=False))
-        training.step()
-        training.run.checkpoint({})
-        assert training.run.saver._staging.pinned is pinned
 
 
 def growth_of_a_rank_that_never_writes(folder: Path) -> tuple[float, float]:
@@ -333,11 +315,11 @@ def growth_of_a_rank_that_never_writes(folder: Path) -> tuple[float, float]:
     training = Training(folder, World(1, 0, 1, 1, CPU, launched=False), size=4000)
     for _ in range(2):
         training.step()
-        training.run.checkpoint({})
+        training.run.checkpointer.after_step({})
     before = resident_megabytes()
-    training.run.checkpoint({})
+    training.run.checkpointer.after_step({})
     checkpoint = resident_megabytes()
-    training.run.failed(RuntimeError("a peer has died"))
+    training.run.ending.failed(RuntimeError("a peer has died"))
     assert training.saved(2)
     return checkpoint - before, resident_megabytes() - checkpoint
 
@@ -348,32 +330,3 @@ def test_a_rank_that_never_writes_needs_no_memory_for_it_nor_for_a_rescue(tmp_pa
         checkpoint, rescue = process.apply(growth_of_a_rank_that_never_writes, (tmp_path / "run",))
     assert checkpoint < 10
     assert rescue < 10, "no step is committed any more, so what is written needs no copy"
-
-
-def test_a_still_state_is_saved_without_a_copy(tmp_path: Path) -> None:
-    live = tree()
-    placed = copy(Staging(CPU, still=True), live)
-    assert same(placed, live)
-    whole, view = live["model"]["weight"], live["model"]["expanded"]
-    assert placed["model"]["weight"].data_ptr() == whole.data_ptr()
-    assert placed["model"]["expanded"].data_ptr() != view.data_ptr(), "its file would hold what it is a view of"
-    # the control: without the word that nothing changes, all is copied
-    assert copy(Staging(CPU), live)["model"]["weight"].data_ptr() != whole.data_ptr()
-
-
-def test_the_loss_of_all_ranks_is_asked_for_only_to_log_it(tmp_path: Path, rank_0: World) -> None:
-    """Without buffers and a loss scale nothing else of a step needs its exchange."""
-    training, asked = Training(tmp_path / "run", rank_0), []
-
-    class Model:
-        parts: ClassVar[dict[str, torch.Tensor]] = {}
-
-        @property
-        def loss(self) -> torch.Tensor:
-            asked.append(training.state.step)
-            return torch.tensor(0.0)
-
-    for _ in range(12):
-        training.step()
-        training.run.after_step(Model(), torch.tensor(1.0))  # type: ignore[arg-type]
-    assert asked == [training.run.config.log_every] == [10]

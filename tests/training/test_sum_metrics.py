@@ -37,7 +37,6 @@ from tests.training.test_evaluation import Classify, evaluation
 
 CLASSES, SAMPLES = 4, 61
 CUTS = (1, 7, 16, 61)
-
 SINGLE = "SumMetrics takes single metrics of torchmetrics, "
 
 
@@ -123,22 +122,6 @@ def test_control_the_mean_over_micro_batches_is_another_number_for_each_cut(test
     assert len(naive) == len(CUTS)
     right = float(whole(MulticlassF1Score(CLASSES), scores, labels))
     assert sum(value == pytest.approx(right, abs=1e-3) for value in naive) == 1, "that of one micro-batch"
-
-
-def test_control_of_logits_torchmetrics_guesses_for_each_batch_whether_they_are_probabilities(
-    test_set: InMemory,
-) -> None:
-    """What docs/tasks.md warns of: a micro-batch of one sample may have logits between 0 and 1 alone."""
-    probabilities, labels = test_set.tensors
-    logits = InMemory(3 * probabilities - 0.5, labels)
-    auroc: list[set[float]] = []
-    for dataset in (logits, test_set):
-        task = Measured(of_classes(), {})
-        auroc.append(set())
-        for cut in CUTS:
-            evaluation(task, nn.Identity(), dataset, cut)()
-            auroc[-1].add(float(task.found["auroc"]))
-    assert [len(values) for values in auroc] == [2, 1]
 
 
 def test_a_collection_words_and_more_samples_than_float32_can_count(test_set: InMemory) -> None:

@@ -5,6 +5,7 @@
     checkpoint.py   checkpoint: list, inspect, verify and export the checkpoints of a run
     data.py         data: index a folder of shards, or verify it
     compare.py      compare: the first step and the tensors in which two runs differ
+    digests.py      what compare and check share: the first step at which digests differ
     predict.py      predict: a run's model on a folder of images or a data set, to CSV or Parquet
     sample.py       sample: a text, continued by a run's language model
     status.py       status: all runs below some folders, a line each
@@ -13,6 +14,7 @@
     scaling/        scaling: short runs on more and more ranks; speed-up, and where the loss comes from
     doctor/         doctor: check the machines, alone or on all ranks, before a job
     report/         report: an HTML page about a run or several, with pictures and numbers if asked
+    check/          check: prove the promises for a user's own task
     chaos/          chaos: break a running job again and again, and report what that has cost
 
 A command is a dataclass. Its fields are the options and their docstrings the help, read by tyro; its own docstring
@@ -22,7 +24,7 @@ is imported where it is needed, so that the help and most commands take a tenth 
 
 To add a command: write such a file, name it in `__main__.py`, give numbers bounds by `config.option`, and
 test it in `tests/cli`. To remove one: delete its file, its line in `__main__.py` and its tests; nothing else imports
-it, but `follow` and `report` use `status`. All but chaos and scaling only read (`checkpoint export`, `predict`,
+it, but `follow` and `report` use `status`. All but chaos, check and scaling only read (`checkpoint export`, `predict`,
 `report` and `profile` write the files that they are told to, and `data index` an index).
 
 Not here: the log of a Slurm job, which `follow` shows (`launch/slurm/follow.py`); the launchers and submit.py

@@ -5,29 +5,19 @@ Reads what the runs have left and changes nothing. Imports torch only to read ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 
+from ..common.arguments import flag
 from ..common.display import say
 from ..common.errors import Refusal
-from ..config import HARMLESS, flag
+from ..config import HARMLESS
 from ..run.checkpoint import Checkpoints, Damaged, load, step_folders, step_of
 from ..run.fingerprint import describe, differences
 from ..run.records import read_config, read_facts, read_records
-
-MOST = 12
-"""Tensor names to print; the rest is counted."""
-
-Digests = Mapping[str, str]
-"""Tensor name -> digest of its bits."""
-
-
-Verdict = tuple[bool, str]
-"""Whether two runs are equal, and the text that says so."""
+from .digests import Digests, Verdict, compare_digests, last_digests, name_tensors
 
 
 @dataclass(frozen=True)
@@ -78,29 +68,6 @@ def compare(a: Path, b: Path) -> Verdict:
     return verdict[0], f"no digests of a common step (--digest-every), so only one step: {verdict[1]}"
 
 
-def last_digests(records: Iterable[Mapping[str, Any]]) -> dict[int, Digests]:
-    """Step -> digests from the last attempt that did the step, out of the lines of metrics.jsonl."""
-    found: dict[int, Digests] = {}
-    for record in records:
-        if record["kind"] == "start":  # steps after this one are done again, or never were done in this line
-            found = {step: digests for step, digests in found.items() if step <= record["step"]}
-        elif record["kind"] == "digest" and "digests" in record:
-            found[record["step"]] = record["digests"]
-    return found
-
-
-def compare_digests(a: Mapping[int, Digests], b: Mapping[int, Digests]) -> Verdict:
-    """Find the first common step whose digests differ; at least one step is in both."""
-    steps = sorted(a.keys() & b.keys())
-    for number, step in enumerate(steps):
-        if a[step] != b[step]:
-            before = f"equal at step {steps[number - 1]}" if number else "no step before it was compared"
-            text = f"different from step {step} on ({before}; {number + 1} of {len(steps)} common steps compared)"
-            return False, f"{text}\n{_name_tensors(a[step], b[step])}"
-    compared = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    return True, f"equal: {len(steps)} compared ({compared}), {len(a[steps[-1]])} tensors each"
-
-
 def causes(a: Path, b: Path) -> list[str]:
     """Lines that say what else differs between the runs: options, numbers of ranks, machine, libraries and code."""
     options, others = (read_config(run / "config.toml") for run in (a, b))
@@ -137,7 +104,7 @@ def _compare_checkpoints(a: Path, b: Path) -> Verdict | None:
             continue
         if digests == others:
             return True, f"the checkpoints of step {step} are equal, {len(digests)} tensors each"
-        return False, f"the checkpoints of step {step} are different\n{_name_tensors(digests, others)}"
+        return False, f"the checkpoints of step {step} are different\n{name_tensors(digests, others)}"
     return None
 
 
@@ -146,14 +113,3 @@ def _digests_of(checkpoint: Path) -> Digests:
     from ..training.state import named_tensors
 
     return digests(named_tensors(load(checkpoint)))
-
-
-def _name_tensors(a: Digests, b: Digests) -> str:
-    names = {**a, **b}
-    different = [name for name in names if a.get(name) != b.get(name)]
-    lines = [f"{len(different)} of {len(names)} tensors differ:"]
-    for name in different[:MOST]:
-        lines.append(f"  {name}" + " (only in the first)" * (name not in b) + " (only in the second)" * (name not in a))
-    if len(different) > MOST:
-        lines.append(f"  and {len(different) - MOST} more")
-    return "\n".join(lines)

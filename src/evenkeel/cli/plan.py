@@ -33,7 +33,7 @@ class PlanCommand:
         from ..data.streams import Numbered
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
-        from ..training.task import training_set
+        from ..training.task_data import training_set
 
         config, task = parse(train_options)
         dp, train_set = config.strategy == "dp", training_set(task, config)

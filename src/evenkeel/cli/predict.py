@@ -20,8 +20,7 @@ from ..common.display import say
 from ..common.errors import Ended, EndedByData, Refusal
 from ..common.files import write_atomically
 from ..config import Flag, MaybePath, option
-from ..run.checkpoint import chosen
-from ..run.records import recorded_options
+from ..run.records import chosen, recorded_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,8 +65,8 @@ class PredictCommand:
         from ..common.errors import no_exit  # what follows needs torch, which the help does without
         from ..distributed.exits import leave
         from ..resilience.interruption import Interruption
+        from ..run.build import prepare_process
         from ..run.eval_only import cut_as_recorded
-        from ..run.run import prepare_process
         from ..tasks.command_line import parse_as_recorded
 
         config, task = parse_as_recorded(self.run, train_options)
@@ -96,7 +95,7 @@ class PredictCommand:
         chosen(self.run, self.checkpoint)
 
     def _set(self, task: Task, config: Config) -> SizedDataset:
-        from ..training.task import evaluation_sets, training_set
+        from ..training.task_data import evaluation_sets, training_set
 
         if self.set == "train":
             return training_set(task, config, unchanged=True)

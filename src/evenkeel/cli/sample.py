@@ -10,7 +10,7 @@ import tyro
 from ..common.display import say
 from ..common.errors import Refusal
 from ..config import FINITE, SEEDS, option
-from ..run.checkpoint import chosen
+from ..run.records import chosen
 
 
 @dataclass(frozen=True)

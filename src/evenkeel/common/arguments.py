@@ -1,4 +1,4 @@
-"""Command lines: empty words, tyro's framed errors as one line, and a stdout that nobody reads."""
+"""Command lines and environment variables: their names, numbers and errors, and a stdout that nobody reads."""
 
 from __future__ import annotations
 
@@ -17,6 +17,23 @@ from typing import Any, TypeVar
 from .errors import REFUSED, Refusal
 
 T = TypeVar("T")
+
+LARGEST_WORLD = "EVENKEEL_LARGEST_WORLD"
+"""The environment variable that tells the ranks of an elastic job how many they may become."""
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def number_in(variable: str, least: int, most: int) -> int:
+    """The whole number in an environment variable that is set; refused if it is none, or beyond its bounds."""
+    text = os.environ[variable]
+    number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+    if number is None or not least <= number <= most:
+        raise Refusal(f"{variable}={text[:40]}: must be a whole number from {least} to {most}; correct or unset it")
+    return number
 
 
 def lose_stdout() -> None:

@@ -143,3 +143,24 @@ def lock(file: IO[Any] | int, until: float = 0.0) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(0.02)
+
+
+class HashingWriter:
+    """A file that knows its size and sha256 when it is written, without being read again."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.bytes = 0
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+        self.flush = file.flush
+
+    def write(self, data: bytes) -> int:
+        """Write, and keep the error if that fails: who calls this may report another in its place."""
+        self.digest.update(data)
+        self.bytes += len(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise

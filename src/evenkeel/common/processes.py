@@ -46,6 +46,18 @@ def stat(pid: int) -> Stat | None:
     return Stat(fields[0], int(fields[1]), int(fields[19]))
 
 
+def descendants(*roots: int) -> dict[int, Stat]:
+    """Pid -> status of all living processes below some others."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    table = {pid: status for pid in pids if (status := stat(pid))}
+    found: dict[int, Stat] = {}
+    newest = set(roots)
+    while newest:
+        newest = {pid for pid, status in table.items() if status.parent in newest and pid not in found}
+        found |= {pid: table[pid] for pid in newest}
+    return {pid: status for pid, status in found.items() if status.state != "Z"}
+
+
 def die_with_parent(number: signal.Signals) -> None:
     """Have the kernel send this process a signal when its parent dies, however it dies. Linux only."""
     if sys.platform != "linux":

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -248,3 +249,14 @@ def _outlive_signals(_worker: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
+    sys.excepthook = _say_unless_killed
+
+
+def _say_unless_killed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of the thread that hands over tensors, unless the training process has just been killed.
+
+    The kernel closes the sockets of a killed process a moment before it tells its children.
+    """
+    if issubclass(kind, (ConnectionError, EOFError)):
+        time.sleep(1)  # if the training process is dead, so is this one by then
+    sys.__excepthook__(kind, error, trace)

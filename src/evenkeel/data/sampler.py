@@ -40,7 +40,8 @@ class ElasticSampler(DistributedSampler[Any]):
     on another number of ranks it goes on with exactly the samples that are left, without looking at the others.
 
     Args:
-        dataset: anything with a length N. If it has `order_blocks()`, the order is that of `Blocks`.
+        dataset: anything with a length N. If it has `order_blocks()`, as shards have, whole blocks of it
+            are shuffled, and samples among those that are read together (`Blocks`).
         global_batch: samples of one step over all ranks, G.
         micro_batch: the most samples in one batch of this loader.
         micro_batches: cut each step into this many of nearly equal size; 0: by size, the last one smaller.

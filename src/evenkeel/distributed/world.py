@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils._pytree import tree_map_only
 
 from ..common import kept
+from ..common.arguments import number_in
 from ..common.errors import REFUSED, Refusal
 from ..common.phases import START_UP, activity
-from ..config import number_in
 from .data_parallel import refuse_company
 from .devices import choose, explain_devices, refuse_missing
 from .exits import leave

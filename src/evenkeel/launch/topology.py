@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from ..common.arguments import LARGEST_WORLD
 from ..common.errors import Refusal
 from ..common.network import Link
 from ..common.processes import AGENT_SIGNALS, count_cores
-from ..config import LARGEST_WORLD
 
 DEFAULT_PORT = 29500
 
@@ -146,19 +146,37 @@ def torchrun(
         environ: what the user has set; it is kept, except for the store variable, without which no restart works.
         log_dir: where ranks leave their tracebacks; None: torchrun's temporary folder.
     """
-    # Port 0: the agent that hosts the store lets the kernel choose, so two jobs on one machine cannot collide.
-    # Several nodes must know the port beforehand.
-    host, port = (topology.master_host, topology.master_port) if topology.master_host else ("127.0.0.1", 0)
+    env = _environment(topology, link, cores or count_cores())
+    options = _options(topology, link) | ({"--log-dir": str(log_dir)} if log_dir else {})
+    # "--", or argparse takes a train option for an abbreviation of torchrun's own; "$$", because torchrun
+    # expands templates like ${local_rank} in the arguments.
+    job = ["--", *(argument.replace("$", "$$") for argument in (str(script), *train_args))]
+    return Command(
+        argv=(sys.executable, "-m", "evenkeel.launch.agent", *(word for it in options.items() for word in it), *job),
+        env={k: v for k, v in env.items() if k not in environ or k == OWN_STORE},
+    )
+
+
+def _environment(topology: Topology, link: Link, cores: int) -> dict[str, str]:
+    """What the agent and its ranks take from the environment."""
     env = {
         OWN_STORE: "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
-        "OMP_NUM_THREADS": str(max(1, (cores or count_cores()) // topology.gpus)),
+        "OMP_NUM_THREADS": str(max(1, cores // topology.gpus)),
     }
     if topology.max_nodes > topology.min_nodes:
         env[LARGEST_WORLD] = str(topology.max_nodes * topology.gpus)
     if link.interface:
         # Gloo binds to whatever the host name resolves to, often 127.0.1.1. NCCL looks at the interfaces.
         env["GLOO_SOCKET_IFNAME"] = link.interface
+    return env
+
+
+def _options(topology: Topology, link: Link) -> dict[str, str]:
+    """torchrun's options: which ranks, and where they meet."""
+    # Port 0: the agent that hosts the store lets the kernel choose, so two jobs on one machine cannot collide.
+    # Several nodes must know the port beforehand.
+    host, port = (topology.master_host, topology.master_port) if topology.master_host else ("127.0.0.1", 0)
     options = {
         "--nnodes": topology.nodes,
         "--nproc-per-node": str(topology.gpus),
@@ -173,15 +191,7 @@ def torchrun(
     if link.address:
         # becomes MASTER_ADDR if this node has rank 0; the default is its host name, which others may not know
         options["--local-addr"] = link.address
-    if log_dir:
-        options["--log-dir"] = str(log_dir)
-    # "--", or argparse takes a train option for an abbreviation of torchrun's own; "$$", because torchrun
-    # expands templates like ${local_rank} in the arguments.
-    job = ["--", *(argument.replace("$", "$$") for argument in (str(script), *train_args))]
-    return Command(
-        argv=(sys.executable, "-m", "evenkeel.launch.agent", *(word for it in options.items() for word in it), *job),
-        env={k: v for k, v in env.items() if k not in environ or k == OWN_STORE},
-    )
+    return options
 
 
 def refuse_useless_gpus(device: Path = Path("/dev/nvidiactl")) -> None:

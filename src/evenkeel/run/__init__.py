@@ -1,9 +1,15 @@
 """One run across all its restarts; rank 0 owns its files.
 
-    run.py            Run: open, its steps, log, evaluate, save, finish, fail; every rank calls the same methods
-    attempt.py        how an attempt begins: all ranks agree on data, options and cut, then load the newest state
-    build.py          the model and the state before the first step
+    run.py            Run: open, its steps, and what comes after each; every rank calls the same methods
+    attempt.py        how an attempt begins: all ranks agree on data, options and cut
+    data_check.py     all ranks, and all starts, read the same samples
+    resume.py         the newest whole state of any node, on all ranks
+    build.py          this process, the data, the model and the state before the first step
+    step_log.py       the line of metrics of a step, and warnings beside it
+    evaluator.py      evaluations of the present state
+    checkpointer.py   when a checkpoint is due, and what came of it
     saver.py          checkpoints beside the steps, and the rescue of the last finished one
+    ending.py         finished, stopped, failed or hung: what is saved and recorded
     run_directory.py  the folder: claim and lock it, refuse another run's options, move a run aside, status.json
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors

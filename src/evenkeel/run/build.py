@@ -1,13 +1,20 @@
-"""Build the model and the state of a run, the same on every rank, before anything is loaded or written."""
+"""What a run is made of, before anything is loaded or written: this process, the data, the model, the state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
 
+import torch
 from torch import nn
 
-from ..config import Config
+from ..common import display, kept
+from ..common.errors import Refusal
+from ..common.memory import keep_freed_memory
+from ..common.phases import START_UP, activity
+from ..config import Config, devices_per_rank, validate
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
@@ -18,13 +25,55 @@ from ..distributed.world import World
 from ..training.checks import check_model, checked_optimizers
 from ..training.compilation import compile_networks, in_place
 from ..training.cut import refuse_single_samples
+from ..training.determinism import fix_arithmetic, threads_of_a_rank
 from ..training.early_stopping import Stopping
 from ..training.freezing import freeze
 from ..training.precision import Scaler
 from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.state import State
-from ..training.task import Task
+from ..training.task import Classification, Task
+from ..training.task_data import evaluation_sets, training_set
 from .weights import read_weights
+
+
+def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[World, dict[str, SizedDataset]]:
+    """This process's devices, arithmetic and threads, without a process group yet; the training data and that of the
+    evaluation, by name.
+
+    Args:
+        config: the options.
+        task: whose data it is.
+        recorded: what the run has settled of the options that were left open.
+
+    Raises:
+        Refusal: the environment is not torchrun's, or the options contradict it or the data.
+    """
+    world = prepare_process(config, recorded)
+    activity.enter(START_UP, "data")
+    train_set = training_set(task, config)
+    validate(config, len(train_set))
+    if config.tensorboard and not find_spec("tensorboard"):
+        raise Refusal("--tensorboard: needs the package tensorboard; pip install 'evenkeel[tensorboard]'")
+    if config.save_predictions and not isinstance(task, Classification):
+        raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
+    return world, {TRAINING: train_set} | evaluation_sets(task, config)
+
+
+def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
+    """This process's devices, arithmetic and threads; raises as :func:`prepare`."""
+    kept.tell("limit", str(config.keeper_restarts))
+    kept.tell("grace", str(config.grace))
+    display.start()
+    keep_freed_memory()
+    fix_arithmetic(config.exact, config.precision == "tf32")
+    world = World.from_environment(devices_per_rank(config), config.strategy, config.share_gpu)
+    threads = recorded.get("threads") or threads_of_a_rank(config.exact, world.local_world_size)
+    torch.set_num_threads(config.threads or threads)
+    if config.memory_snapshot and world.device.type != "cuda":
+        raise Refusal(
+            "--memory-snapshot: records the memory of GPUs, and this process computes on the CPU; leave it out"
+        )
+    return world
 
 
 def build_model(config: Config, task: Task) -> nn.Module:

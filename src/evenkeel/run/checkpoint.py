@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import math
@@ -33,8 +32,7 @@ from typing import IO, Any, Literal, get_args
 from uuid import uuid4
 
 from ..common.deadlines import FOREVER
-from ..common.errors import Refusal
-from ..common.files import lock, sha256_of, sync_folder, write_json
+from ..common.files import HashingWriter, lock, sha256_of, sync_folder, write_json
 from ..common.naming import TEST, full_name, named
 
 log = logging.getLogger(__name__)
@@ -277,27 +275,6 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def chosen(run: Path, name: str) -> Path:
-    """What `--checkpoint` of a command means: "last", the run itself, where the newest whole one is taken; "best"; or a
-    step's folder. Refused if there is no such one."""
-    checkpoints = Checkpoints(run / "checkpoints", 1, None)
-    steps = {step_of(path): path for path in step_folders(checkpoints.folder)}
-    if not steps:
-        raise Refusal(f"{run}: no checkpoint there; name a run directory")
-    if name == "last":
-        return run
-    if name == "best":
-        newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
-        best = newest and replace(checkpoints, best=newest.best_by).best_path()
-        if not best:
-            raise Refusal("--checkpoint best: none of this run has the metric of its task's `best`; use last")
-        return best
-    if not name.isdecimal() or int(name) not in steps:
-        there = ", ".join(map(str, steps))
-        raise Refusal(f"--checkpoint {name}: is none of last, best and the steps there are: {there}")
-    return steps[int(name)]
-
-
 def load(path: Path) -> dict[str, Any]:
     """Verify and unpack a checkpoint on the CPU: what `State.capture` gave."""
     verify(path)
@@ -392,7 +369,7 @@ def dump(value: Any, file: IO[bytes]) -> WrittenFile:
     """`torch.save` that says what it has written, and reports a full disk as an OSError."""
     import torch
 
-    writer = _HashingWriter(file)
+    writer = HashingWriter(file)
     try:
         torch.save(value, writer)  # type: ignore[arg-type]  # it needs no more than write and flush
     except RuntimeError:
@@ -401,23 +378,3 @@ def dump(value: Any, file: IO[bytes]) -> WrittenFile:
         raise
     file.flush()
     return WrittenFile(writer.bytes, writer.digest.hexdigest())
-
-
-class _HashingWriter:
-    """A file that knows its size and sha256 when it is written, without being read again."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.bytes = 0
-        self.digest = hashlib.sha256()
-        self.error: OSError | None = None
-        self.flush = file.flush
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.bytes += len(data)
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise

@@ -16,18 +16,21 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..common.display import say
-from ..common.errors import Refusal
+from ..common.errors import Refusal, no_exit
 from ..common.naming import shown
 from ..common.phases import START_UP, activity
 from ..config import Config
+from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..distributed.placement import place
 from ..distributed.world import World
+from ..resilience.interruption import Interruption
 from ..training.cut import fact_of_the_job, settle
 from ..training.determinism import operations_named
 from ..training.evaluation import Evaluation
 from ..training.precision import substitute
 from ..training.task import Task
+from .build import build_model, prepare
 from .checkpoint import Checkpoints
 from .records import read_config, recorded_options
 from .weights import read_weights
@@ -35,16 +38,27 @@ from .weights import read_weights
 T = TypeVar("T")
 
 
-def evaluate_only(
-    config: Config, task: Task, world: World, sets: Mapping[str, SizedDataset], network: Callable[[], nn.Module]
-) -> int:
-    """Evaluate, and print the metrics: a line for people, and one of JSON, an object with the key `evaluation`.
+def evaluate(config: Config, task: Task) -> int:
+    """With --eval-only: print the metrics of a run's newest checkpoint, or of weights in a file. Returns 0.
 
-    ``network`` gives the model as it begins, random where --init-partial leaves it so.
+    >>> evaluate(*parse(["--run-dir", folder, "--eval-only"]))  # after the run of `Run`
+    evenkeel: ...
+    0
 
     Raises:
         Refusal: there are no weights, or they do not fit the model.
     """
+    Interruption(config.grace)
+    with no_exit():
+        recorded = {} if config.fresh else recorded_options(config.run_dir)
+        world, sets = prepare(config, task, recorded)
+        del sets[TRAINING]
+        _evaluate(config, task, world, sets)
+    return 0
+
+
+def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, SizedDataset]) -> None:
+    """Evaluate, and print the metrics: a line for people, and one of JSON, an object with the key `evaluation`."""
     run_dir = config.run_dir
     assert run_dir is not None  # resolved
     config = cut_as_recorded(config)
@@ -53,7 +67,7 @@ def evaluate_only(
     if world.local_world_size == world.world_size and not (config.init_from or checkpoints.newest_name()):
         raise nothing  # before there is a process group
     activity.enter(START_UP, "model")
-    model = network()
+    model = build_model(config, task)  # random where --init-partial leaves it so
     with world.connected(), operations_named():
         # one rank reads: the run may be on one node only, and if it is at work, two might find different steps
         known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, _began_from(run_dir)))
@@ -83,7 +97,6 @@ def evaluate_only(
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         result = {"weights": weights, "step": int(step[1]) if step else None, "samples": samples}
         say(json.dumps({"evaluation": result | {"metrics": values}}))
-    return 0
 
 
 def cut_as_recorded(config: Config) -> Config:

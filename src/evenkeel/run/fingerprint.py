@@ -29,6 +29,9 @@ Differences = dict[str, tuple[str, str]]
 
 UNSET = "(none)"
 
+MICRO_BATCH = "micro_batch"
+"""The part that says how steps are cut. It may change when a run is continued, with a warning."""
+
 ENVIRONMENT = (
     *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),

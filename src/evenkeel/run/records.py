@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from ..common.errors import Refusal
 from ..common.files import alike, read_json
 from ..common.naming import TEST, TRAIN, named
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, step_folders, step_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -243,3 +244,24 @@ def is_run(path: Path) -> bool:
         if status.exists() or any(path.glob("checkpoints/step-*/manifest.json")):
             return read_config(path / "config.toml").keys() >= RECORDED
     return False
+
+
+def chosen(run: Path, name: str) -> Path:
+    """What `--checkpoint` of a command means: "last", the run itself, where the newest whole one is taken; "best"; or a
+    step's folder. Refused if there is no such one."""
+    checkpoints = Checkpoints(run / "checkpoints", 1, None)
+    steps = {step_of(path): path for path in step_folders(checkpoints.folder)}
+    if not steps:
+        raise Refusal(f"{run}: no checkpoint there; name a run directory")
+    if name == "last":
+        return run
+    if name == "best":
+        newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
+        best = newest and replace(checkpoints, best=newest.best_by).best_path()
+        if not best:
+            raise Refusal("--checkpoint best: none of this run has the metric of its task's `best`; use last")
+        return best
+    if not name.isdecimal() or int(name) not in steps:
+        there = ", ".join(map(str, steps))
+        raise Refusal(f"--checkpoint {name}: is none of last, best and the steps there are: {there}")
+    return steps[int(name)]

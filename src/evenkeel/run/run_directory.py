@@ -21,10 +21,11 @@ from typing import IO, Any, Literal
 import tomli_w
 
 from ..common import kept
+from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
-from ..config import differences, flag
+from ..config import differences
 from .checkpoint import step_folders
 from .records import is_run, read_config, read_facts, read_record
 
@@ -77,6 +78,8 @@ class RunDirectory:
     """What is wrong with the status.json that was found."""
     _options: dict[str, Any] = field(default_factory=dict)
     _over: bool = False
+    _claimed: float = field(default_factory=time.monotonic)
+    _seconds_before: float = 0.0
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -88,6 +91,11 @@ class RunDirectory:
     def fruitless(self) -> int:
         """Starts in a row, the present one included, that have not yet finished a step."""
         return int(self.status.get("fruitless", 0))
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds at work, over all attempts that lived to tell."""
+        return round(self._seconds_before + time.monotonic() - self._claimed, 3)
 
     def start_over(self, tokens: list[str]) -> Path | None:
         """Move the run in the folder aside and return its new path; do nothing if a restart of this launch made it.
@@ -117,7 +125,7 @@ class RunDirectory:
             fruitless = 0  # Slurm's deaths are not the job's; --max-requeues limits those
         facts |= {"launch": sorted(launch), "world_sizes": [*self.status.get("world_sizes", []), len(tokens)]}
         facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
-        self._over = False
+        self._over, self._seconds_before = False, self.status.get("seconds", 0.0)
         self.update("running", **facts)  # first, because a run is known by its status.json
         _write_config(self.path, options)
         self._options = options
@@ -137,6 +145,10 @@ class RunDirectory:
             self.status |= {"state": state, **here, "time": time.time()} | facts
             self._make_again()
             write_json(self.path / "status.json", self.status)
+
+    def advance(self, state: RunState, step: int, **facts: Any) -> None:
+        """As :meth:`update`, with the step that is saved and the seconds so far."""
+        self.update(state, step=step, seconds=self.seconds, **facts)
 
     def note(self, **facts: Any) -> None:
         """As :meth:`update`, of a run that goes on even if the disk has no room for it."""

@@ -16,7 +16,7 @@ import torch
 
 from ..common.display import say
 from ..common.phases import CHECKPOINT, activity
-from ..resilience.held import Held, hold, release
+from ..resilience import held
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
@@ -87,20 +87,20 @@ class Saver:
         with activity.during(CHECKPOINT):
             self._staging.take()
         try:
-            held = state.hold(staging=self._staging)
+            capture = state.hold(staging=self._staging)
         except BaseException:
             self._staging.give_back()
             raise
         self.step = state.step
-        self._work = self._thread.submit(self._save, held, metrics, begun)
+        self._work = self._thread.submit(self._save, capture, metrics, begun)
 
-    def _save(self, held: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
+    def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
-            captured = held()
-            holds = self._hold(captured, metrics, "checkpoint")
+            captured = capture()
+            in_memory = self._leave(captured, metrics, "checkpoint")
             self.checkpoints.save(captured, metrics)
-            if holds:
-                release()
+            if in_memory:
+                held.release()
             self._written(captured["step"])
         finally:
             self._staging.give_back()
@@ -114,11 +114,11 @@ class Saver:
         """
         self.checkpoints.save(state.capture(staging=Staging(*self._devices, still=True)), metrics)
 
-    def _hold(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
-        """Have the keeper hold a state, if it can."""
+    def _leave(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
+        """Leave a state in memory for the keeper, if there is one with room."""
         facts = asdict(self.checkpoints.manifest(captured["step"], metrics, kind))
         facts |= {"folder": self.checkpoints.place, "keep": self.checkpoints.keep}
-        return self._memory and hold(partial(torch.save, captured), facts)
+        return self._memory and held.hold(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save the last finished step from this rank, unless another rank of the node has done so; says what came of
@@ -140,7 +140,7 @@ class Saver:
             staging = self._staging if kept and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(begun + grace / 2, staging, final=True)
             new = captured["step"] > self.checkpoints.newest_step()
-            if in_place and kept and new and self._hold(captured, {}, "snapshot"):
+            if in_place and kept and new and self._leave(captured, {}, "snapshot"):
                 log.info("left step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is in memory"
             # wait after the capture, because small steps go on meanwhile
@@ -158,16 +158,16 @@ class Saver:
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
 
 
-def write_held(held: Held) -> None:
+def write_held(left: held.Held) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; for a keeper's child."""
-    manifest = manifest_of(held.facts)
+    manifest = manifest_of(left.facts)
     void = manifest.bits_void_from
-    folder, keep = Path(held.facts["folder"]), int(held.facts["keep"])
+    folder, keep = Path(left.facts["folder"]), int(left.facts["keep"])
     checkpoints = Checkpoints(folder, keep, manifest.best_by, manifest.fingerprint, void)
     time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
     try:
         until = time.monotonic() + LOCK_PATIENCE
-        state = torch.load(held.path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(left.path, map_location="cpu", weights_only=True, mmap=True)
         checkpoints.rescue(state, until, manifest.metrics, manifest.kind)
     except OSError as error:
         say(f"evenkeel: NOT SAVED: {error}; step {manifest.step} was in memory only", to_stderr=True)

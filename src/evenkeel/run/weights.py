@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ..common.errors import Refusal
 from ..common.naming import listed
 from ..training.ema import averaged
-from .checkpoint import STATE, Damaged, chosen, dump, is_step_folder, load, step_folders
+from .checkpoint import STATE, Damaged, dump, is_step_folder, load, step_folders
+from .records import chosen
 
 WRAPPERS = ("module", "_orig_mod")
 
@@ -43,7 +44,7 @@ CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu
 
 
 def read_chosen(model: nn.Module, run: Path, checkpoint: str) -> str:
-    """Load what `--checkpoint` of a command means (`checkpoint.chosen`); return where it is. Refuses by that name."""
+    """Load what `--checkpoint` of a command means (`records.chosen`); return where it is. Refuses by that name."""
     try:
         return read_weights(model, chosen(run, checkpoint))[0]
     except Refusal as refusal:
@@ -63,6 +64,42 @@ def read_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[s
             have some of them by then.
     """
     where, weights, pairs = _find(*_read(path), model.state_dict())
+    own = list(model.state_dict())
+    loaded, misfits, unused = _load(model, where, weights, pairs)
+    missing = [name for name in own if name not in loaded and name not in misfits]
+    if not (missing or unused or misfits):
+        return where, f"all {len(own)} tensors of the model are from it" + partial * "; --init-partial was not needed"
+    if partial and loaded:
+        told = [f"{len(loaded)} of the model's {len(own)} tensors are from it"]
+        if random := [f"{_printable(n)} ({misfits.get(n, 'not in the file')})" for n in own if n not in loaded]:
+            told.append(f"{len(random)} stayed as initialised: {_some(random, SHOWN_RANDOM)}")
+        if unused:
+            told.append(f"{len(unused)} in the file are not used: {_some(unused, SHOWN_RANDOM)}")
+        return where, "; ".join(told)
+    remedy = "mend the model's options or the file; --init-partial loads what fits and leaves the rest random"
+    if not loaded:
+        remedy = "nothing in it fits, so --init-partial would not help; name the file of such a model"
+    lists = {
+        "missing": _nearest(missing, unused or weights, "in the file"),
+        "unexpected": _nearest(unused, missing or own, "in the model"),
+        "of another shape": [f"{_printable(name)} is {how}" for name, how in misfits.items()],
+    }
+    differences = "; ".join(f"{len(found)} {what}: {_some(found)}" for what, found in lists.items() if found)
+    raise Refusal(f"--init-from {where}: does not fit the model: {differences}; {remedy}")
+
+
+def _load(
+    model: nn.Module, where: str, weights: Mapping[str, Any], pairs: Mapping[str, str]
+) -> tuple[set[str], dict[str, str], list[str]]:
+    """Load what fits. Returns the model's names that are loaded; those that do not fit, and how they differ; and the
+    file's names that are not used.
+
+    Args:
+        model: on the CPU.
+        where: the weights are from, for a message.
+        weights: of the file, by its names.
+        pairs: the model's name -> the file's.
+    """
     own = model.state_dict(keep_vars=True)
     misfits = {name: how for name, theirs in pairs.items() if (how := _misfit(weights[theirs], own[name]))}
     names = {name: theirs for name, theirs in pairs.items() if name not in misfits}
@@ -90,28 +127,8 @@ def read_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[s
             )
         if not set(absent).issuperset(same):
             loaded |= set(same) - misfits.keys()
-    missing = [name for name in own if name not in loaded and name not in misfits]
     used = {pairs[name] for name in misfits} | {theirs for name, theirs in names.items() if name not in unexpected}
-    unused = [name for name in weights if name not in used]
-    if not (missing or unused or misfits):
-        return where, f"all {len(own)} tensors of the model are from it" + partial * "; --init-partial was not needed"
-    if partial and loaded:
-        told = [f"{len(loaded)} of the model's {len(own)} tensors are from it"]
-        if random := [f"{_printable(n)} ({misfits.get(n, 'not in the file')})" for n in own if n not in loaded]:
-            told.append(f"{len(random)} stayed as initialised: {_some(random, SHOWN_RANDOM)}")
-        if unused:
-            told.append(f"{len(unused)} in the file are not used: {_some(unused, SHOWN_RANDOM)}")
-        return where, "; ".join(told)
-    remedy = "mend the model's options or the file; --init-partial loads what fits and leaves the rest random"
-    if not loaded:
-        remedy = "nothing in it fits, so --init-partial would not help; name the file of such a model"
-    lists = {
-        "missing": _nearest(missing, unused or weights, "in the file"),
-        "unexpected": _nearest(unused, missing or own, "in the model"),
-        "of another shape": [f"{_printable(name)} is {how}" for name, how in misfits.items()],
-    }
-    differences = "; ".join(f"{len(found)} {what}: {_some(found)}" for what, found in lists.items() if found)
-    raise Refusal(f"--init-from {where}: does not fit the model: {differences}; {remedy}")
+    return loaded, misfits, [name for name in weights if name not in used]
 
 
 def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:

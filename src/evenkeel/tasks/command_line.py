@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
-from ..common.arguments import one_line_errors, refuse_empty, some_options
+from ..common.arguments import flag, one_line_errors, refuse_empty, some_options
 from ..common.errors import Refusal
 from ..common.naming import kind_of
-from ..config import GROUPS, OPTION_NAMES, Config, check_numbers, flag, validate
+from ..config import GROUPS, OPTION_NAMES, Config, check_numbers, validate
 from ..run.records import is_run, read_config
 from ..training.checks import check_best
 from ..training.task import Task, option_name

@@ -4,7 +4,7 @@ A step adds up the gradients of this rank's micro-batches, reduces them over the
 rates and commits: the optimizers step on all ranks alike, or a step that is not finite is skipped. Nothing but a commit
 changes the state, so between two of them another thread may copy it at any time.
 
-- task: data, model, loss and metrics; the class that a user writes
+- task: model, loss and metrics; the class that a user writes. task_data: its data, and what a run makes of it
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time

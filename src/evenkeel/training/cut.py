@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..common.arguments import LARGEST_WORLD, number_in
 from ..common.errors import Refusal
-from ..config import LARGEST_WORLD, Config, number_in
+from ..config import Config
 from ..data.batch import to_device
 from ..data.dataset import SizedDataset
 from ..data.loader import one_sample

@@ -172,13 +172,13 @@ class DistributedLoss:
         self._transfer = Transfer(world.device)
         self._arrivals = arrivals or Arrivals()
         self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
-        self._peers = peers_of(state.model)
-        if network and (self._peers or strategy == "dp"):
+        self._synced = peers_of(state.model)  # with --sync-batchnorm: the layers that exchange statistics
+        if network and (self._synced or strategy == "dp"):
             raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
-        if self._peers:
+        if self._synced:
             counts = [_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
             # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
-            self._peers.connect(counts, None if unused else self.reduction.catch_up)
+            self._synced.connect(counts, None if unused else self.reduction.catch_up)
         self.norm = torch.zeros(())
         """The gradient's in the last step."""
         self._batch: Any = None
@@ -206,8 +206,8 @@ class DistributedLoss:
         try:
             activity.enter(DATA)
             self.reduction.begin(runs)
-            if self._peers:
-                self._peers.begin(_at_work(runs))
+            if self._synced:
+                self._synced.begin(_at_work(runs))
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, step.batches, strict=True), start=1):
                 self._batch, self._samples, self._last = batch, micro_batch.size, number == len(step.micro_batches)
                 activity.enter(COMPUTING)
@@ -227,13 +227,9 @@ class DistributedLoss:
             self.reduction.end()
             if not (self._unused or self._has_all()):
                 raise missing_gradients(self._network)
-            if self._names is None:  # once; a rank without a micro-batch knows none
+            if self._names is None:  # once
                 check_dense(self._learning)
-                told = [names[0] for names in self.world.gather(self._loss.parts) if names]
-                for names in told:
-                    same_parts(told[0], names, Ended)
-                self._names = told[0] if told else None
-                self._loss.parts[:] = told[:1]
+                self._agree_on_parts()
         except Exception as error:
             self._explain(error)
             raise
@@ -243,6 +239,14 @@ class DistributedLoss:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler:
             self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
+
+    def _agree_on_parts(self) -> None:
+        """Learn the names of the loss's parts on all ranks: one without a micro-batch knows none."""
+        told = [names[0] for names in self.world.gather(self._loss.parts) if names]
+        for names in told:
+            same_parts(told[0], names, Ended)
+        self._names = told[0] if told else None
+        self._loss.parts[:] = told[:1]
 
     def _placed(self, batch: Any) -> Any:
         placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)

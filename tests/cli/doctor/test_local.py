@@ -41,18 +41,15 @@ def test_a_torchvision_for_another_torch(
     assert ("pip install" in found.remedy) == (level == "FAIL")
 
 
-def test_the_versions_here_fit() -> None:
-    assert set(levels(software.versions()).values()) == {"OK"}
-
-
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(levels(software.versions()).values()) == {"OK"}, "the versions here fit"
     monkeypatch.setattr("torch.version.cuda", "13.2")
     assert levels(software.cuda("450.1", "11.0"))["driver"] == "FAIL"
     assert levels(software.cuda("590.1", "13.0"))["driver"] == "OK"
     assert levels(software.cuda("", "")) == {}
 
 
-def test_limits_of_this_process() -> None:
+def test_limits_cores_and_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
@@ -63,12 +60,16 @@ def test_limits_of_this_process() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert (low.level, low.value) == ("WARN", "512")
     assert low.remedy.startswith("ulimit -n ")
-
-
-def test_more_workers_than_cores() -> None:
     (many,), (few,) = host.cores(8, 100), host.cores(1, 0)
     assert (many.level, few.level) == ("WARN", "OK")
     assert many.remedy.startswith("export OMP_NUM_THREADS=1")
+    monkeypatch.setenv("NETRC", os.devnull)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert [it.level for it in host.weights_and_biases("online")] == ["WARN"]
+    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
+    (found,) = host.weights_and_biases("online")
+    assert found.level == "OK"
+    assert "secret" not in str(found)
 
 
 @pytest.mark.parametrize(
@@ -88,51 +89,29 @@ def test_variables_that_contradict_each_other(environ: dict[str, str], said: str
     assert said in found.value
 
 
-def test_no_key_for_wandb_and_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NETRC", os.devnull)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert [it.level for it in host.weights_and_biases("online")] == ["WARN"]
-    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
-    (found,) = host.weights_and_biases("online")
-    assert found.level == "OK"
-    assert "secret" not in str(found)
-
-
 @pytest.mark.usefixtures("no_name_server")
-def test_a_port_in_use() -> None:
+def test_the_address_of_node_0() -> None:
+    """A port in use; a loopback address, which is wrong for several nodes only; a name that nobody has."""
     port = free_port()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port))
-        other.listen()
+    with socket.create_server(("127.0.0.1", port)):
         (taken,) = network.free_port("127.0.0.1", port)
     (free,) = network.free_port("127.0.0.1", port)
     assert (taken.level, free.level) == ("FAIL", "OK")
     assert f"127.0.0.1:{port + 1}" in taken.remedy
+    asked = (("127.0.0.1", 2), ("127.0.0.1", 1), ("no-such-host.invalid", 1))
+    found = [next(iter(network.master(name, 29500, nodes))).level for name, nodes in asked]
+    assert found == ["FAIL", "OK", "FAIL"]
 
 
-@pytest.mark.usefixtures("no_name_server")
-def test_a_loopback_master_is_wrong_for_several_nodes_only() -> None:
-    (several,), (one,) = network.master("127.0.0.1", 29500, 2), network.master("127.0.0.1", 29500, 1)
-    assert (several.level, one.level) == ("FAIL", "OK")
-    (unknown,) = network.master("no-such-host.invalid", 29500, 1)
-    assert unknown.level == "FAIL"
-
-
-def test_a_good_run_directory_and_nothing_left_in_it(tmp_path: Path) -> None:
-    place = tmp_path / "runs"
-    place.mkdir()
-    found = list(storage.run_directory(place / "not" / "yet"))
-    assert [it.name for it in found] == ["space", "run directory"]
-    assert "FAIL" not in {it.level for it in found}
+def test_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good one, in which nothing is left; one below a file; and one whose locks do not work."""
+    (place := tmp_path / "runs").mkdir()
+    found = levels(storage.run_directory(place / "not" / "yet"))
+    assert found.keys() == {"space", "run directory"}
+    assert "FAIL" not in found.values()
     assert list(place.iterdir()) == []
-
-
-def test_a_run_directory_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert levels(storage.run_directory(tmp_path / "file" / "run")) == {"run directory": "FAIL"}
-
-
-def test_locks_that_do_not_work_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcntl.flock", lambda *_: None)  # as on some network file systems: each gets it
     assert levels(storage.run_directory(tmp_path))["run directory"] == "FAIL"
 
@@ -159,12 +138,9 @@ def test_two_ranks_on_one_device() -> None:
     assert judge_claims(["", ""]).level == "OK", "any number of ranks may share a CPU"
 
 
-def test_clocks_that_differ() -> None:
+def test_clocks_that_differ_and_a_slow_rank() -> None:
     assert [judge_clocks([0.0, apart]).level for apart in (0.1, -1.0, 5.0)] == ["OK", "WARN", "FAIL"]
     assert "rank 1 by up to +5.0 s" in judge_clocks([0.0, 5.0, 0.1]).value
-
-
-def test_a_slow_rank_is_named() -> None:
     slow = judge_speeds("products", "GFLOP/s", [40.0, 41.0, 12.0, 39.0], "aabb")
     assert slow.level == "WARN"
     assert slow.expected.endswith("slow: rank 2 on b")
@@ -191,13 +167,9 @@ def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert told == {"driver": "FAIL", "CUDA in torch": "FAIL", "processes on GPUs": "WARN"}
     script.write_text("#!/bin/sh\necho no driver; exit 9\n")
     assert levels(devices.gpus()) == {"GPUs": "FAIL"}
-    script.unlink()
-
-
-def test_a_left_over_process_is_named_with_its_owner_and_age() -> None:
     mine = {"gpu_uuid": "GPU-2222", "pid": str(os.getppid()), "used_memory": "70000"}
-    found = devices.judge_processes([mine], {"GPU-2222": "1"})
-    assert found.level == "WARN"
-    assert f"GPU 1: pid {os.getppid()} of " in found.value
-    assert str(os.getppid()) in found.remedy
+    left = devices.judge_processes([mine], {"GPU-2222": "1"})
+    assert left.level == "WARN"
+    assert f"GPU 1: pid {os.getppid()} of " in left.value
+    assert str(os.getppid()) in left.remedy
     assert devices.judge_processes([{**mine, "pid": str(os.getpid())}], {}).level == "OK"

@@ -51,6 +51,10 @@ def test_without_names_classes_are_numbers(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_no_classification_is_left_out(tmp_path: Path, facts: dict[str, Any]) -> None:
     assert changed(tmp_path, **facts) == []
+    file = tmp_path / "predictions" / "test.json"
+    file.write_text(json.dumps(GOOD)[:-5])  # cut off
+    assert read_classified(tmp_path) == []
+    assert read_classified(tmp_path / "no run") == []
 
 
 def test_only_pictures_get_into_the_page(tmp_path: Path) -> None:
@@ -60,14 +64,6 @@ def test_only_pictures_get_into_the_page(tmp_path: Path) -> None:
     assert [it["image"] for it in found.worst] == ["iVBORw0KGgo="]
     (found,) = changed(tmp_path, worst=[mistake | {"image": "iVBORw0KGgo=", "target": 99}])
     assert found.worst == []
-
-
-def test_a_cut_file_is_left_out(tmp_path: Path) -> None:
-    changed(tmp_path)
-    file = tmp_path / "predictions" / "test.json"
-    file.write_text(file.read_text()[:-5])
-    assert read_classified(tmp_path) == []
-    assert read_classified(tmp_path / "no run") == []
 
 
 def test_ranks_of_which_one_is_slow_and_then_gone(tmp_path: Path) -> None:
@@ -83,16 +79,13 @@ def test_ranks_of_which_one_is_slow_and_then_gone(tmp_path: Path) -> None:
     assert len(found.steps) == 40, "the cut line is left out"
 
 
-def test_steps_done_again_count_once_in_the_spread(tmp_path: Path) -> None:
+def test_steps_done_again_count_once_in_the_spread_and_other_lines_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "ranks.jsonl"
+    assert read_ranks(file) is None
+    file.write_text('null\n{"step": 1}\n')
+    assert read_ranks(file) is None
     line = {"time": 0.0, "hosts": ["a", "a"], "arrival": [1.0, 2.0], "data_wait": [0.0, 0.0]}
     file.write_text("".join(json.dumps({"step": step} | line) + "\n" for step in (1, 2, 3, 2)))
     found = read_ranks(file)
     assert found
     assert found.steps == [1, 2]
-
-
-def test_no_ranks(tmp_path: Path) -> None:
-    assert read_ranks(tmp_path / "ranks.jsonl") is None
-    (tmp_path / "ranks.jsonl").write_text('null\n{"step": 1}\n')
-    assert read_ranks(tmp_path / "ranks.jsonl") is None

@@ -19,10 +19,6 @@ from tests.support.damage import leave_damaged
 from tests.support.reports import copy_of_a_run
 
 
-def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def write(run_dir: Path, records: list[dict[str, Any]]) -> Path:
     run_dir.mkdir(exist_ok=True)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -37,12 +33,12 @@ def record(kind: str, step: int, time: float, **facts: Any) -> dict[str, Any]:
     return {"kind": kind, "step": step, "time": time} | facts
 
 
-def test_a_finished_run(tmp_path: Path) -> None:
+def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "evenkeel.cli.status", None)  # without it the state is as recorded
     history = read(copy_of_a_run(tmp_path / "run"))
     assert (history.state, history.step, history.starts, history.again) == ("finished", 60, 1, 0)
-    assert set(history.curves) == {
-        "train/loss", "train/grad_norm", "train/lr", "train/samples_per_s", "test/loss", "test/accuracy"
-    }  # fmt: skip
+    trained = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "samples_per_s")}
+    assert history.curves.keys() == trained | {"test/loss", "test/accuracy"}
     (attempt,) = history.attempts
     assert (attempt.ranks, attempt.first_step, attempt.last_step, attempt.ending) == (2, 0, 60, "finished")
     assert attempt.begun < attempt.ready < attempt.until
@@ -65,20 +61,16 @@ def test_a_truncated_last_line_and_bytes_that_are_no_text_cost_these_lines_only(
 @pytest.mark.parametrize("status", ["", "[]", '{"state": 3, "world_sizes": "two"}', None])
 def test_little_is_left(tmp_path: Path, status: str | None) -> None:
     run_dir = tmp_path / "run"
+    with pytest.raises(Refusal, match=r"run: no run there .* name a run directory"):
+        read(run_dir)
     run_dir.mkdir()
+    with pytest.raises(Refusal, match=r"run: no run there .* name a run directory"):
+        read(run_dir)
     (run_dir / "config.toml").touch()
     if status is not None:
         (run_dir / "status.json").write_text(status)
     history = read(run_dir)
     assert (history.step, history.starts, history.goodput, history.best_value()) == (0, 0, None, None)
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_no_run_is_refused(tmp_path: Path, there: bool) -> None:
-    if there:
-        (tmp_path / "none").mkdir()
-    with pytest.raises(Refusal, match=r"none: no run there .* name a run directory"):
-        read(tmp_path / "none")
 
 
 def test_attempts_end_as_they_say_or_were_killed(tmp_path: Path) -> None:
@@ -110,24 +102,13 @@ def test_a_run_that_has_lost_all_its_steps(tmp_path: Path) -> None:
     assert ReportCommand((tmp_path / "run",))() == 0
 
 
-def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
-    records = [record("start", 0, 1.0), record("train", 1, 2.0, loss=None, lr=0.1), record("train", 2, 3.0, loss=1.5)]
-    history = read(write(tmp_path / "run", records))
-    assert list(history.curves["train/loss"].steps) == [2]
-    assert list(history.curves["train/lr"].steps) == [1]
-
-
-def test_without_the_command_status_the_state_is_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "evenkeel.cli.status", None)
-    assert read(copy_of_a_run(tmp_path / "run")).state == "finished"
-
-
 def test_numbers_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
     good = [record("start", 0, 1.0), record("train", 1, 2.0, loss=1.0)]
     bad = [record("train", 10**30, 3.0, loss=1.0), record("train", 2, math.nan, loss=1.0), record("train", -5, 3.0)]
     bad += [record("train", 3, 4.0, loss=10**400, lr=math.inf, grad_norm=math.nan)]
+    bad += [record("train", 4, 5.0, loss=None, lr=0.1)]  # as of a loss that is not finite
     history = read(write(tmp_path / "run", [*good, *bad]))
-    assert {name: list(curve.steps) for name, curve in history.curves.items()} == {"train/loss": [1]}
+    assert {name: list(it.steps) for name, it in history.curves.items()} == {"train/loss": [1], "train/lr": [4]}
 
 
 def test_runs_are_named_by_their_folders_or_else_by_their_paths(tmp_path: Path) -> None:
@@ -159,7 +140,8 @@ def test_random_damage_to_what_a_run_has_written_ends_no_report(tmp_path: Path) 
 @pytest.mark.parametrize("seconds", [-1e9, -1e300, 1e18, 1e300, math.nan])
 def test_durations_that_no_run_has_had_are_left_out(tmp_path: Path, seconds: float) -> None:
     run_dir = copy_of_a_run(tmp_path / "run")
-    write(run_dir, [it | {"spent": {"productive": seconds}} for it in lines(run_dir)[:3]] + lines(run_dir)[3:])
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    write(run_dir, [it | {"spent": {"productive": seconds}} for it in lines[:3]] + lines[3:])
     history = read(run_dir)
     assert 0 <= sum(history.seconds.values()) < 100
     assert "1970" not in page([history], {})

@@ -12,30 +12,24 @@ import pytest
 import torch
 
 from evenkeel.common.errors import Refusal
-from evenkeel.config import Config
 from evenkeel.launch.docker import container_job
-from evenkeel.launch.docker.container_job import (
-    hold_places,
-    refuse_unwritable,
-    warn_of_small_shm,
-)
+from evenkeel.launch.docker.container_job import hold_places, refuse_unwritable, warn_of_small_shm
 from evenkeel.launch.topology import refuse_useless_gpus
 from evenkeel.resilience.heartbeat import VARIABLE
-from tests.support import needs, processes
-from tests.support.processes import start
+from tests.support import needs
+from tests.support.processes import checked, finish, start
 
 
 def container(tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
     """Its main process, in the folder where the image has train.py."""
-    command = [sys.executable, "-m", "evenkeel.launch.docker.container", *map(str, arguments)]
+    command = [sys.executable, "-m", "evenkeel.launch.docker.container", *arguments]
     return start(command, env={VARIABLE: str(tmp_path / "beats")})
 
 
 def test_help_tells_both_forms(tmp_path: Path) -> None:
-    done = processes.finish(container(tmp_path))
-    assert done.returncode == 0
-    assert "docker run IMAGE --nproc_per_node=2 train.py" in done.stdout
-    assert "docker run IMAGE launch -n 2" in done.stdout
+    help_ = checked(finish(container(tmp_path)), 0).stdout
+    assert "docker run IMAGE --nproc_per_node=2 train.py" in help_
+    assert "docker run IMAGE launch -n 2" in help_
 
 
 def test_names_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +81,3 @@ def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         refuse_useless_gpus(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     refuse_useless_gpus(tmp_path)
-
-
-def test_the_default_run_directory_is_below_the_one_that_the_image_opens() -> None:
-    assert Config().resolved().run_dir == Path("runs") / "classify"

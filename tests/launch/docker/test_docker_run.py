@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import stat
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +18,8 @@ from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.docker.docker_run import ContainerNode, Host, command, main
 from evenkeel.launch.launchers import parse_arguments
 from evenkeel.launch.topology import SHUTDOWN_SECONDS
-from tests.support.processes import ROOT, environment
-
-RUN = str(ROOT / "docker" / "run.py")
-
+from tests.support import processes
+from tests.support.processes import ROOT
 
 HOST = Host(uid=1234, gid=1235, root=False, gpus=False, infiniband=False, lockable=True, shm=8 << 30)
 
@@ -40,92 +38,70 @@ def engine_command(*words: str, host: Host = HOST, **environ: str) -> list[str]:
     return list(command(typed, train_args, host, environ).argv)
 
 
-def options(argv: list[str]) -> set[str]:
-    return set(argv[2 : argv.index("launch") - 1])
+def launched(argv: list[str]) -> list[str]:
+    """What the container would be told."""
+    return argv[argv.index("launch") :]
 
 
 def test_one_node(tmp_path: Path) -> None:
     argv = engine_command("-g", "2", "--runs", str(tmp_path), "--", "--epochs", "5")
+    image = argv.index("evenkeel")
     assert argv[:2] == ["docker", "run"]
-    assert argv[argv.index("evenkeel") :] == [
-        "evenkeel",
-        *["launch", "--gpus", "2", "--", "--epochs", "5"],
-    ]
-    launch = {word for word in options(argv) if not word.startswith("--env=EVENKEEL_LAUNCH=")}
-    assert launch == {
-        "--rm",
-        "--user=1234:1235",
-        "--read-only",
-        "--tmpfs=/tmp:rw,exec,mode=1777",
-        "--cap-drop=ALL",
-        "--security-opt=no-new-privileges",
-        "--shm-size=8192m",
+    assert argv[image:] == ["evenkeel", "launch", "--gpus", "2", "--", "--epochs", "5"]
+    assert {word for word in argv[2:image] if not word.startswith("--env=EVENKEEL_LAUNCH=")} == {
+        *("--rm", "--user=1234:1235", "--read-only", "--tmpfs=/tmp:rw,exec,mode=1777", "--cap-drop=ALL"),
+        *("--security-opt=no-new-privileges", "--shm-size=8192m", f"--stop-timeout={SHUTDOWN_SECONDS + 15}"),
         f"--mount=type=bind,source={tmp_path},target=/app/runs",
-        f"--stop-timeout={SHUTDOWN_SECONDS + 15}",
     }
 
 
-def test_nodes_are_on_the_hosts_network_or_a_named_one() -> None:
-    nodes = ["-n", "2:3", "-g", "4", "--master", "node0:1234", "--run-id", "tide"]
-    first = engine_command(*nodes, "-nr", "0")
-    assert "--network=host" in options(first)
-    assert first[first.index("launch") :] == [
-        *["launch", "--gpus", "4", "--nodes", "2:3", "--node-rank", "0"],
-        *["--master", "node0:1234", "--run-id", "tide", "--"],
-    ]
-    first = engine_command(*nodes, "-nr", "0", "--network", "job")
-    assert {"--network=job", "--network-alias=node0"} <= options(first)
-    second = options(engine_command(*nodes, "-nr", "1", "--network", "job"))
-    assert "--network=job" in second
-    assert not [word for word in second if "alias" in word]
+NODES = ["-n", "2:3", "-g", "4", "--master", "node0:1234", "--run-id", "tide"]
+GPUS, WIRED = replace(HOST, gpus=True), replace(HOST, infiniband=True)
+PODMAN = ["--engine", "podman"]
 
 
-def test_gpus_are_those_that_are_visible() -> None:
-    host = replace(HOST, gpus=True)
-    assert "--gpus=all" in engine_command("-g", "2", host=host)
-    assert '--gpus="device=2,3"' in engine_command("-g", "2", host=host, CUDA_VISIBLE_DEVICES="2,3")
-    assert not [word for word in engine_command("-g", "2", host=host, CUDA_VISIBLE_DEVICES="") if "--gpus=" in word]
-    podman = engine_command("--engine", "podman", host=host, CUDA_VISIBLE_DEVICES="2,3")
-    assert {"--device=nvidia.com/gpu=2", "--device=nvidia.com/gpu=3"} < set(podman)
-    assert "--device=nvidia.com/gpu=all" in engine_command("--engine", "podman", host=host)
+@pytest.mark.parametrize(
+    ("words", "host", "visible", "there", "absent"),
+    [
+        ([*NODES, "-nr", "0"], HOST, None, ["--network=host"], ""),
+        ([*NODES, "-nr", "0", "--network", "job"], HOST, None, ["--network=job", "--network-alias=node0"], ""),
+        ([*NODES, "-nr", "1", "--network", "job"], HOST, None, ["--network=job"], "alias"),
+        (["-g", "2"], GPUS, None, ["--gpus=all"], ""),
+        (["-g", "2"], GPUS, "2,3", ['--gpus="device=2,3"'], ""),
+        (["-g", "2"], GPUS, "", [], "--gpus="),
+        (PODMAN, GPUS, "2,3", ["--device=nvidia.com/gpu=2", "--device=nvidia.com/gpu=3"], "=all"),
+        (PODMAN, GPUS, None, ["--device=nvidia.com/gpu=all"], ""),
+        ([], WIRED, None, ["--device=/dev/infiniband", "--ulimit=memlock=-1:-1"], ""),
+        ([], replace(WIRED, lockable=False), None, ["--device=/dev/infiniband"], "ulimit"),  # which would be refused
+        (PODMAN, HOST, None, ["podman", "--userns=keep-id"], ""),
+        (PODMAN, replace(HOST, root=True), None, ["podman"], "--userns"),  # podman refuses that
+        (["--detach", "--name", "tide"], HOST, None, ["--detach", "--restart=on-failure:5", "--name=tide"], "--rm"),
+        (["--shm-size", "host"], HOST, None, ["--ipc=host"], "--shm-size"),
+    ],
+)
+def test_options_of_the_engine(
+    words: list[str], host: Host, visible: str | None, there: list[str], absent: str
+) -> None:
+    argv = engine_command(*words, host=host, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    given = argv[: argv.index("launch")]
+    assert set(there) <= set(given)
+    assert not absent or not [word for word in given if absent in word]
 
 
-def test_infiniband_and_the_memory_that_it_locks() -> None:
-    host = replace(HOST, infiniband=True)
-    assert {"--device=/dev/infiniband", "--ulimit=memlock=-1:-1"} < set(engine_command(host=host))
-    host = replace(host, lockable=False)
-    assert "--device=/dev/infiniband" in engine_command(host=host)
-    assert not [word for word in engine_command(host=host) if "ulimit" in word], "the engine would refuse"
+def test_a_node_is_told_its_place() -> None:
+    words = ["--gpus", "4", "--nodes", "2:3", "--node-rank", "0", "--master", "node0:1234", "--run-id", "tide", "--"]
+    assert launched(engine_command(*NODES, "-nr", "0")) == ["launch", *words]
 
 
-def test_podman_without_root_keeps_the_users_number() -> None:
-    argv = engine_command("--engine", "podman")
-    assert argv[:2] == ["podman", "run"]
-    assert "--userns=keep-id" in argv
-    assert "--userns=keep-id" not in engine_command("--engine", "podman", host=replace(HOST, root=True)), (
-        "podman refuses that"
-    )
-
-
-def test_in_the_background_it_comes_back() -> None:
-    argv = engine_command("--detach", "--name", "tide")
-    assert {"--detach", "--restart=on-failure:5", "--name=tide"} < set(argv)
-    assert "--rm" not in argv
-
-
-def test_mounts_and_memory(tmp_path: Path) -> None:
-    (tmp_path / "my job.py").touch()
-    (tmp_path / "main.py").touch()
+def test_mounts(tmp_path: Path) -> None:
     add, main_py = str(tmp_path / "my job.py"), str(tmp_path / "main.py")
+    for path in (add, main_py):
+        Path(path).touch()
     argv = engine_command("--data", str(tmp_path), "--add", add, "--script", main_py, "--shm-size", "2g")
-    assert {
-        "--shm-size=2g",
-        f"--mount=type=bind,source={tmp_path},target=/app/data,readonly",
-        f"--mount=type=bind,source={add},target=/app/my job.py,readonly",
-        f"--mount=type=bind,source={main_py},target=/app/main.py,readonly",
-    } < set(argv)
+    targets = {tmp_path: "data", add: "my job.py", main_py: "main.py"}
+    mounts = {f"--mount=type=bind,source={path},target=/app/{name},readonly" for path, name in targets.items()}
+    assert {"--shm-size=2g", *mounts} < set(argv)
     assert argv[argv.index("--script") + 1] == "main.py"
-    assert "--ipc=host" in engine_command("--shm-size", "host")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +121,19 @@ def test_refusals(words: list[str], line: str) -> None:
     assert str(refusal.value) == line
 
 
-def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(lambda: main(["--engine", "dockr"])) == REFUSED
-    assert exit_code(lambda: main(["--gpu", "2"])) == REFUSED
-    first, second = capsys.readouterr().err.splitlines()
-    assert "dockr" in first
-    assert "--gpu" in second
+def test_what_cannot_be_started_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    absent = [*PODMAN, "--runs", str(tmp_path / "runs")]
+    for words, line in (
+        (["--engine", "dockr"], "dockr"),
+        (["--gpu", "2"], "--gpu"),
+        (absent, "evenkeel: --engine podman: is not installed; see docs/docker.md"),
+    ):
+        assert exit_code(lambda words=words: main(words)) == REFUSED  # type: ignore[misc]
+        (said,) = capsys.readouterr().err.splitlines()
+        assert line in said
 
 
 def test_the_owner_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,41 +150,28 @@ def test_the_owner_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (Host.here(tmp_path).uid, Host.here(tmp_path).gid) == own
 
 
-def run(tmp_path: Path, *words: object, ends: int = 0) -> tuple[subprocess.CompletedProcess[str], list[list[object]]]:
+def run(tmp_path: Path, *words: object, ends: int = 0) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
     """Type docker/run.py where `docker` is a program that writes down what it is called with; its calls."""
     engine, calls = tmp_path / "bin" / "docker", tmp_path / "calls"
     engine.parent.mkdir(exist_ok=True)
     engine.write_text(ENGINE.format(python=sys.executable))
-    engine.chmod(engine.stat().st_mode | stat.S_IXUSR)
+    engine.chmod(0o755)
     calls.write_text("")
-    extra = {
-        "CALLS": str(calls),
-        "ENDS": str(ends),
-        "WANDB_API_KEY": "sesame",
-        "PATH": f"{engine.parent}:{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        [sys.executable, RUN, *map(str, words)],
-        cwd=tmp_path, env=environment(extra), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    env = {"CALLS": str(calls), "ENDS": str(ends), "WANDB_API_KEY": "sesame"}
+    env["PATH"] = f"{engine.parent}:{os.environ['PATH']}"
+    done = processes.run([sys.executable, ROOT / "docker" / "run.py", *words], cwd=tmp_path, env=env, expect=None)
     return done, [json.loads(line) for line in calls.read_text().splitlines()]
 
 
-def test_a_dry_run_prints_what_would_be_run_and_no_secret(tmp_path: Path) -> None:
+def test_the_command_is_run_or_printed_without_a_secret_and_its_exit_code_is_ours(tmp_path: Path) -> None:
     done, calls = run(tmp_path, "-g", 2, "--dry-run", "--", "--task", "a b.py:X")
-    assert done.returncode == 0
-    assert not calls
-    assert not (tmp_path / "runs").exists()
+    assert (done.returncode, calls, (tmp_path / "runs").exists()) == (0, [], False)
     assert "sesame" not in done.stdout + done.stderr
     argv = shlex.split(done.stdout)
     assert "--env=WANDB_API_KEY" in argv
     assert argv[-2:] == ["--task", "a b.py:X"]
-
-
-def test_the_command_is_run_and_its_exit_code_is_ours(tmp_path: Path) -> None:
-    done, (call,) = run(tmp_path, "-g", 2, ends=75)
+    done, ((argv, key),) = run(tmp_path, "-g", 2, ends=75)
     assert done.returncode == 75
-    argv, key = call
     assert key == "sesame", "by the environment"
     assert "sesame" not in json.dumps(argv)
     assert (tmp_path / "runs").is_dir(), "the engine would make it root's"
@@ -210,21 +180,12 @@ def test_the_command_is_run_and_its_exit_code_is_ours(tmp_path: Path) -> None:
 def test_in_the_background_the_container_is_asked_first(tmp_path: Path) -> None:
     detached = ["-g", 2, "--detach", "--name", "tide", "--", "--name", "x"]
     done, calls = run(tmp_path, *detached, ends=2)
-    assert done.returncode == REFUSED
-    assert len(calls) == 1
+    assert (done.returncode, len(calls)) == (REFUSED, 1)
     done, ((asked, _), (started, _)) = run(tmp_path, *detached)
     assert done.returncode == 0
     comes_back = {"--detach", "--restart=on-failure:5", "--name=tide"}
-    assert comes_back <= set(started)  # type: ignore[call-overload]
-    assert "--dry-run" not in started  # type: ignore[operator]
-    assert not comes_back & set(asked)  # type: ignore[call-overload]
-    assert {"--rm", "--dry-run"} < set(asked)  # type: ignore[call-overload]
-    assert asked[-3:] == ["--", "--name", "x"]  # type: ignore[index]
-
-
-def test_an_engine_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert exit_code(lambda: main(["--engine", "podman", "--runs", str(tmp_path / "runs")])) == REFUSED
-    assert capsys.readouterr().err == "evenkeel: --engine podman: is not installed; see docs/docker.md\n"
+    assert comes_back <= set(started)
+    assert "--dry-run" not in started
+    assert not comes_back & set(asked)
+    assert {"--rm", "--dry-run"} < set(asked)
+    assert asked[-3:] == ["--", "--name", "x"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,50 +25,33 @@ CPU = Partition("cpu", default=False, nodes=100, gpus=0, minutes=None)
 
 def test_a_request_is_for_the_default_partition_or_the_named_one() -> None:
     assert choose([GPU, CPU], None, 2, None, None) == GPU
+    assert choose([GPU, CPU], None, 4, 8, 24 * 60) == GPU, "all that it has"
     assert choose([GPU, CPU], "cpu", 4, 3, 9) == CPU
 
 
-@pytest.mark.parametrize(
-    ("partition", "nodes", "gpus", "minutes", "line"),
-    [
-        (None, 5, 1, None, "-n 5: partition gpu has 4 nodes"),
-        (None, 1, 9, None, "-g 9: a node of partition gpu has 8 GPUs"),
-        ("no", 1, 1, None, "--partition no: does not exist; the cluster has gpu, cpu"),
-        ("gpu", 1, 1, 1441, "--time 1-00:01:00: partition gpu allows 1-00:00:00"),
-    ],
-)
-def test_a_request_that_cannot_be_had(
-    partition: str | None, nodes: int, gpus: int, minutes: int | None, line: str
-) -> None:
+REFUSED: list[tuple[list[Partition], tuple[str | None, int, int, int | None], str]] = [
+    ([GPU, CPU], (None, 5, 1, None), "-n 5: partition gpu has 4 nodes"),
+    ([GPU, CPU], (None, 1, 9, None), "-g 9: a node of partition gpu has 8 GPUs"),
+    ([GPU, CPU], ("no", 1, 1, None), "--partition no: does not exist; the cluster has gpu, cpu"),
+    ([GPU, CPU], ("gpu", 1, 1, 1441), "--time 1-00:01:00: partition gpu allows 1-00:00:00"),
+    ([CPU], (None, 1, 1, None), "--partition is missing: the cluster has no default one; the cluster has cpu"),
+]
+
+
+@pytest.mark.parametrize(("partitions", "request_", "line"), REFUSED)
+def test_a_request_that_cannot_be_had(partitions: list[Partition], request_: Any, line: str) -> None:
     with pytest.raises(Refusal, match=line):
-        choose([GPU, CPU], partition, nodes, gpus, minutes)
+        choose(partitions, *request_)
 
 
-def test_without_a_default_partition_one_must_be_named() -> None:
-    with pytest.raises(Refusal, match="--partition is missing: the cluster has no default one; the cluster has cpu"):
-        choose([CPU], None, 1, 1, None)
-
-
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [("90", 90), ("90m", 90), ("12h", 720), ("2d", 2880), ("1:30:00", 90), ("30:30", 31), ("2-12", 3600),
-     ("1-0:30", 1470), ("1-0:0:30", 1441)],
-)  # fmt: skip
-def test_times_as_people_write_them(text: str, minutes: int) -> None:
-    assert parse_time(text) == minutes
-
-
-@pytest.mark.parametrize("text", ["", "0", "-5", "soon", "1.5h", "1:2:3:4"])
-def test_times_that_are_none(text: str) -> None:
-    with pytest.raises(Refusal, match="--time"):
-        parse_time(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "minutes"), [("infinite", None), ("30:00", 30), ("1:00:00", 60), ("2-00:00:00", 2880), ("n/a", None)]
-)
-def test_limits_as_sinfo_writes_them(text: str, minutes: int | None) -> None:
-    assert minutes_of(text) == minutes
+def test_times_as_people_write_them_and_limits_as_sinfo_does() -> None:
+    times = {"90": 90, "90m": 90, "12h": 720, "2d": 2880, "1:30:00": 90, "30:30": 31, "2-12": 3600, "1-0:0:30": 1441}
+    assert {text: parse_time(text) for text in times} == times
+    for text in ("", "0", "-5", "soon", "1.5h", "1:2:3:4"):
+        with pytest.raises(Refusal, match="--time"):
+            parse_time(text)
+    limits = {"infinite": None, "30:00": 30, "1:00:00": 60, "2-00:00:00": 2880, "n/a": None}
+    assert {text: minutes_of(text) for text in limits} == limits
 
 
 @needs.tools("git")
@@ -93,11 +77,7 @@ def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
     subprocess.run(["git", "add", "-N", "latin"], cwd=origin, check=True)
     revision = copy_code(origin, copy, f"{tmp_path / 'task.py'}:Task", leave_out=[origin / "mine"])
     assert revision.endswith("-dirty")
-    assert {path.name: path.read_text() for path in copy.rglob("*.py")} == {
-        "train.py": "4",
-        "new.py": "2",
-        "task.py": "5",
-    }
+    assert {it.name: it.read_text() for it in copy.rglob("*.py")} == {"train.py": "4", "new.py": "2", "task.py": "5"}
     assert not (copy / "data").exists()
     assert not (copy / "large.bin").exists()
     assert b"+4" in (tmp_path / "slurm" / "code.diff").read_bytes()
@@ -142,9 +122,8 @@ def test_a_dry_run_prints_the_script_without_any_slurm(
     assert submission.main(words, ROOT) == 0
     script, told = capsys.readouterr()
     lines = ("#!/bin/bash", "#SBATCH --nodes=2-4", "#SBATCH --gpus-per-node=3", "#SBATCH --time=120")
-    assert {*lines, "#SBATCH --partition=big", "#SBATCH --requeue", "#SBATCH --signal=USR2@90"} <= {
-        *script.splitlines()
-    }
+    more = ("#SBATCH --partition=big", "#SBATCH --requeue", "#SBATCH --signal=USR2@90")
+    assert {*lines, *more} <= {*script.splitlines()}
     assert told.startswith(f"evenkeel: no Slurm on this machine: {why}")
     assert told.count("\n") == 1
     assert not run_dir.exists()

@@ -161,7 +161,7 @@ def _expected_samples(progress: Progress) -> str:
     """Samples that the whole run hands out, from its options and the size of its data set."""
     try:
         from ...tasks.command_line import parse  # imports torch, which nothing else here needs
-        from ...training.task import training_set
+        from ...training.task_data import training_set
 
         config, task = parse(["--config", str(progress.run_dir / "config.toml")])
         plan, status = Plan.of(config, len(training_set(task, config))), progress.status

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...common.processes import Stat, die_with_parent, process_name, stat
+from ...common.processes import Stat, descendants, die_with_parent, process_name
 from .nodes import Lab, send
 
 PATIENCE = 60.0  # seconds from SIGTERM to SIGKILL; torchrun gives its workers 30, under our launchers 45
@@ -103,18 +103,6 @@ class Job:
 
     def _owned(self) -> dict[int, Stat]:
         return descendants(*(process.pid for process in self.running.values()))
-
-
-def descendants(*roots: int) -> dict[int, Stat]:
-    """Pid -> status of all living processes below some others."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    table = {pid: status for pid in pids if (status := stat(pid))}
-    found: dict[int, Stat] = {}
-    newest = set(roots)
-    while newest:
-        newest = {pid for pid, status in table.items() if status.parent in newest and pid not in found}
-        found |= {pid: table[pid] for pid in newest}
-    return {pid: status for pid, status in found.items() if status.state != "Z"}
 
 
 def rank_of(pid: int) -> int | None:

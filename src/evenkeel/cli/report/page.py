@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from ... import __version__
+from ...common.arguments import flag
 from ...common.files import MOST
 from ...common.naming import TRAIN
-from ...config import flag
 from ...run.records import ACCOUNTS
 from . import figures
 from .classified import Classified, read_classified

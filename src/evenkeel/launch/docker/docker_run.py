@@ -18,8 +18,9 @@ from uuid import uuid4
 
 import tyro
 
+from ...common.arguments import flag, number_in
 from ...common.errors import Refusal
-from ...config import Flag, flag, number_in
+from ...config import Flag
 from ..launchers import MultiNode, parse_arguments
 from ..topology import SHUTDOWN_SECONDS, Command
 

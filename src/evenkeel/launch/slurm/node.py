@@ -18,9 +18,10 @@ from typing import Annotated
 
 import tyro
 
+from ...common.arguments import LARGEST_WORLD
 from ...common.errors import FAILED, REFUSED, Ended, Refusal
 from ...common.files import write_json
-from ...config import LARGEST_WORLD, Config, Flag, option, saved_options
+from ...config import Config, Flag, option, saved_options
 from ...distributed.exits import exit_code
 from ...resilience.interruption import STOPPED
 from ...run import run_directory

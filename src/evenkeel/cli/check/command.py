@@ -1,0 +1,191 @@
+"""The command line of `python -m evenkeel check`: look at the task, run the jobs, print the table, leave nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common.display import say
+from ...common.errors import Refusal
+from ...config import MaybePath
+from .jobs import Jobs, Waiting, last_words, together
+from .rows import FAILED, MEASURED, Row
+from .verdicts import Left, of_probes
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 128 + signal.SIGINT
+STEPS, EPOCH = 12, 5
+"""Steps of a job, and of an epoch unless --limit-batches says otherwise."""
+KILLED, STOPPED, RESIZED = 7, 1, 7
+"""Steps from 0 that are broken off, in mid-epoch."""
+
+OWN = ("run-dir", "max-steps", "epochs", "reduce", "digest-every", "log-every", "checkpoint-every", "wandb", "fresh",
+       "eval-only", "profile", "patience", "config", "nodes", "gpus")  # fmt: skip
+"""Options of train.py that check sets itself, or cannot work with."""
+
+
+@dataclass(frozen=True)
+class CheckCommand:
+    """Prove the promises for your own task by short real jobs: samples, numbers, kills, stops, resizes, evaluation.
+
+    Example: python -m evenkeel check --task my_job.py:MyTask -- --batch-size 32
+
+    What follows after `--` are options of train.py. It takes about two minutes on two quiet cores. Exit code 0: all
+    checks have passed, 1: some have failed. All runs are in a temporary folder.
+    """
+
+    task: str = "classify"
+    """What to check, as for train.py: a built-in task, FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
+    script: Path = Path("train.py")
+    """The training script."""
+    keep: MaybePath = None
+    """Keep the jobs' folders here. Default: a temporary folder, kept only if a check fails."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Check, and print the table."""
+        for number in STOPS:
+            signal.signal(number, signal.default_int_handler)  # it raises KeyboardInterrupt
+        try:
+            rows = self.rows(train_options)
+        except KeyboardInterrupt:
+            say("evenkeel: interrupted; all jobs are ended", to_stderr=True)
+            return INTERRUPTED
+        say(as_table(rows))
+        return int(any(row.result == FAILED for row in rows))
+
+    def rows(self, options: Sequence[str]) -> list[Row]:
+        """Do all checks.
+
+        Raises:
+            Refusal: the task or an option cannot be meant; nothing has been run but a look at the task.
+        """
+        self._refuse(options)
+        limit = [] if named(options, "limit-batches") else [f"--limit-batches={EPOCH}"]
+        given = [*options, *limit, "--wandb=disabled", f"--max-steps={STEPS}", "--epochs=1000000"]
+        task = [f"--task={self.task}"]
+        source = self.task.rpartition(":")[0]
+        own = (
+            source.endswith(".py") and self.script.resolve() == Path(source).resolve()
+        )  # such a script takes no --task
+        folder = Path(tempfile.mkdtemp(prefix="evenkeel-check-")) if self.keep is None else self.keep
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs, rows = Jobs(folder, self.script, given if own else [*task, *given]), list[Row]()
+        try:
+            rows = Check(jobs, [*task, *given]).rows()
+        finally:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # nothing may interrupt the cleaning up
+            jobs.end_all()
+            if self.keep or any(row.result == FAILED for row in rows):
+                say(f"evenkeel: the jobs and their output are in {folder}", to_stderr=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return rows
+
+    def _refuse(self, options: Sequence[str]) -> None:
+        if not self.script.is_file():
+            raise Refusal(f"--script {self.script}: no such file; run this in the folder of train.py, or name it")
+        for name in OWN:
+            if named(options, name):
+                raise Refusal(f"-- --{name}: check sets it for its short jobs; leave it out")
+        if named(options, "task"):
+            raise Refusal("-- --task: give it before the --, as in: check --task my_job.py:MyTask -- --batch-size 32")
+        if self.keep and self.keep.exists():
+            raise Refusal(f"--keep {self.keep}: exists already; name another folder")
+
+
+class Check:
+    """The checks of one task.
+
+    Args:
+        jobs: of this check.
+        options: of train.py, --task among them.
+    """
+
+    def __init__(self, jobs: Jobs, options: Sequence[str]) -> None:
+        self.jobs, self.options, self.began = jobs, options, time.monotonic()
+        self.missing: dict[str, str] = {}
+
+    def rows(self) -> list[Row]:
+        """Look at the task, run the jobs, and judge what they leave."""
+        probes = self._probe()
+        first, rows = probes[0], [*of_probes(probes)]
+        where = self._where(first)
+        for row in rows:
+            self._say(f"{row.name}: {row.result}")
+        fixed = [] if first["typed"] else [f"--micro-batches={first['cut']}"]
+        fixed += ["--log-every=1", "--checkpoint-every=5"]
+        tree, ring, job = [*fixed, "--reduce=tree", "--digest-every=1"], [*fixed, "--reduce=ring"], self.jobs.job
+        todo = {f"tree-{ranks}": job(f"tree-{ranks}", [ranks], tree) for ranks in (2, 3, 1)}
+        todo["stop"] = job("stop", [2, 2, 3], tree, {STOPPED: signal.SIGTERM, RESIZED: signal.SIGTERM})
+        todo["kill"] = job("kill", [2], tree, {KILLED: signal.SIGKILL})
+        todo |= {f"ring-{ranks}": job(f"ring-{ranks}", [ranks], ring) for ranks in (3, 1, 2)}
+        why = "first see to the data on each rank" * (rows[1].result == FAILED)
+        why = why or "--strategy dp is one process" * (first["strategy"] == "dp")
+        why = why or "--sync-batchnorm ties the cut to the number of ranks" * first["sync_batchnorm"]
+        self.missing = dict.fromkeys(todo, f"not run: {why}") if why else {}
+        alone = {} if why else {"ring-2": todo.pop("ring-2")}  # for its times
+        self._do({} if why else todo, 2)
+        self._do(alone, 1)
+        breaks = [
+            ("kill -9", "rank 1 of 2 killed", "kill", 1, KILLED),
+            ("stop", "SIGTERM on 2 ranks", "stop", 1, STOPPED),
+            ("resize", "SIGTERM, on with 3 ranks", "stop", 2, RESIZED),
+        ]
+        return [where, *rows, *Left(self.jobs.folder, self.missing, first).rows(breaks)]
+
+    def _probe(self) -> list[dict[str, Any]]:
+        """What three processes find of the task, each as if it were a rank."""
+        self._say("looking at the task: data, loss and metrics")
+        outputs, looks = [self.jobs.folder / f"probe-{rank}" for rank in range(3)], {}
+        for rank, output in enumerate(outputs):
+            env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+            process = self.jobs.popen(["-m", f"{__package__}.probe", f"{output}.json", *self.options], output, env)
+            looks[str(output)] = self.jobs.ended(process, output)
+        for name, why in together(looks, 3):
+            if why:
+                raise Refusal(last_words(Path(name)))
+        return [json.loads(Path(f"{output}.json").read_text()) for output in outputs]
+
+    def _where(self, probe: dict[str, Any]) -> Row:
+        """Where the jobs compute; without a GPU for each rank on the CPU, unless they are to share."""
+        gpus, figure = probe["gpus"], f"{probe['gpus']} GPUs" + ", shared" * probe["share_gpu"]
+        if gpus < 3 and not (gpus and probe["share_gpu"]):
+            self.jobs.env["CUDA_VISIBLE_DEVICES"] = ""
+            figure = "CPU, gloo" + f" (3 ranks would need 3 GPUs, not {gpus}, or --share-gpu)" * bool(gpus)
+        cut = "micro-batches as typed" if probe["typed"] else f"{probe['cut']} micro-batches"
+        return Row("where", "jobs of 1, 2 and 3 ranks", MEASURED, f"{figure}; batch {probe['batch_size']}, {cut}")
+
+    def _do(self, jobs: Mapping[str, Waiting], at_most: int) -> None:
+        """Run jobs side by side, with a line when one begins, and one if it fails."""
+        for name, why in together(jobs, at_most):
+            kind, _, ranks = name.partition("-")
+            what = {"kill": "kill -9 of rank 1 of 2", "stop": "SIGTERM, on with 2 ranks; SIGTERM, on with 3"}
+            text = what.get(name, f"--reduce {kind} on {ranks} rank{'s' * (ranks != '1')}")
+            self.missing |= {name: why} if why else {}
+            self._say(f"{text}: {why}" if why else text) if why != "" else None
+
+    def _say(self, text: str) -> None:
+        say(f"evenkeel: {time.monotonic() - self.began:5.1f} s  {text}", to_stderr=True)
+
+
+def named(options: Sequence[str], name: str) -> bool:
+    """Whether an option is among the words of a command line."""
+    return any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in options)
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """The rows in columns, with the remedy below each that failed."""
+    wide, mid = (max(len(row[column]) for row in rows) for column in (0, 2))
+    lines = []
+    for row in rows:
+        lines.append(f"{row.name:<{wide}}  {row.result:<{mid}}  {row.compared}: {row.figure}")
+        lines += [f"{'':{wide}}  -> {row.remedy}"] * bool(row.remedy)
+    return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""What a rank of a checked job notes: `python -m evenkeel.cli.check.observed SCRIPT OPTIONS` runs SCRIPT and looks on.
+
+NOTES is the folder for it; HOLD=STEP:RANK:FILE lets a rank write its pid to a file in the midst of a step, and wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...data.batch import with_parts
+from ...data.sampler import Step
+from ...distributed.transfer import Transfer
+from ...run.run import Run
+from ...training.arrivals import BACKWARD, FORWARD, Arrivals
+from ...training.distributed_loss import DistributedLoss
+from ...training.evaluation import Evaluation
+from .jobs import HOLD, NOTES
+
+WARM_UP = 3
+"""Steps whose times do not count."""
+
+
+def exact(batch: Any) -> str:
+    """A digest of every bit of a batch; of what is no number or text only the type counts."""
+    found = hashlib.sha256()
+
+    def add(part: Any) -> Any:
+        found.update(type(part).__name__.encode())
+        if isinstance(part, torch.Tensor):
+            found.update(f"{part.dtype}{list(part.shape)}".encode())
+            found.update(bytes(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        elif isinstance(part, (np.ndarray, np.generic)):
+            found.update(np.ascontiguousarray(part).tobytes())
+        elif isinstance(part, (str, bytes, int, float, complex)):
+            found.update(repr(part).encode())
+        else:
+            with_parts(part, add)
+        return part
+
+    add(batch)
+    return found.hexdigest()[:16]
+
+
+class Watch:
+    """Seconds by name: what has passed since the last charge. On a GPU the device is waited for."""
+
+    def __init__(self) -> None:
+        self.steps, self.last = 0, time.perf_counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def charge(self, name: str) -> None:
+        """Add the time since the last charge."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[name] += now - self.last
+        self.last = now
+
+    def around(self, kind: type, method: str, before: str, after: str) -> None:
+        """Charge at the beginning and at the end of each call of a method."""
+        original: Callable[..., Any] = getattr(kind, method)
+
+        @wraps(original)
+        def timed(*arguments: Any, **more: Any) -> Any:
+            self.charge(before)
+            returned = original(*arguments, **more)
+            self.charge(after)
+            return returned
+
+        setattr(kind, method, timed)
+
+
+def hold(rank: int, step: int) -> None:
+    """Wait here for ever, once, if this is the rank and the step to do so."""
+    at, who, file = os.environ[HOLD].split(":", 2)
+    if (step, rank) == (int(at), int(who)) and not (path := Path(file)).exists():
+        path.with_suffix(".new").write_text(str(os.getpid()))
+        path.with_suffix(".new").rename(path)
+        while True:
+            time.sleep(1)
+
+
+def observe(folder: Path) -> None:
+    """Let the methods of this process note each micro-batch before it is computed, and where the time goes."""
+    watch, parts = Watch(), {FORWARD: "forward", BACKWARD: "backward"}
+    micro_batches, mark, after_step = DistributedLoss.micro_batches, Arrivals.mark, Run.after_step
+    watch.around(Arrivals, "begin", "other", "other")
+    watch.around(Transfer, "__call__", "data", "transfer")
+    watch.around(DistributedLoss, "step", "reduction", "optimizer")
+    watch.around(Evaluation, "__call__", "other", "evaluation")
+    watch.around(Run, "checkpoint", "other", "checkpoint")
+
+    def noted(self: DistributedLoss, step: Step) -> Iterator[Any]:
+        hold(self.world.rank, step.number)
+        for number, batch in enumerate(micro_batches(self, step)):
+            line = [*step.micro_batches[number], exact(self.last_micro_batch[0])]
+            with (folder / f"samples-{self.world.rank}-{os.getpid()}.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            watch.charge("notes")
+            yield batch
+
+    def marked(self: Arrivals, part: int) -> None:
+        if part in parts:
+            watch.charge(parts[part])
+        mark(self, part)
+
+    def after(self: Run, *arguments: Any) -> None:
+        after_step(self, *arguments)
+        watch.charge("other")
+        watch.steps += 1
+        if watch.steps == WARM_UP:
+            watch.seconds.clear()
+        told = {"steps": watch.steps - WARM_UP, "seconds": watch.seconds}
+        (folder / f"times-{self.world.rank}.json").write_text(json.dumps(told))
+
+    DistributedLoss.micro_batches, Arrivals.mark, Run.after_step = noted, marked, after  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    observe(Path(os.environ[NOTES]))
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

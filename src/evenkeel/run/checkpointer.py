@@ -1,0 +1,97 @@
+"""When a checkpoint is due, and what came of it. Digests and compiled code are kept beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..common.phases import CHECKPOINT, activity
+from ..training import compilation
+from ..training.state import State
+from .attempt import Attempt
+from .digest import digests
+from .saver import Saver
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Has the state saved on rank 0 while training goes on. On other ranks the attempt has no tracker."""
+
+    def __init__(self, attempt: Attempt, state: State) -> None:
+        config = attempt.config
+        self._attempt, self._state, self._compilations = attempt, state, -1
+        self.announce: Callable[[int], None] = lambda _step: None
+        """Is told the step of each complete checkpoint, for the other nodes."""
+        devices, memory = attempt.world.devices, config.keeper_memory == "on"
+        self.saver = Saver(attempt.checkpoints, devices, config.grace, self._note, memory)
+
+    def after_step(self, metrics: dict[str, float]) -> None:
+        """Report an evaluation, and save if it is time or if it was the best so far.
+
+        After each step but the last, and after an evaluation that a resumed run has made up for. A checkpoint that
+        cannot be written is reported with the next step, and training goes on: the old one stays.
+
+        Args:
+            metrics: of this step; empty if it was not evaluated.
+        """
+        state, saver, tracker = self._state, self.saver, self._attempt.tracker
+        if not tracker:
+            return
+        saver.pin(state)
+        self.record_digests()
+        every = self._attempt.config.checkpoint_every
+        due = bool(every) and state.step % every == 0
+        self.pack_compiled(due)
+        if saver.done or (saver.busy and (due or metrics)):
+            with activity.during(CHECKPOINT):
+                self.take_result()
+        if metrics:
+            tracker.evaluation(state.step, metrics)
+        if due or (metrics and saver.checkpoints.improves(metrics)):
+            saver.start(state, metrics)
+
+    def take_result(self) -> None:
+        """Report what came of the last checkpoint in the background, if there is one; waits for it if need be."""
+        tracker = self._attempt.tracker
+        if not (tracker and self.saver.busy):
+            return
+        step = self.saver.step
+        try:
+            tracker.event("checkpoint", step, seconds=round(self.saver.result(), 4))
+            self.announce(step)
+        except OSError as error:
+            last = self.saver.checkpoints.newest_step()
+            tracker.event("checkpoint_failed", step, reason=str(error))
+            log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %d", step, error, last)
+
+    def saved_elsewhere(self, step: int) -> None:
+        """Rank 0 has a complete checkpoint: on a node without rank 0, snapshots of former attempts are of no use any
+        more."""
+        if not self._attempt.directory:
+            self.saver.checkpoints.clear_snapshots(before=step)
+            if self._attempt.compiled:
+                self._attempt.compiled.pack()
+
+    def pack_compiled(self, asked: bool) -> None:
+        """Keep compiled code with the run, if some is new or it is asked for. On rank 0."""
+        new = compilation.progress.times != self._compilations
+        if not (self._attempt.compiled and (new or asked)):
+            return
+        with activity.during(CHECKPOINT):
+            self._attempt.compiled.pack()
+        if new and self._attempt.tracker:
+            self._compilations = compilation.progress.times
+            self._attempt.tracker.event("compile", self._state.step, **compilation.progress.report())
+
+    def record_digests(self) -> None:
+        """For --digest-every: the digests of this step, if it is one of these or the last. On rank 0."""
+        every, tracker, state = self._attempt.config.digest_every, self._attempt.tracker, self._state
+        if tracker and every and (state.step % every == 0 or state.is_over()):
+            with activity.during(CHECKPOINT):
+                tracker.event("digest", state.step, digests=digests(state.tensors()))
+
+    def _note(self, step: int) -> None:
+        """In the saver's thread: the run would go on from this step."""
+        assert self._attempt.directory
+        self._attempt.directory.advance("running", step)

@@ -1,0 +1,115 @@
+"""That all ranks, and all starts of a run, read the same samples in the same order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import Ended, Refusal
+from ..common.phases import CHECKPOINT, activity
+from ..config import Config
+from ..data.blocks import order_name
+from ..data.changes import Changes
+from ..data.data_digest import OFTEN, ONCE, TRAINING, TWICE, Digests, difference, look
+from ..data.dataset import SizedDataset
+from ..distributed.world import World
+from .run_directory import refuse_other_data, refuse_other_order
+
+log = logging.getLogger(__name__)
+
+
+class DataCheck:
+    """The data of this rank, compared with that of other ranks, of earlier starts, and with itself as the job goes on.
+
+    Args:
+        config: the options.
+        path: the run directory, for messages.
+        world: whose ranks are compared.
+        samples: of the training data.
+        sets: the training data and those of the evaluation, by name; without any nothing is read.
+    """
+
+    def __init__(
+        self, config: Config, path: Path, world: World, samples: int, sets: Mapping[str, SizedDataset]
+    ) -> None:
+        self._config, self._path, self._world, self._sets = config, path, world, sets
+        self.samples = {TRAINING: samples} | {name: len(dataset) for name, dataset in sets.items()}
+        self.order = order_name(sets[TRAINING]) if TRAINING in sets else ""
+        self.digests: Digests = {}
+        self._unsteady: list[str] = []
+        self._other = ""
+        self._changes: Changes | None = None
+
+    def look(self, known: Mapping[str, Any]) -> None:
+        """Read a few samples of each set, once if the run ``known`` here has digests of all: whether samples differ at
+        each read is found out once."""
+        self._look(ONCE if known.get("digests", {}).keys() >= self.samples.keys() else TWICE)
+
+    def _look(self, times: int) -> None:
+        if self._sets:
+            self.digests, self._unsteady = look(self._config, self._sets, times)
+
+    def compare(self, before: Mapping[str, Any]) -> None:
+        """Compare with the other ranks, and with the run's status ``before``. Each node has looked at its own data.
+
+        Raises:
+            Refusal: on all ranks, that samples are others, or in another order.
+        """
+        everywhere = self._world.gather((self.samples, self.order, self.digests, self._config.other_data))
+        samples, order, *_ = everywhere[0]
+        for rank, (there, theirs, *_) in enumerate(everywhere):
+            refuse_other_data(self._path, before.get("samples", {}), there)
+            refuse_other_order(self._path, before, theirs)
+            if theirs != order:
+                raise Refusal(
+                    f"the training data is read in {order or 'the usual order'} on rank 0 and in "
+                    f"{theirs or 'the usual order'} on rank {rank}; give all nodes the same index"
+                )
+            for part, number in there.items():
+                if number != samples[part]:
+                    raise Refusal(
+                        f"the {part} data has {samples[part]} samples on rank 0 and {number} on rank {rank}; "
+                        "give all nodes the same data"
+                    )
+        known = before.get("digests", {})
+        if difference(known, [there for _, _, there, _ in everywhere]):
+            self._look(OFTEN)  # samples that are drawn anew at each read are sometimes the same twice
+            self._other = difference(known, self._world.gather(self.digests))
+            if self._other and not any(accepted for *_, accepted in everywhere):
+                raise Refusal(f"--run-dir {self._path}: {self._other}")
+        self.digests = {**known, **self.digests}
+
+    def warning(self) -> str:
+        """What there is to say of the data; empty if nothing is wrong with it."""
+        if self._other:
+            return f"--other-data: {self._other.partition(';')[0]}"
+        if not self._unsteady:
+            return ""
+        return (
+            f"the {' and '.join(self._unsteady)} data is another each time that it is read: it draws from a generator "
+            "of its own, so a run cannot be repeated, nor its data be compared with that of other ranks and starts; "
+            "draw from torch's, NumPy's or Python's global generator, which are seeded for each sample"
+        )
+
+    def watch(self) -> None:
+        """From now on data that changes is found by :meth:`refuse_changed`."""
+        self._changes = Changes(self._config, self._sets, self.digests)
+
+    def refuse_changed(self) -> None:
+        """End the run on all ranks if data has changed since :meth:`watch`; with --other-data warn, once."""
+        if not self._changes:
+            return
+        with activity.during(CHECKPOINT):
+            everywhere = self._world.gather((self._changes(), self._config.other_data))
+        if not (changed := next(filter(None, (line for line, _ in everywhere)), "")):
+            return
+        if not any(accepted for _, accepted in everywhere):
+            raise Ended(
+                f"{changed}: its result then depends on the ranks and on --num-workers, and a stop loses the change; "
+                "make the data before the job, and begin another one with other data (--init-from), or, if you accept "
+                "that, add --other-data"
+            )
+        self._changes = None
+        log.warning("--other-data: %s", changed)

@@ -1,0 +1,203 @@
+"""How a run ends: finished, stopped by a signal, failed, or hung. All save the last finished step, and say so."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any
+
+from ..common import kept
+from ..common.errors import FAILED, Ended, Refusal
+from ..common.files import write_atomically, write_json
+from ..common.memory import is_out_of_memory
+from ..common.naming import shown
+from ..common.phases import CHECKPOINT, activity
+from ..common.processes import ends_with_traceback
+from ..distributed.exits import is_loss_of_a_rank
+from ..resilience.hang import Watch
+from ..resilience.interruption import REGROUPING, STOPPED
+from ..training.oom import OutOfMemory, explained
+from ..training.state import State, cpu_state_dict, sha256
+from .attempt import Attempt
+from .checkpoint import Damaged, dump, read_manifest, step_of
+from .checkpointer import Checkpointer
+from .records import goodput, ledger, read_records
+from .run_directory import RunDirectory, RunState
+from .step_log import StepLog
+from .tracking import Tracker
+
+log = logging.getLogger(__name__)
+
+
+class Ending:
+    """Ends a run on every rank. Only :meth:`finish` needs the others; rank 0 records the end."""
+
+    def __init__(self, attempt: Attempt, state: State, checkpointer: Checkpointer, step_log: StepLog) -> None:
+        self._attempt, self._state, self._world = attempt, state, attempt.world
+        self._checkpointer, self._saver, self._step_log = checkpointer, checkpointer.saver, step_log
+        self.watch: Watch | None = None
+        """For hangs, once there is one."""
+
+    def finish(self, metrics: dict[str, float]) -> None:
+        """Write the last checkpoint, model.pt for the world outside, and summary.json.
+
+        Args:
+            metrics: of the last evaluation.
+
+        Raises:
+            Ended: they cannot be written.
+            NonFinite: the last step was not finite.
+        """
+        attempt, state, directory, tracker = self._attempt, self._state, self._attempt.directory, self._attempt.tracker
+        state.settle()
+        self._step_log.finish()
+        if directory:
+            self._checkpointer.pack_compiled(asked=True)
+        if attempt.compiled and self._world.local_rank == 0:
+            attempt.compiled.clear()
+        if not (directory and tracker):
+            return
+        self._checkpointer.take_result()
+        tracker.evaluation(state.step, metrics)
+        self._checkpointer.record_digests()
+        activity.enter(CHECKPOINT)
+        early = state.step < attempt.plan.total_steps
+        why = f"stopped early at step {state.step}: {state.stopping.why()}" * early
+        try:
+            seconds = self._write_last(directory, metrics, why)
+        except OSError as error:
+            raise Ended(
+                f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
+                f"{self._saver.checkpoints.newest_step()}; make room and run the same command again"
+            ) from error
+        self._tell_finished(tracker, metrics, seconds, why)
+
+    def _write_last(self, directory: RunDirectory, metrics: dict[str, float], why: str) -> dict[str, float]:
+        """What is left of a finished run, and ``why`` it has stopped early. Returns its ledger."""
+        state, path = self._state, self._attempt.path
+        weights = cpu_state_dict(state.best_model)
+        self._saver.save_last(state, metrics)
+        directory.advance("running", state.step)
+        write_atomically(path / "model.pt", lambda file: dump(weights, file))
+        summary = self._summary(directory, metrics) | {"weights_sha256": sha256(weights)}
+        summary |= {"stopped_early": bool(why)} | ({"reason": why} if why else {})
+        write_json(path / "summary.json", summary)
+        # such a run has no more steps to do, whatever the plan says
+        directory.advance("finished", state.step, total_steps=state.step, stopped_early=bool(why), reason=why)
+        seconds: dict[str, float] = summary["ledger"]
+        return seconds
+
+    def _summary(self, directory: RunDirectory, metrics: dict[str, float]) -> dict[str, Any]:
+        now = {"kind": "summary", "time": time.time(), "spent": activity.spent()}
+        seconds = ledger([*read_records(self._attempt.path / "metrics.jsonl"), now])
+        step, plan = self._state.step, self._attempt.plan
+        return {
+            "state": "finished",
+            "step": step,
+            "epoch": step / plan.steps_per_epoch,
+            "samples_seen": plan.samples_seen(step),
+            "metrics": metrics,
+            "restarts": directory.attempts - 1,
+            "restarts_in_place": directory.status.get("restarts_in_place", 0),
+            "world_sizes": directory.status["world_sizes"],
+            "bits_void_from": self._saver.checkpoints.bits_void_from,
+            "seconds": directory.seconds,
+            "goodput": goodput(seconds),
+            "ledger": seconds,
+        }
+
+    def _tell_finished(self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], why: str) -> None:
+        tracker.event("finish", self._state.step)
+        dead = spent["dead"]
+        seconds = sum(spent.values()) - dead
+        training = round(100 * spent["productive"] / max(seconds, 1e-9))
+        took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
+        took += f" and {dead:.0f} s in which it stood still" * (dead >= 1)
+        early = f", {why}" * bool(why)
+        self._attempt.print(f"finished in {took}{early}: {shown(metrics)}  -> {self._attempt.path / 'model.pt'}")
+        tracker.close(best=self._best(metrics))
+
+    def _best(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The evaluation of the best checkpoint, or if there is none the last, as trackers show it."""
+        step, best = self._state.step, self._saver.checkpoints.best_path()
+        with contextlib.suppress(Damaged):
+            if best:
+                step, metrics = step_of(best), read_manifest(best).metrics
+        return {"best/step": step, **{f"best/{name}": value for name, value in metrics.items()}}
+
+    def stopped(self, reason: str) -> None:
+        """A signal asked for a stop: save the last finished step. Any thread may call it, whatever the others do."""
+        going_on = reason == REGROUPING
+        saved = self._rescue(in_place=going_on)
+        if self.watch:
+            self.watch.end()
+        self._step_log.await_last_line()
+        self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
+        more = "" if going_on else "; the same command continues"
+        if more and ends_with_traceback(kept.launcher()):
+            more += " (torchrun may end with a traceback, which is no error)"
+        self._attempt.print(f"stopped by {reason}; {saved}{more}")
+
+    def failed(self, error: BaseException) -> None:
+        """Something went wrong here or on another rank: save the last finished step.
+
+        Args:
+            error: what ended the training. The death of another rank shows as an error of a collective.
+
+        Raises:
+            OutOfMemory: if memory has run out: the same error, with all that there is to say.
+        """
+        if is_out_of_memory(error):
+            device, config = self._world.device, self._attempt.config
+            saved = self._failed(OutOfMemory(explained(error, device, config)))
+            raise OutOfMemory(explained(error, device, config, saved)) from error
+        self._failed(error)
+
+    def _failed(self, error: BaseException) -> str:
+        lost = kept.is_kept() and is_loss_of_a_rank(error)  # whose keeper tells more
+        if isinstance(error, Ended | Refusal):
+            log.info("failed at step %d: %s", self._state.step, error)  # the user is told in a line of its own
+        else:
+            log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self._state.step, exc_info=error)
+        return self._end_failed(error, self._rescue(in_place=lost), "another rank is lost" if lost else "failed")
+
+    def hung(self) -> None:
+        """A rank is stuck: save the last finished step, say which rank, and free torchrun of those that cannot end."""
+        assert self.watch
+        self.watch.look_around()  # meanwhile: nothing that explains the hang may keep the state from being saved
+        saved = self._rescue(in_place=kept.is_kept())
+        explanation = self.watch.explain()
+        if self.watch.is_within_reach():
+            kept.tell("hang")
+        log.info("failed at step %d: %s", self._state.step, explanation)
+        activity.write_off()
+        self._end_failed(Ended(explanation), saved)
+        self.watch.kill_frozen()
+        self.watch.write_collectives()
+        self.watch.compare_collectives()
+
+    def _rescue(self, in_place: bool) -> str:
+        return self._saver.rescue(self._state, self._world.local_rank, in_place)
+
+    def _end_failed(self, error: BaseException, saved: str, what: str = "failed") -> str:
+        self._end("failed", _reason(error), FAILED)
+        self._attempt.print(f"{what} at step {self._state.step}; {saved}")
+        return saved
+
+    def _end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
+        directory, tracker, step = self._attempt.directory, self._attempt.tracker, self._state.step
+        if not (directory and tracker) or directory.status.get("state") == "finished":
+            return  # a signal in the very last moment changes nothing any more
+        with contextlib.suppress(OSError):  # a disk too full even for this
+            directory.advance(name, step or directory.status.get("step", 0), reason=reason, **facts)
+        tracker.event({"stopped": "stop", "failed": "failure"}[name], step, reason=reason)
+        tracker.close(exit_code=exit_code)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line."""
+    name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
+    first, *more = f"{name}{error}".strip().split("\n")
+    # of an error in a loader process torch tells where it was caught first, and what it was last
+    return more[-1] if more and " in DataLoader worker process " in first else first

@@ -1,0 +1,55 @@
+"""Evaluations of the present state: on the set that decides which checkpoint is the best, and on the others."""
+
+from __future__ import annotations
+
+from ..common.naming import VALIDATION
+from ..data.data_digest import TRAINING
+from ..training.evaluation import Evaluation
+from ..training.prediction import predictions
+from ..training.state import State
+from ..training.task import Task
+from .attempt import Attempt
+from .predictions import save_predictions
+
+
+class Evaluator:
+    """Computes a task's metrics of the state's best model, on all ranks, and remembers them.
+
+    Of the attempt's sets the first that is not the training data decides.
+    """
+
+    def __init__(self, attempt: Attempt, task: Task, state: State) -> None:
+        self._attempt, self._task, self._state = attempt, task, state
+        self._evaluations: list[Evaluation] = []
+        self.metrics: dict[str, float] = {}
+        """Of the present step, by full names; empty if it was not evaluated."""
+
+    def begin(self) -> None:
+        """Prepare the sets, and before the first step rehearse: what is wrong with metrics should not show after an
+        epoch, or at the end."""
+        attempt, config = self._attempt, self._attempt.config
+        self._evaluations = [
+            Evaluation(self._task, self._state.best_model, dataset, config, attempt.world, name)
+            for name, dataset in attempt.sets.items()
+            if name != TRAINING
+        ]
+        if self._state.step == 0:
+            compute = [self._task.predict] if config.save_predictions else []
+            rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
+            if rehearsed is not None:
+                self._state.check(rehearsed)
+
+    def evaluate(self) -> None:
+        """Evaluate on the set that decides and then, now or at the end only, on the others."""
+        first, *others = self._evaluations
+        self.metrics = first.named(self._state.note(first()))
+        if first.name != VALIDATION or self._state.is_over():
+            for other in others:
+                self.metrics |= other.named(other())
+
+    def save_predictions(self) -> None:
+        """For --save-predictions, after the last evaluation. Rank 0 writes."""
+        for evaluation in self._evaluations:
+            rows = predictions(evaluation)
+            if self._attempt.directory:
+                save_predictions(self._attempt.path / "predictions", self._state.step, evaluation, rows)

@@ -1,0 +1,189 @@
+"""How a run goes on: the newest whole state of any node, loaded on all ranks, and what is to be said of that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common import kept
+from ..common.errors import Ended, Refusal
+from ..common.memory import is_out_of_memory
+from ..common.phases import START_UP, activity
+from ..config import Config
+from ..distributed.world import World
+from ..resilience import held
+from ..training.checks import left_out
+from ..training.early_stopping import Memory
+from ..training.state import State
+from .checkpoint import Checkpoints, Manifest, manifest_of
+from .fingerprint import MICRO_BATCH, Differences, describe, differences, differences_among_ranks
+from .records import read_records
+from .run_directory import RunDirectory
+from .tracking import Tracker
+
+log = logging.getLogger(__name__)
+
+
+class Resume:
+    """Loads the newest whole state of any node. Every rank makes one; the holder of the state reads, all receive.
+
+    Args:
+        config: the options.
+        world: the ranks that go on; the process group exists.
+        checkpoints: of the run on this node; they learn here what later ones must say of their bits.
+
+    Attributes:
+        unevaluated: whether the state was saved without an evaluation of it.
+    """
+
+    def __init__(self, config: Config, world: World, checkpoints: Checkpoints) -> None:
+        assert config.run_dir is not None  # resolved
+        self._config, self._world, self._checkpoints, self._path = config, world, checkpoints, config.run_dir
+        self.unevaluated = False
+        self._other_bits: Differences = {}
+        self._other_best = ""
+
+    def load(self, state: State) -> None:
+        """Load the newest state into this one, if there is any.
+
+        No shared file system is needed: after the loss of a node the newest state may be on any of those left. Where
+        ranks start again in place, each finds it in the memory of its own machine, as a rule.
+
+        Raises:
+            Ended: it does not fit this model.
+            Refusal: on all ranks, with --strict-bits, as :meth:`compare_bits`, if the newest checkpoint was damaged.
+        """
+        while True:
+            on_disk = self._checkpoints.newest_name() if self._world.local_rank == 0 else 0
+            everywhere = self._world.gather((held.offer(self._checkpoints.place), on_disk))
+            newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
+            if newest == 0:
+                self._other_bits = self.compare_bits(None)
+                break
+            activity.enter(START_UP, "resuming")
+            in_memory = [offer if offer and offer.step == newest else None for offer, _ in everywhere]
+            if any(in_memory):
+                found, saved = self._receive(in_memory)
+            else:
+                found, saved = self._read(newest, [step for _, step in everywhere].index(newest))
+            if found:
+                self._other_bits = self.compare_bits(found)
+                self._restore(state, saved)
+                self.unevaluated = not found.metrics
+                before, now = found.best_by, self._checkpoints.best_by
+                if before and now and before != now:
+                    state.stopping.memory = Memory()
+                    self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
+                break
+        held.forget_before()
+        activity.enter(START_UP, "first step")
+
+    def compare_bits(self, found: Manifest | None) -> Differences:
+        """In what this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.
+
+        Later checkpoints record what rank 0 has.
+
+        Args:
+            found: of the checkpoint that is continued.
+
+        Raises:
+            Refusal: with --strict-bits.
+        """
+        present = self._world.gather(self._checkpoints.fingerprint)
+        step, void_from = (found.step, found.bits_void_from) if found else (0, None)
+        other_bits: Differences = {}
+        if found:
+            # a checkpoint that is older than this part was made in the same pieces: no others were let in
+            cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and found.fingerprint}
+            other_bits = differences(cut | found.fingerprint, present[0])
+        other_bits |= differences_among_ranks(present)
+        if other_bits and self._config.strict_bits:
+            raise Refusal(
+                f"--strict-bits: from step {step} on the bits might differ: {describe(other_bits)}; continue with "
+                "what it was before, or without --strict-bits"
+            )
+        if other_bits and void_from is None:
+            void_from = step
+        self._checkpoints.fingerprint, self._checkpoints.bits_void_from = present[0], void_from
+        return other_bits
+
+    def _read(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
+        """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
+        saved = self._checkpoints.load_newest() if self._world.rank == holder else None
+        # a damaged one has been set aside by now, and another node may hold the next best
+        whole = saved and saved["step"] == newest
+        found = self._world.broadcast(self._checkpoints.newest_manifest() if whole else None, holder)
+        return found, self._world.broadcast_tensors(saved, holder) if found else {}
+
+    def _receive(self, in_memory: Sequence[held.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
+        """What ranks have left in memory, and the manifest of its checkpoint. The same on all ranks."""
+        world = self._world
+        holder = next(rank for rank, offer in enumerate(in_memory) if offer)
+        before = held.before(self._checkpoints.place) if in_memory[world.rank] else None
+        file = Path(before.path).open("rb") if before else held.opened(filter(None, in_memory))  # noqa: SIM115
+        everywhere = all(world.gather(file is not None))
+        how = "read it" if everywhere else f"received it from rank {holder}"
+        saved: dict[str, Any] = {}
+        with file or contextlib.nullcontext():
+            if file and (everywhere or world.rank == holder):
+                saved = torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True)
+        if not everywhere:  # a machine has none
+            saved = world.broadcast_tensors(saved, holder)
+        facts = world.broadcast(before.facts if before and world.rank == holder else None, holder)
+        assert facts
+        log.info("going on from step %d, which was in memory: %s", saved["step"], how)
+        return manifest_of(facts), saved
+
+    def _restore(self, state: State, saved: dict[str, Any]) -> None:
+        try:
+            state.restore(saved)
+        except (RuntimeError, ValueError, LookupError) as error:
+            if is_out_of_memory(error):
+                raise
+            what = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
+            raise Ended(
+                f"{self._path}: its state of step {saved['step']} does not fit this model and its optimizers ({what}); "
+                "bring back the code that it was made by, name another --run-dir, or start over with --fresh"
+            ) from error
+
+    def tell(self, state: State, directory: RunDirectory, tracker: Tracker) -> None:
+        """On rank 0: say from where the run goes on, and begin to report."""
+        if state.placed:
+            log.info("%s", state.placed)
+        if forgotten := left_out(state.model, state.optimizers):
+            log.warning("%s", forgotten)
+        if state.origin and state.step == 0:
+            # what has stayed random must not be overlooked
+            log.log(logging.WARNING if self._config.init_partial else logging.INFO, "%s", state.origin)
+        if state.step < (came := directory.status.get("step", 0)):
+            log.warning("the run had come to step %d, but its newest checkpoint is of step %d", came, state.step)
+        if kept.is_kept() and self._config.keeper_memory == "on":
+            size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
+            more = "" if state.step else ", and what the optimizers keep"
+            log.info("when a rank dies, each other leaves %.1f MB%s in memory (--keeper-memory)", size, more)
+        if self._other_best:
+            log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
+        metrics = list(read_records(self._path / "metrics.jsonl", tail=1 << 20))
+        activity.redo_until = max((record["step"] for record in metrics), default=0)
+        tracker.start(state.step, any((it["kind"], it["step"]) == ("eval", state.step) for it in metrics))
+        self._tell_of_bits(state.step, tracker)
+
+    def _tell_of_bits(self, step: int, tracker: Tracker) -> None:
+        others = self._other_bits
+        if MICRO_BATCH in others:
+            log.warning(
+                "from step %d on micro-batches are of %s instead of %s: the global batches and their samples are "
+                "the same; dropout, mixing, BatchNorm's groups and the last bits are not",
+                step, *reversed(others[MICRO_BATCH]),
+            )  # fmt: skip
+        if others:
+            # with the ring the number of ranks decides as well, and nobody has been promised anything
+            loud = self._config.reduce == "tree" or "strategy" in others
+            level = logging.WARNING if loud else logging.INFO
+            log.log(level, "from step %d on bit-for-bit equality is void: %s", step, describe(others))
+            tracker.event("bits", step, differences=others)

@@ -1,0 +1,118 @@
+"""The line of metrics of a step, and what is worth saying beside it: steps left out, ranks that are late, hints."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from torch import Tensor
+
+from ..common.naming import TRAIN, in_set
+from ..training.arrivals import Arrivals
+from ..training.distributed_loss import DistributedLoss
+from ..training.flops import per_sample
+from ..training.state import State
+from ..training.task import Task
+from .attempt import Attempt
+from .hints import hints, measure
+from .stragglers import Stragglers
+
+log = logging.getLogger(__name__)
+
+MANY_OVERFLOWS = 10
+"""Steps in a row that float16's loss scaling may leave out without a warning: the first scale is a guess."""
+
+LAST_LINE_SECONDS = 0.5
+"""How long a stop waits for the line of metrics of the last step. It takes a millisecond, where it comes at all."""
+
+
+class StepLog:
+    """Reports steps: every rank measures, rank 0 writes.
+    On other ranks than 0 the attempt has no tracker. The task says how many tokens a batch has.
+    """
+
+    def __init__(self, attempt: Attempt, task: Task, state: State) -> None:
+        self._attempt, self._task, self._state = attempt, task, state
+        self.arrivals = Arrivals(attempt.world)
+        """When this rank is ready for the reductions; the steps mark it."""
+        self.losses = 0
+        """Losses that the job has made; one that is not the task's counts as two."""
+        self._stragglers = Stragglers(attempt.path / "ranks.jsonl", attempt.hosts) if attempt.tracker else None
+        self._logged = 0
+        self._skipped_told = 0
+        self._overflows_told = (0, 0)
+
+    def after_step(self, model: DistributedLoss, norm: Tensor) -> None:
+        """Log the last step, if it is time. Reads from the device, so not every step is logged.
+
+        Args:
+            model: that has taken the step. Its loss is asked for only here, as that may cost an exchange.
+            norm: the gradient's.
+        """
+        state, tracker = self._state, self._attempt.tracker
+        if state.step % self._attempt.config.log_every:
+            return
+        self._take_arrivals(self.arrivals.exchange(state.step))
+        loss = model.loss
+        if not tracker:
+            return
+        if state.skipped > self._skipped_told:
+            self._skipped_told = state.skipped
+            log.warning("step %d was not finite and is left out, %d in this attempt", state.last_skipped, state.skipped)
+            tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
+        more = {name: float(rate) for name, rate in state.rates.items()}
+        if state.scaler:  # of the next step, and how many the run has left out for it
+            more |= {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
+            self._tell_overflows(state.step, int(more["overflows"]))
+        if tracker.per_sample is None:
+            # another loss, or networks that take turns, cost something else
+            config, world = self._attempt.config, self._attempt.world
+            tracker.per_sample = (
+                per_sample(self._task, state.model, *model.last_micro_batch, config, world) if self.losses == 1 else {}
+            )
+        parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
+        tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
+        self._logged = state.step
+        self._tell_hints()
+
+    def finish(self) -> None:
+        """Take the arrivals of the last steps."""
+        self._take_arrivals(self.arrivals.last())
+
+    def await_last_line(self) -> None:
+        """For a stop, which may have come between the commit of the last step and its line, which soon follows."""
+        step, deadline = self._state.step, time.monotonic() + LAST_LINE_SECONDS
+        due = self._attempt.tracker is not None and step % self._attempt.config.log_every == 0
+        while due and self._logged < step and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _take_arrivals(self, found: tuple[int, list[list[float]]] | None) -> None:
+        if found and self._stragglers:
+            self._stragglers.take(*found)
+
+    def _tell_hints(self) -> None:
+        """Say a hint when it is new in this run, and keep in status.json those of now."""
+        attempt = self._attempt
+        if not (attempt.directory and attempt.tracker and self._stragglers):
+            return
+        told = attempt.directory.status.get("hints", {})
+        now = hints(measure(attempt.config, attempt.plan, attempt.world))
+        for subject in now.keys() - told.keys():
+            attempt.tracker.say(f"hint: {now[subject]}")
+        now |= {f"rank {rank}": text for rank, text in self._stragglers.named.items()}
+        if {subject for subject, text in told.items() if text} != now.keys():
+            attempt.directory.note(hints={**dict.fromkeys(told, ""), **now})
+
+    def _tell_overflows(self, step: int, overflows: int) -> None:
+        """Some overflows are part of finding the scale; where there is nothing else, nothing is learned."""
+        known, overflows_then = self._overflows_told
+        all_of_them = overflows - overflows_then == step - known
+        if all_of_them and step - known < MANY_OVERFLOWS:
+            return
+        self._overflows_told = (step, overflows)
+        if all_of_them:
+            log.warning(
+                "the gradient has overflowed in all of the last %d steps, and they are left out: lower --lr or "
+                "--loss-scale, or use --precision bf16",
+                step - known,
+            )

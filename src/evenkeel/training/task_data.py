@@ -1,0 +1,115 @@
+"""The data of a task: what its methods return, and what a run makes of that, the same on every rank."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..common.errors import Refusal, place_of
+from ..common.naming import TEST, TRAIN, VALIDATION
+from ..config import Config
+from ..data.data_digest import TRAINING
+from ..data.dataset import SizedDataset, limited, split
+from ..data.randomness import derive, seed_task
+from ..data.streams import numbered
+
+T = TypeVar("T")
+
+
+class TaskData(ABC):
+    """The part of a task that gives the samples."""
+
+    @abstractmethod
+    def train_dataset(self) -> SizedDataset:
+        """Any map-style data set, or a stream (docs/streams.md); random augmentation may use torch's, NumPy's or
+        Python's generator."""
+
+    def validation_dataset(self) -> SizedDataset | None:
+        """The data by which `best` and --patience decide; the test data then waits for the end. None: there is none."""
+        return None
+
+    def unchanged_train_dataset(self) -> SizedDataset:
+        """The training data without augmentation, of which --validation keeps a share; by default `train_dataset`."""
+        return self.train_dataset()
+
+    @abstractmethod
+    def test_dataset(self) -> SizedDataset | dict[str, SizedDataset]:
+        """The data of the evaluation; or several sets by name, of which the first decides if there is no validation."""
+
+    def read_image(self, path: Path) -> Any:
+        """A sample like those of the test data from an image file, with any target, for `evenkeel predict --input`."""
+        raise Refusal(
+            f"--input: the task {type(self).__name__} has no read_image(path): define it and return a sample like "
+            "those of the test data, or use --set"
+        )
+
+    def class_names(self) -> Sequence[str] | None:
+        """The names of the classes by number, for people; None: numbers will do."""
+        return None
+
+
+def training_set(task: TaskData, config: Config, unchanged: bool = False) -> SizedDataset:
+    """A task's training data, the same on every rank and at every start, cut down by --limit-batches.
+
+    ``unchanged``: without augmentation. A stream becomes numbered samples (`streams`).
+    """
+    seed_task(config.seed, "data")
+    dataset = numbered(_data_of(task.unchanged_train_dataset if unchanged else task.train_dataset), config, unchanged)
+    dataset = split(dataset, config.validation, _split_seed(config))[0] if config.validation else dataset
+    return limited(dataset, config.limit_batches * config.batch_size)
+
+
+def _data_of(method: Callable[[], T]) -> T:
+    """What a task's method for data returns.
+
+    Raises:
+        Refusal: a file or folder is missing. It names the path and the line in the task, for this is no mistake of the
+            code, whose errors keep their traceback.
+    """
+    try:
+        return method()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        why = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        raise Refusal(
+            f"{method.__name__}(): {why}{place_of(error.__traceback__)}; put the data there, or correct the path"
+        ) from error
+
+
+def _split_seed(config: Config) -> int:
+    return derive(config.seed, "validation")
+
+
+def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
+    """The sets that a task is evaluated on, likewise, by name. The first one decides which checkpoint is the best.
+
+    Raises:
+        Refusal: a set is empty or no map-style data set, or its name cannot be part of a metric's and a file's name.
+    """
+    seed_task(config.seed, "data")
+    validation = _data_of(task.validation_dataset)
+    if config.validation:
+        if validation is not None:
+            raise Refusal(f"--validation {config.validation:g}: the task has a validation set of its own; leave it out")
+        seed_task(config.seed, "data")
+        validation = split(_data_of(task.unchanged_train_dataset), config.validation, _split_seed(config))[1]
+    seed_task(config.seed, "data")
+    test = _data_of(task.test_dataset)
+    several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
+    sets: dict[Any, Any] = {} if validation is None else {VALIDATION: validation}
+    for name, dataset in (test if several else {TEST: test}).items():  # type: ignore[union-attr]
+        fits = type(name) is str and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)
+        if not fits or name in (TRAIN, TRAINING, VALIDATION):
+            raise Refusal(
+                f"test_dataset() returned a set named {name!r}: a name has letters, digits, _, . and -, and is none of "
+                f"{TRAIN}, {TRAINING} and {VALIDATION}; rename it"
+            )
+        sets[name] = dataset
+    for name, dataset in sets.items():
+        method = "validation_dataset" if name == VALIDATION else "test_dataset"
+        sets[name] = limited(dataset, config.limit_batches * config.batch_size, method)
+        if not len(sets[name]):
+            raise Refusal(f"--task {config.task}: its {name} data is empty")
+    return sets

@@ -1,0 +1,121 @@
+"""`evenkeel check` on real tasks: one mistake each, found in its row with its line; and good ones, which pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenkeel.cli.check.rows import FAILED, PASSED, UNCHECKED, Row
+from evenkeel.cli.check.verdicts import of_probes
+from evenkeel.testing import check
+from tests.support.chaos import still_running, wait_until_nothing_runs
+from tests.support.processes import ROOT, TRAIN, checked, finish, fork, start, wait_until
+
+BAD = ROOT / "tests" / "support" / "bad_tasks.py"
+
+
+def guilty(task: str) -> int:
+    """The number of the line of a task, or of what it uses, that ends in `# HERE`."""
+    lines = BAD.read_text().splitlines()
+    users = {"OtherAtEachRead": "Noisy", "OwnGenerator": "OwnNoise"}
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"class {users.get(task, task)}("))
+    return next(i for i in range(first, len(lines)) if lines[i].endswith("# HERE")) + 1
+
+
+def rows_of(task: str, folder: Path, *options: str) -> dict[str, Row]:
+    """The rows about a task that need no jobs."""
+    started = []
+    for rank in range(3):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        words = ["-m", "evenkeel.cli.check.probe", folder / f"{rank}.json", "--task", task, "--max-steps", 12, *options]
+        started.append(fork(*words, env=env))
+    for process in started:
+        checked(finish(process), 0)
+    return {
+        row.name: row for row in of_probes([json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)])
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("OtherAtEachRead", "data, each read"),
+        ("OtherOnEachRank", "data, each rank"),
+        ("OwnGenerator", "same seed, same loss"),
+        ("Summed", "loss, any cut"),
+        ("NoMean", "metrics, any cut"),
+    ],
+)
+def test_a_mistake_is_in_its_row_with_its_line(task: str, row: str, tmp_path: Path) -> None:
+    found = rows_of(f"{BAD}:{task}", tmp_path)
+    assert found[row].result == FAILED, found
+    assert found[row].remedy.endswith(f"look at tests/support/bad_tasks.py:{guilty(task)}"), found[row]
+    others = {name: it for name, it in found.items() if name != row}
+    assert FAILED not in {it.result for it in others.values()}, "only there"
+
+
+GOOD: Any = [
+    (f"{BAD}:Good", ()),
+    ("lm", ("--width=16", "--seq-len=16")),
+    ("regress", ()),
+    (f"{ROOT / 'tests/support/streams_task.py'}:Streamed", ()),
+    (f"{ROOT / 'tests/support/odd_tasks.py'}:Usual", ("--batch-size=4",)),
+    (f"{ROOT / 'tests/support/odd_tasks.py'}:OwnBatches", ()),
+    (f"{ROOT / 'tests/support/odd_tasks.py'}:Everything", ()),
+    (f"{ROOT / 'tests/support/turns_task.py'}:Turns", ()),
+    (f"{ROOT / 'tests/support/recording_task.py'}:Recorded", ("--die-at=13",)),
+]
+
+
+@pytest.mark.parametrize(("task", "options"), GOOD)
+def test_no_false_alarm(task: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    rows = rows_of(task, tmp_path, *options)
+    assert {row.result for row in rows.values()} <= {PASSED, UNCHECKED}, rows
+    if task.endswith((":Good", "regress", "lm")):
+        assert {row.result for row in rows.values()} == {PASSED}, rows
+
+
+def test_jobs_of_a_good_task_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    check(f"{BAD}:Good", ["--batch-size", "20"])
+
+
+def test_the_kill_shows_what_is_outside_of_the_committed_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(AssertionError) as error:
+        check(f"{BAD}:Counts", ["--batch-size", "20"])
+    text = str(error.value)
+    assert re.search(
+        r"^kill -9 +FAILED .*\n.*-> .*look at tests/support/bad_tasks.py:" + str(guilty("Counts")), text, re.M
+    )
+    assert "data, each rank" not in text, "only what has failed"
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "evenkeel", "check", "--task", f"{BAD}:Good", "--script", str(TRAIN)]
+    process = start(command, env={"TMPDIR": str(tmp_path)})
+    assert process.stderr
+    for line in process.stderr:
+        if "--reduce tree" in line:
+            break
+    (folder,) = tmp_path.glob("evenkeel-check-*")
+    run_dir = folder / "tree-2" / "run"
+    wait_until(lambda: any(str(run_dir) in line for line in still_running(Path(f"--run-dir={run_dir}"))), "a rank")
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    wait_until_nothing_runs(Path(f"--run-dir={run_dir}"))
+    assert not [*tmp_path.glob("evenkeel-check-*")]
+
+
+def test_bad_input_is_refused_in_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "evenkeel", "check", "--task", "none.py:None", "--script", str(TRAIN)]
+    done = checked(finish(start(command, env={"TMPDIR": str(tmp_path)})), 2)
+    assert done.stderr.splitlines()[-1] == "evenkeel: --task none.py:None: no file none.py"
+    assert not [*tmp_path.glob("evenkeel-check-*")]
