@@ -159,8 +159,8 @@ def test_a_class_that_lacks_methods(write: Write) -> None:
         "half.py",
         "from evenkeel.tasks import Classification\nclass Half(Classification):\n    def model(self): return None\n",
     )
-    assert refusal("half.py:Half") == "Half lacks test_dataset, train_dataset; every task defines them"
-    assert "Task lacks loss, model" in refusal("evenkeel.tasks:Task")
+    assert refusal("half.py:Half") == "Half must define test_dataset(), train_dataset()"
+    assert "Task must define loss(), model()" in refusal("evenkeel.tasks:Task")
 
 
 @pytest.mark.parametrize(

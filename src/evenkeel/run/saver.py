@@ -130,7 +130,7 @@ class Saver:
             in_place: ranks are about to start again in place; then memory will do, if there is a keeper.
         """
         if state.step == 0:
-            return "there was no step to save"
+            return "no step has finished; nothing to save"
         # moments, not durations: whatever is waited for, the second half of the grace is left for the writing
         begun, grace = time.monotonic(), self._grace
         kept = self._staging.take(begun + grace / 4)

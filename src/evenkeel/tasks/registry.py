@@ -77,7 +77,7 @@ def load_task(name: str) -> type[Task]:
         what = "does not exist" if found is None else "is not a subclass of evenkeel.tasks.Task"
         raise Refusal(f"--task {name}: {attribute} {what} in {source}")
     if missing := sorted(found.__abstractmethods__):
-        raise Refusal(f"--task {name}: {attribute} lacks {', '.join(missing)}; every task defines them")
+        raise Refusal(f"--task {name}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
     return found
 
 

@@ -244,7 +244,7 @@ def check_metrics(metrics: Any, samples: int, known: Mapping[str, Sequence[Tenso
         if not isinstance(values, Tensor) or values.shape[:1] != (samples,):
             raise EndedHere(
                 f"metrics() returned {_shape_of(values)} as '{name}' for a batch of {samples} samples: it must have a "
-                f"row for each sample, [{samples}, ...]; of their mean, the last, smaller batch would count too much"
+                f"row for each sample, [{samples}, ...]; averaging batch means would over-weight the smaller last batch"
             )
         if values.is_complex():
             raise EndedHere(f"metrics() returned complex numbers as '{name}': return real ones, by .abs() or .real")
