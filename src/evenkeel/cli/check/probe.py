@@ -41,7 +41,8 @@ from ...training.cut import has_batchnorm, single
 from ...training.distributed_loss import Loss
 from ...training.evaluation import _of_each, same_tensors
 from ...training.state import sha256
-from ...training.task import Task, evaluation_sets, training_set
+from ...training.task import Task
+from ...training.task_data import evaluation_sets, training_set
 from .observed import exact
 from .rows import BY_RANK, CHANGED, CLOCK, OWN_DICE, SUM, blame
 
