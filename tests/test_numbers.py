@@ -151,7 +151,9 @@ LINES = [(run, words) for run, lines in OPTIONS.items() for words in map(str.spl
 
 
 @pytest.mark.parametrize(
-    ("run", "words"), [it for it in LINES if it[0] is not evenkeel or has(it[1][0])], ids=lambda part: str(part)[-20:]
+    ("run", "words"),
+    [it for it in LINES if it[0] is not evenkeel or has(it[1][0])],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else part.__name__,
 )
 def test_extremes_on_a_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, words: list[str]

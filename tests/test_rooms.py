@@ -15,7 +15,7 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 """From the bottom to the top; a room imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1310,
+    "common": 1350,
     "config": 400,
     "data": 2620,
     "distributed": 1970,
@@ -24,7 +24,7 @@ BUDGET = {
     "run": 4380,
     "tasks": 2220,
     "launch": 2200,
-    "cli": 5150,
+    "cli": 6600,
 }
 """Lines of a room. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -26,8 +26,8 @@ WITHOUT_ENTRY = ("TaskData",)
 
 HEAD = """# The public names
 
-Import these names in your own code. They change only with a warning one minor release before
-([policy](../CONTRIBUTING.md#public-names)); everything else may change at any time.
+After this page you know which names you can import in your own code. They change only with a warning one minor release
+before ([policy](../CONTRIBUTING.md#what-may-change)); everything else may change at any time.
 
 `python tools/api.py` makes this page from the docstrings.
 """
@@ -51,6 +51,9 @@ def page() -> str:
 
 
 def _target(member: griffe.Object | griffe.Alias) -> griffe.Object:
+    """What a name stands for; of a function in a module of the same name, the function."""
+    if member.is_module:
+        member = member[member.name]
     return member.final_target if isinstance(member, griffe.Alias) else member
 
 

@@ -33,7 +33,7 @@ OWN = ("run-dir", "max-steps", "epochs", "reduce", "digest-every", "log-every", 
 
 @dataclass(frozen=True)
 class CheckCommand:
-    """Prove the promises for your own task by short real jobs: samples, numbers, kills, stops, resizes, evaluation.
+    """Prove the promises for your own task by short real jobs.
 
     Example: python -m evenkeel check --task my_job.py:MyTask -- --batch-size 32
 

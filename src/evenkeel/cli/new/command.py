@@ -15,7 +15,7 @@ from .project import Answers, check, next_steps, source_of, write
 
 @dataclass(frozen=True)
 class NewCommand:
-    """Write a small project of your own: a task, train.py, launchers and a test. The package stays a dependency.
+    """Write a small project of your own, with evenkeel as a dependency.
 
     Example: evenkeel new tide --task lm --with slurm docker
     """

@@ -16,9 +16,11 @@ from .project import RECORD, read_record, record_of, render
 
 @dataclass(frozen=True)
 class UpdateCommand:
-    """Print what this version changes in the files that `evenkeel new` once wrote here. Overwrites nothing.
+    """Print what a newer evenkeel changes in the files of `new`.
 
     Example: evenkeel update | git apply
+
+    It prints a diff and overwrites nothing.
     """
 
     done: Flag = False
