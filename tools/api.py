@@ -24,6 +24,9 @@ NOT_MADE = ("Config", "DistributedLoss", "Run")
 WITHOUT_ENTRY = ("TaskData",)
 """Base classes whose members are listed with those of the class that is public."""
 
+FOR_THE_ENGINE = ("resume", "watched", "order_blocks", "exact", "largest_micro_batch")
+"""Members that a user's code has no use for."""
+
 HEAD = """# The public names
 
 After this page you know which names you can import in your own code. They change only with a warning one minor release
@@ -65,7 +68,7 @@ def _entry(name: str, member: griffe.Object) -> Iterator[str]:
     if not isinstance(member, griffe.Class):
         return
     for part, it in _members(member).items():
-        if part.startswith("_") or not it.docstring:
+        if part.startswith("_") or part in FOR_THE_ENGINE or not it.docstring:
             continue
         if isinstance(it, griffe.Function):
             yield _signature(part, it)

@@ -374,14 +374,10 @@ def make_it(name: str, without: list[str]) -> None:
             refuse(f"--without {room}: unknown; choose from {', '.join(ROOMS)}")
     check_git()
     files, rooms = texts(), {room: ROOMS[room] for room in without}
-    now = dict(files)
     if name != NAME:
         check_name(name, files)
-        if (old := f"src/{NAME}/moved.py") in files:  # no document or job has old names of a new package
-            rooms["old names"], start = old, f"src/{NAME}/__init__.py"
-            now[start] = re.sub(r"\nfrom \. import moved .*\n", "", files[start])
-    gone = goes(rooms, now)
-    left = edited(now, Gone(rooms, gone, now)) if gone else now
+    gone = goes(rooms, files)
+    left = edited(files, Gone(rooms, gone, files)) if gone else files
     count = apply(files, gone, renamed(left, name) if name != NAME else left, name)
     if gone:
         print(f"took out {', '.join(rooms)}: {len(gone)} files")

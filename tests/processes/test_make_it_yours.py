@@ -41,7 +41,7 @@ def test_a_renamed_copy_without_most_rooms(copy: Path, tmp_path: Path) -> None:
     left_by_python = copy / "src" / "evenkeel" / "cli" / "chaos" / "__pycache__"
     left_by_python.mkdir()
     said = run(command(copy, "mytrainer", "--without", *without), cwd=copy).stdout
-    assert f"took out {', '.join(without)}, old names: " in said
+    assert f"took out {', '.join(without)}: " in said
     assert "renamed evenkeel to mytrainer" in said
     assert not (copy / "src" / "evenkeel").exists(), "or it would be a package still"
     run(["git", "grep", "-l", "evenkeel", "--", ":!tests/fixtures"], cwd=copy, expect=1)  # nowhere
@@ -50,8 +50,7 @@ def test_a_renamed_copy_without_most_rooms(copy: Path, tmp_path: Path) -> None:
     run(torchrun(2, copy / "train.py", *SMALL, *run_dir, "--max-steps", 3), cwd=copy, env=own)
     assert read(tmp_path / "run")["step"] == 3
     assert [record["step"] for record in records(tmp_path / "run", "train")] == [1, 2, 3]
-    done = run(["git", "grep", "-c", "mytrainer", "train.py"], cwd=copy)
-    assert done.stdout == "train.py:3\n"
+    run(["git", "grep", "-q", "mytrainer", "train.py"], cwd=copy)
     plan = run([sys.executable, "-m", "mytrainer", "plan", "--help"], cwd=copy, env=own)
     assert plan.stdout.startswith("usage: python -m mytrainer plan ")
     for words in ("check --fix -q", "format -q", "check"):  # as `make format lint` does

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ... import __version__
+from ...common.display import say
 from ...config import NAME
 from .project import Answers, check, next_steps, source_of, write
 
@@ -35,5 +36,5 @@ class NewCommand:
         check(self.name, folder, parts)
         source = source_of(self.from_ or f"evenkeel=={__version__}")
         answers = Answers(self.name, self.task, parts, source.requirement, source.kind)
-        print(next_steps(folder, write(answers, __version__, folder, source.wheel)))
+        say(next_steps(folder, write(answers, __version__, folder, source.wheel)))
         return 0

@@ -9,6 +9,7 @@ from difflib import unified_diff
 from pathlib import Path
 
 from ... import __version__
+from ...common.display import say
 from ...common.files import write_atomically
 from ...config import Flag
 from .project import RECORD, read_record, record_of, render
@@ -34,11 +35,11 @@ class UpdateCommand:
         if self.done:
             text = record_of(answers, __version__, new)
             write_atomically(here / RECORD, lambda file: file.write(text.encode()))
-            print(f"evenkeel: recorded in {RECORD}: this project is up to date with {__version__}", file=sys.stderr)
+            say(f"evenkeel: recorded in {RECORD}: this project is up to date with {__version__}", to_stderr=True)
             return 0
         text, notes = changes(here, old, new)
-        print(text, end="")
-        print(f"evenkeel: {version} to {__version__}: {notes or 'nothing has changed'}", file=sys.stderr)
+        sys.stdout.write(text)  # as it is, for git
+        say(f"evenkeel: {version} to {__version__}: {notes or 'nothing has changed'}", to_stderr=True)
         return 0
 
 
