@@ -35,7 +35,7 @@ class Made:
         program, *arguments = words.split()
         where = self.folder / program if "/" in program else self.folder / ".venv" / "bin" / program
         start_by = [BARE] if "/" in program else []
-        return run([*start_by, str(where), *arguments], cwd=self.folder, expect=expect).stdout
+        return run([*start_by, str(where), *arguments], cwd=self.folder, limit=900, expect=expect).stdout
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_make_train(made: Made) -> None:
 
 def test_make_test_and_make_lint(made: Made) -> None:
     """Its own tests, ruff, and a strict mypy."""
-    assert "2 passed" in make(made.folder, "test")
+    assert "1 passed" in make(made.folder, "test")
     assert "Success: no issues found" in make(made.folder, "lint")
     task = made.folder / made.name / "task.py"
     text = task.read_text()
@@ -77,8 +77,8 @@ def test_make_test_and_make_lint(made: Made) -> None:
     assert mean in text
     try:  # the control: a sum in place of a mean depends on the cut
         task.write_text(text.replace(mean, "        return 3 * len(batch[0]) * F."))
-        done = made("pytest -q -k cut", expect=1)
-        assert "1 failed" in done
+        done = made("pytest -q", expect=1)
+        assert "loss, any cut" in done  # in the table of what failed
         task.write_text(text.replace("-> nn.Module:", "-> int:"))
         assert "return type" in made("mypy", expect=1)
     finally:

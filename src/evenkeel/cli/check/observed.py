@@ -23,6 +23,7 @@ import torch
 from ...data.batch import with_parts
 from ...data.sampler import Step
 from ...distributed.transfer import Transfer
+from ...run.checkpointer import Checkpointer
 from ...run.run import Run
 from ...training.arrivals import BACKWARD, FORWARD, Arrivals
 from ...training.distributed_loss import DistributedLoss
@@ -101,7 +102,7 @@ def observe(folder: Path) -> None:
     watch.around(Transfer, "__call__", "data", "transfer")
     watch.around(DistributedLoss, "step", "reduction", "optimizer")
     watch.around(Evaluation, "__call__", "other", "evaluation")
-    watch.around(Run, "checkpoint", "other", "checkpoint")
+    watch.around(Checkpointer, "after_step", "other", "checkpoint")
 
     def noted(self: DistributedLoss, step: Step) -> Iterator[Any]:
         hold(self.world.rank, step.number)

@@ -1,7 +1,7 @@
 """A thin project: from answers to its files, written all or none, with a record by which `update` compares later.
 
 A template may have `@name@`, `@class@` (of the task), `@requirement@` and `@find@` (for pip), and lines between `@if
-PART@` and `@end@`, which stay if the project has that part: slurm, docker, wheel or git.
+PART@` and `@end@`, which stay if the project has that part: slurm, docker, wheel, git, check or nocheck.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from ...common.errors import Refusal
 from ...common.package_name import why_not
 
 TEMPLATES = Path(__file__).with_name("templates")
+TESTING = Path(__file__).parents[2] / "testing.py"
+"""By which the tests of a project check all promises; it may have been deleted, with `check`."""
+
 RECORD = ".evenkeel.json"
 WHEELS = "wheels"
 TASKS = {"classify": "Digits", "lm": "Text", "empty": "MyTask"}
@@ -131,7 +134,8 @@ def _template(path: str, task: str = "", templates: Path = TEMPLATES) -> Path:
 
 def render(answers: Answers, templates: Path = TEMPLATES) -> dict[str, str]:
     """The texts of a project by their paths in it."""
-    parts = {*answers.parts, answers.kind}
+    there = "check" if TESTING.is_file() else "nocheck"
+    parts = {*answers.parts, answers.kind, there}
     values = {
         "name": answers.name,
         "class": TASKS[answers.task],
