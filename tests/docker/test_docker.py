@@ -103,7 +103,7 @@ def test_a_change_of_one_line_leaves_the_packages_alone(built: Built, tmp_path: 
     for name in (".dockerignore", "pyproject.toml", "requirements.lock", "train.py"):
         shutil.copy2(ROOT / name, tmp_path / name)
     for name in ("docker", "src"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "train.py").open("a") as file:
         file.write("# a change\n")
     seconds = built.engine.build(f"{IMAGE}:changed", tmp_path)
