@@ -27,6 +27,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def is_typed(name: str, words: Sequence[str]) -> bool:
+    """Whether an option, such as run-dir, is among the words of a command line."""
+    return any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in words)
+
+
 def number_in(variable: str, least: int, most: int) -> int:
     """The whole number in an environment variable that is set; refused if it is none, or beyond its bounds."""
     text = os.environ[variable]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...common.arguments import is_typed
 from ...common.display import say
 from ...common.errors import Refusal
 from ...config import MaybePath
@@ -67,13 +68,11 @@ class CheckCommand:
             Refusal: the task or an option cannot be meant; nothing has been run but a look at the task.
         """
         self._refuse(options)
-        limit = [] if named(options, "limit-batches") else [f"--limit-batches={EPOCH}"]
+        limit = [] if is_typed("limit-batches", options) else [f"--limit-batches={EPOCH}"]
         given = [*options, *limit, "--wandb=disabled", f"--max-steps={STEPS}", "--epochs=1000000"]
         task = [f"--task={self.task}"]
         source = self.task.rpartition(":")[0]
-        own = (
-            source.endswith(".py") and self.script.resolve() == Path(source).resolve()
-        )  # such a script takes no --task
+        own = source.endswith(".py") and self.script.resolve() == Path(source).resolve()  # it takes no --task
         folder = Path(tempfile.mkdtemp(prefix="evenkeel-check-")) if self.keep is None else self.keep
         folder.mkdir(parents=True, exist_ok=True)
         jobs, rows = Jobs(folder, self.script, given if own else [*task, *given]), list[Row]()
@@ -93,9 +92,9 @@ class CheckCommand:
         if not self.script.is_file():
             raise Refusal(f"--script {self.script}: no such file; run this in the folder of train.py, or name it")
         for name in OWN:
-            if named(options, name):
+            if is_typed(name, options):
                 raise Refusal(f"-- --{name}: check sets it for its short jobs; leave it out")
-        if named(options, "task"):
+        if is_typed("task", options):
             raise Refusal("-- --task: give it before the --, as in: check --task my_job.py:MyTask -- --batch-size 32")
         if self.keep and self.keep.exists():
             raise Refusal(f"--keep {self.keep}: exists already; name another folder")
@@ -174,11 +173,6 @@ class Check:
 
     def _say(self, text: str) -> None:
         say(f"evenkeel: {time.monotonic() - self.began:5.1f} s  {text}", to_stderr=True)
-
-
-def named(options: Sequence[str], name: str) -> bool:
-    """Whether an option is among the words of a command line."""
-    return any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in options)
 
 
 def as_table(rows: Sequence[Row]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ...common.arguments import is_typed
 from ...common.display import say, styled
 from ...common.errors import Ended, Refusal
 from ...common.keyboard import CtrlC
@@ -120,7 +121,7 @@ class ScalingCommand:
         if not self.script.is_file():
             raise Refusal(f"--script {self.script}: no such file; run this in the folder of train.py, or name it")
         for name in (*self._own(Path()), "fresh"):
-            if any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in train_options):
+            if is_typed(name, train_options):
                 raise Refusal(f"-- --{name}: scaling sets it for its short runs; leave it out")
         if self.output and self.output.suffix not in (".svg", ".png"):
             raise Refusal(f"--output {self.output}: name a file that ends in .svg or .png")
