@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -94,43 +94,45 @@ def built(config: Config, task: Task) -> nn.Module:
     return model
 
 
-def samples_of(config: Config, dataset: SizedDataset, name: str, numbers: list[int]) -> Any:
-    """A batch of these samples, as a run would load it."""
-    if first := getattr(dataset, "first_samples", None):
-        all_of_them = first()
-        return collate([all_of_them[number] for number in numbers])
-    seeded = Seeded(dataset, config.seed, TRAIN if name == TRAINING else name)
-    return seeded.__getitems__(Indices(numbers, 0, MicroBatch(0, 0, numbers[0], len(numbers))))
+class Loader:
+    """Batches of samples by number, as a run would load them. Of a stream only the first, which are read once.
 
+    Attributes:
+        size: samples that can be read here.
+    """
 
-def size_of(dataset: SizedDataset) -> int:
-    """Samples that can be read here; of a stream only the first."""
-    first = getattr(dataset, "first_samples", None)
-    return len(first()) if first else len(dataset)
+    def __init__(self, config: Config, dataset: SizedDataset, name: str) -> None:
+        self._seeded = Seeded(dataset, config.seed, TRAIN if name == TRAINING else name)
+        first = getattr(dataset, "first_samples", None)
+        self._first: list[Any] | None = first() if first else None
+        self.size = len(dataset) if self._first is None else len(self._first)
+
+    def batch(self, numbers: list[int]) -> Any:
+        """A batch of these samples."""
+        if self._first is not None:
+            return collate([self._first[number] for number in numbers])
+        return self._seeded.__getitems__(Indices(numbers, 0, MicroBatch(0, 0, numbers[0], len(numbers))))
 
 
 def read(config: Config, task: Task, name: str, dataset: SizedDataset, anew: SizedDataset) -> Found:
     """Digests of samples of a set by number, and how many differ when they are read again, in the other order, or from
     the set built anew; with the line that is probably to blame."""
-    size, until, samples = size_of(dataset), time.monotonic() + SECONDS, dict[str, str]()
+    loader, until, samples = Loader(config, dataset, name), time.monotonic() + SECONDS, dict[str, str]()
 
-    def digest(of: SizedDataset, number: int) -> str:
-        return exact(samples_of(config, of, name, [number]))
+    def differing(of: Loader, numbers: Iterable[str]) -> int:
+        return sum(exact(of.batch([int(it)])) != samples[it] for it in numbers)
 
-    for number in sorted({i * (size - 1) // (MOST - 1) for i in range(MOST)}):
+    for number in sorted({i * (loader.size - 1) // (MOST - 1) for i in range(MOST)}):
         if time.monotonic() < until:
-            samples[str(number)] = digest(dataset, number)
-    found: Found = {"length": size, "samples": samples, "how": "between two reads"}
-    found["differing"] = sum(digest(dataset, int(it)) != samples[it] for it in reversed(samples))
+            samples[str(number)] = exact(loader.batch([number]))
+    found: Found = {"length": loader.size, "samples": samples, "how": "between two reads"}
+    found["differing"] = differing(Loader(config, dataset, name), reversed(samples))
     method = task.train_dataset if name == TRAINING else task.test_dataset
     suspects = [*readers(dataset), method, module_of(task)]
     if not found["differing"]:
         suspects, found["how"] = [method, *readers(dataset)], f"when {method.__name__}() is called again"
-        few = list(samples)[:: max(1, len(samples) // 8)]
-        same = size_of(anew) == size
-        found["differing"] = (
-            sum(digest(anew, int(it)) != samples[it] for it in few) if same else abs(size_of(anew) - size)
-        )
+        few, again = list(samples)[:: max(1, len(samples) // 8)], Loader(config, anew, name)
+        found["differing"] = abs(again.size - loader.size) or differing(again, few)
     return found | {"line": blame(suspects, OWN_DICE, CLOCK, CHANGED) if found["differing"] else ""}
 
 
@@ -210,8 +212,9 @@ class Parts:
         self, config: Config, compute: Callable[[Any], dict[str, Tensor]], model: nn.Module, dataset: SizedDataset,
         name: str, device: torch.device,
     ) -> None:  # fmt: skip
-        self.config, self.compute, self.model, self.dataset, self.name = config, compute, model, dataset, name
-        self.device, self.size = device, min(BATCH, size_of(dataset))
+        self.compute, self.model, self.dataset, self.name, self.device = compute, model, dataset, name, device
+        self._loader = Loader(config, dataset, name)
+        self.size = min(BATCH, self._loader.size)
 
     def compare(self, training: bool) -> Found:
         """What was found: "repeats", whether it is the same twice; "why", a reason not to compare; or "off"."""
@@ -253,8 +256,7 @@ class Parts:
 
     def batch(self, numbers: list[int]) -> tuple[Any, int]:
         """A batch of these samples on the device, and their number."""
-        loaded = samples_of(self.config, self.dataset, self.name, numbers)
-        return to_device(loaded, self.device), len(numbers)
+        return to_device(self._loader.batch(numbers), self.device), len(numbers)
 
     def sums(self, batch: tuple[Any, int], seed: int) -> dict[str, Tensor]:
         """Each value of a batch times its samples, if it is their mean, or the sum of its rows."""
