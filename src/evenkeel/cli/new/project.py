@@ -178,7 +178,8 @@ def write(answers: Answers, version: str, folder: Path, wheel: Path | None = Non
                 (made / path).parent.mkdir(parents=True, exist_ok=True)
                 (made / path).write_text(text)
                 if text.startswith("#!"):
-                    (made / path).chmod(0o777 & ~_umask())
+                    mode = (made / path).stat().st_mode
+                    (made / path).chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it
             if wheel:
                 (made / WHEELS).mkdir()
                 shutil.copy(wheel, made / WHEELS)
@@ -186,12 +187,6 @@ def write(answers: Answers, version: str, folder: Path, wheel: Path | None = Non
     except OSError as error:
         raise Refusal(f"{folder}: cannot be written: {error.strerror}; nothing has been written") from None
     return [*texts, RECORD, *([f"{WHEELS}/{wheel.name}"] if wheel else [])]
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def next_steps(folder: Path, written: Sequence[str]) -> str:
