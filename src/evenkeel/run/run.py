@@ -182,13 +182,8 @@ class Run:
         """
         if self.finished:
             return iter(())
-        config, state, plan, world, train_set = (
-            self.config,
-            self.state,
-            self.plan,
-            self.world,
-            self.attempt.sets[TRAINING],
-        )
+        config, state, plan, world = self.config, self.state, self.plan, self.world
+        train_set = self.attempt.sets[TRAINING]
         sampler = ElasticSampler(
             train_set, config.batch_size, plan.micro_batch, num_replicas=world.world_size, rank=world.rank,
             seed=config.seed, micro_batches=plan.number,

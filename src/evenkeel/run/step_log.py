@@ -27,8 +27,9 @@ LAST_LINE_SECONDS = 0.5
 
 
 class StepLog:
-    """Reports steps: every rank measures, rank 0 writes.
-    On other ranks than 0 the attempt has no tracker. The task says how many tokens a batch has.
+    """Reports steps: every rank measures, rank 0 writes. On other ranks the attempt has no tracker.
+
+    The task says how many tokens a batch has.
     """
 
     def __init__(self, attempt: Attempt, task: Task, state: State) -> None:
