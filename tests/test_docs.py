@@ -34,9 +34,13 @@ def loose_lists(page: str) -> list[str]:
 
 
 def test_it_is_short() -> None:
-    """Words have a letter or a digit; a table's bars are none. Shorten something before you raise a limit."""
-    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in [ROOT / "README.md", *PAGES]}
-    assert sum(words.values()) <= 28_000, sorted(words.items(), key=lambda it: -it[1])
+    """Words have a letter or a digit; a table's bars are none. Shorten something before you raise a limit.
+
+    docs/api.md is not counted: it is made from the docstrings.
+    """
+    pages = [ROOT / "README.md", *(page for page in PAGES if page.name != "api.md")]
+    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages}
+    assert sum(words.values()) <= 26_000, sorted(words.items(), key=lambda it: -it[1])
     assert words["index.md"] <= 300
 
 
