@@ -92,6 +92,10 @@ class DataOptions:
     """Samples that a process computes at a time, e.g. 16; auto: as many as fit (0: one part per process)."""
     micro_batches: int = option(0, 0, change="warned")
     """Number of micro-batches of a batch (0: by --micro-batch)."""
+    shares: Annotated[str, tyro.conf.arg(metavar="equal|auto|N:N...", help_behavior_hint="")] = option(
+        "equal", change="free"
+    )
+    """Micro-batches of each process: equal; auto: by measured speed; or in proportion, e.g. 2:1."""
     num_workers: int = option(0, 0, 1024, change="free")
     """Data-loading processes per training process, e.g. 4 (0: load in the training process)."""
     other_data: Flag = option(False, change="unsaved")
@@ -300,6 +304,7 @@ def validate(config: Config, samples: int | None = None) -> None:
         raise Refusal(f"--init-from {path}: is neither a file nor a folder, but a pipe or a device")
     if config.init_partial and not path:
         raise Refusal("--init-partial: there is no --init-from; name a file or leave it out")
+    shares_of(config)
     window = profile_window(config)
     if config.memory_snapshot and not window:
         raise Refusal("--memory-snapshot: of which steps? name them too, for example --profile 20:25")
@@ -315,6 +320,17 @@ def profile_window(config: Config) -> range:
     return window
 
 
+def shares_of(config: Config) -> list[int]:
+    """The numbers of --shares; empty for equal and auto. Refused if it is something else."""
+    text = config.shares
+    if text in ("equal", "auto"):
+        return []
+    numbers = [int(part) if re.fullmatch("[0-9]{1,6}", part) else 0 for part in text.split(":")]
+    if len(numbers) < 2 or not all(numbers):
+        raise Refusal(f"--shares {text[:40]}: give equal, auto, or a number from 1 on for each process, e.g. 2:1")
+    return numbers
+
+
 def _check_devices(config: Config) -> None:
     """Refuse what cannot be laid out together on the devices of a process."""
     dp, synced, k = config.strategy == "dp", config.sync_batchnorm, config.model_parallel
@@ -328,6 +344,8 @@ def _check_devices(config: Config) -> None:
     divided = "--place" if config.place else "--model-parallel" if k > 1 else ""
     if dp and synced:
         raise Refusal("--strategy dp --sync-batchnorm: needs a rank for each micro-batch; use --strategy ddp")
+    if config.shares != "equal" and (other := "--strategy dp" if dp else "--sync-batchnorm" if synced else ""):
+        raise Refusal(f"--shares {config.shares} {other}: needs equal shares of a batch; leave one of them out")
     if dp and config.reduce == "tree":
         raise Refusal("--reduce tree: with --strategy dp DataParallel sums the gradients; leave one of the two out")
     if dp and divided:

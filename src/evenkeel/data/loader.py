@@ -184,7 +184,7 @@ class _Loader(DataLoader[Any]):
 
     _stream: Iterator[Any] | None = None
     """Batches of the next epoch, if the last one was read to its end."""
-    _stream_epoch = -1
+    _stream_at: tuple[Any, ...] = ()
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, **options: Any) -> None:
         chosen = multiprocessing.get_start_method(allow_none=True)
@@ -198,7 +198,7 @@ class _Loader(DataLoader[Any]):
         sampler = self.batch_sampler.sampler
         assert sampler is not None
         stream, self._stream = self._stream, None
-        if stream is None or (self._stream_epoch, 0) != (sampler.epoch, sampler.first_step):
+        if stream is None or self._stream_at != (sampler.epoch, sampler.first_step, sampler.sizes):
             stream = self.begin()
         return self._one_epoch(stream, sampler)
 
@@ -206,7 +206,7 @@ class _Loader(DataLoader[Any]):
         for step in sampler.steps():
             for _ in sampler.micro_batches(step):
                 yield next(stream)
-        self._stream, self._stream_epoch = stream, sampler.epoch + 1
+        self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.sizes)
 
     def begin(self) -> Any:
         """Iterate over the micro-batches, and start the loader processes if they do not run yet."""

@@ -2,8 +2,8 @@
 
 An epoch of N samples is a sequence of positions 0 .. N-1 (`shuffle` says which sample stands at a position). Step s of
 an epoch has positions s*G .. (s+1)*G, the last step the rest. A step is cut into micro-batches: of a fixed size with a
-smaller last one, or into a fixed number of nearly equal ones. The number of ranks enters only in `share`, and may
-differ at every step.
+smaller last one, or into a fixed number of nearly equal ones. The number of ranks, and how fast each is, enters only
+in `shares`, and may differ at every step.
 
     >>> plan = Plan(samples=10, global_batch=8, micro_batch=3, epochs=2)
     >>> plan.total_steps, [m.size for m in plan.micro_batches(0)], [m.size for m in plan.micro_batches(1)]
@@ -16,8 +16,10 @@ differ at every step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..common.naming import in_epoch
@@ -122,20 +124,25 @@ class Plan:
         epoch, within = self.locate(step)
         return epoch * self.samples + within * self.global_batch
 
-    def micro_batches(self, step: int, rank: int = 0, world_size: int = 1) -> list[MicroBatch]:
-        """This rank's micro-batches of a global step, in order; none for an idle rank."""
+    def micro_batches(
+        self, step: int, rank: int = 0, world_size: int = 1, sizes: tuple[int, ...] = ()
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of a global step, in order; none for an idle rank. For `sizes` see :meth:`runs`."""
         first = step % self.steps_per_epoch * self.global_batch
         size, count = self.step_samples(step), self._count(step)
-        mine = share(count, rank, world_size)
+        mine = shares(count, world_size, sizes)[rank]
         if self.number:
             parts = ((i, share(size, i, count)) for i in mine)
             return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
         each = self.micro_batch
         return [MicroBatch(step, i, first + i * each, min(each, size - i * each)) for i in mine]
 
-    def runs(self, step: int, world_size: int) -> tuple[range, ...]:
-        """The ids of the micro-batches of a global step, by rank; the same object for steps of the same size."""
-        return shares(self._count(step), world_size)
+    def runs(self, step: int, world_size: int, sizes: tuple[int, ...] = ()) -> tuple[range, ...]:
+        """The ids of the micro-batches of a global step, by rank; the same object for steps of the same size.
+
+        `sizes`: how many of a full step's micro-batches each rank computes (--shares); empty: equally many.
+        """
+        return shares(self._count(step), world_size, sizes)
 
     def _count(self, step: int) -> int:
         """M of a step. A short step is cut for all ranks too, but not into single samples: BatchNorm needs two."""
@@ -159,9 +166,33 @@ def share(count: int, rank: int, world_size: int) -> range:
 
 
 @lru_cache(maxsize=8)
-def shares(count: int, world_size: int) -> tuple[range, ...]:
-    """The shares of all ranks."""
+def shares(count: int, world_size: int, sizes: tuple[int, ...] = ()) -> tuple[range, ...]:
+    """The shares of all ranks: of these sizes, if they add up to ``count``; a shorter step is divided equally."""
+    if sum(sizes) == count:
+        ends = [0, *accumulate(sizes)]
+        return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
     return tuple(share(count, rank, world_size) for rank in range(world_size))
+
+
+def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    """How many of ``count`` micro-batches each rank should compute, at least one, so that the last is done soonest.
+
+    Each further micro-batch goes to the rank that would be done with it first. That is optimal: had another division
+    an earlier end, it would give the last rank fewer and some rank more, which ends later.
+
+    Args:
+        count: at least as many as there are ranks.
+        seconds: of one micro-batch on each rank.
+
+    >>> apportioned(4, [1, 3]), apportioned(8, [1, 1, 1])
+    ((3, 1), (3, 3, 2))
+    """
+    sizes = [1] * len(seconds)
+    for _ in range(count - len(seconds)):
+        # of ranks that are as fast, the one with fewer, then the first: equal ranks get equal shares
+        soonest = min(range(len(seconds)), key=lambda rank: ((sizes[rank] + 1) * seconds[rank], sizes[rank]))
+        sizes[soonest] += 1
+    return tuple(sizes)
 
 
 def next_smaller(micro_batch: int, batch: int) -> int:

@@ -78,6 +78,8 @@ class ElasticSampler(DistributedSampler[Any]):
         self.plan = Plan(len(dataset), global_batch, micro_batch, epochs=1, number=micro_batches)
         self.blocks = blocks_of(dataset) if shuffle else None
         self.first_step = 0
+        self.sizes: tuple[int, ...] = ()
+        """How many micro-batches of a full step each rank computes; empty: equally many."""
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Set the epoch of the next iteration and the step within it to start from."""
@@ -106,7 +108,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global step."""
-        return self.plan.micro_batches(step, self.rank, self.num_replicas)
+        return self.plan.micro_batches(step, self.rank, self.num_replicas, self.sizes)
 
 
 class Step(NamedTuple):
@@ -118,6 +120,8 @@ class Step(NamedTuple):
     """This rank's; an idle rank has none."""
     batches: Iterator[Any]
     """Their data in the same order, loaded on demand."""
+    runs: tuple[range, ...] = ()
+    """The numbers of the micro-batches of each rank; empty: as the plan divides them."""
 
 
 def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
@@ -130,5 +134,6 @@ def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]
     stream = iter(batches)
     for step in sampler.steps():
         mine = sampler.micro_batches(step)
-        yield Step(step, mine, (next(stream) for _ in mine))
+        runs = sampler.plan.runs(step, sampler.num_replicas, sampler.sizes)
+        yield Step(step, mine, (next(stream) for _ in mine), runs)
     next(stream, None)  # lets the loader know that the epoch was read to its end

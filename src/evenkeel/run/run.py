@@ -209,9 +209,10 @@ class Run:
         while not self.state.is_over():
             epoch, first_step = self.plan.locate(self.state.step)
             sampler.set_epoch(epoch, first_step)
+            sampler.sizes = self.step_log.shares.sizes
             for step in by_step(batches, sampler):
                 yield step
-                if self.state.is_over():
+                if self.state.is_over() or sampler.sizes != self.step_log.shares.sizes:
                     break
 
     def after_step(self, model: DistributedLoss, norm: Tensor | None = None) -> None:

@@ -11,6 +11,7 @@ from ..common.naming import TRAIN, in_set
 from ..training.arrivals import Arrivals
 from ..training.distributed_loss import DistributedLoss
 from ..training.flops import per_sample
+from ..training.shares import Shares
 from ..training.state import State
 from ..training.task import Task
 from .attempt import Attempt
@@ -38,21 +39,31 @@ class StepLog:
         """When this rank is ready for the reductions; the steps mark it."""
         self.losses = 0
         """Losses that the job has made; one that is not the task's counts as two."""
-        self._stragglers = Stragglers(attempt.path / "ranks.jsonl", attempt.hosts) if attempt.tracker else None
+        self.shares = Shares(attempt.config, attempt.plan, attempt.world, attempt.hosts)
+        """How many micro-batches each rank computes."""
+        ranks = attempt.path / "ranks.jsonl"
+        self._stragglers = Stragglers(ranks, attempt.hosts, attempt.config.shares) if attempt.tracker else None
         self._logged = 0
         self._skipped_told = 0
         self._overflows_told = (0, 0)
 
     def after_step(self, model: DistributedLoss, norm: Tensor) -> None:
-        """Log the last step, if it is time. Reads from the device, so not every step is logged.
+        """Log the last step and divide the next ones, if it is time.
 
         Args:
-            model: that has taken the step. Its loss is asked for only here, as that may cost an exchange.
+            model: that has taken the step.
             norm: the gradient's.
         """
+        step = self._state.step
+        if step % self._attempt.config.log_every == 0:
+            self._log(model, norm)
+        if self.shares.decide(step):
+            self._report_shares(step)
+
+    def _log(self, model: DistributedLoss, norm: Tensor) -> None:
+        """Reads from the device, so not every step is logged. The loss is asked for only here: it may cost an
+        exchange."""
         state, tracker = self._state, self._attempt.tracker
-        if state.step % self._attempt.config.log_every:
-            return
         self._take_arrivals(self.arrivals.exchange(state.step))
         loss = model.loss
         if not tracker:
@@ -90,6 +101,15 @@ class StepLog:
     def _take_arrivals(self, found: tuple[int, list[list[float]]] | None) -> None:
         if found and self._stragglers:
             self._stragglers.take(*found)
+            self.shares.take(found[1])
+
+    def _report_shares(self, step: int) -> None:
+        attempt, sizes = self._attempt, self.shares.sizes
+        if attempt.directory and attempt.tracker:
+            text = ":".join(map(str, sizes))
+            attempt.tracker.say(f"step {step}: the ranks now compute {text} micro-batches of each step")
+            attempt.tracker.event("shares", step, shares=list(sizes))
+            attempt.directory.note(shares=text)
 
     def _tell_hints(self) -> None:
         """Say a hint when it is new in this run, and keep in status.json those of now."""

@@ -29,23 +29,24 @@ Row = Sequence[float]
 """Of one rank; see the columns of `training.arrivals`."""
 
 
-def late(rows: Sequence[Row]) -> dict[int, tuple[float, str]]:
+def late(rows: Sequence[Row], units: Sequence[int] = (SAMPLES, MICRO_BATCHES)) -> dict[int, tuple[float, str]]:
     """Ranks that are late in one span: how many times later than the median, and in which part of the step.
 
     Late by micro-batch and by sample. One of the two alone deceives where some micro-batches are smaller: a small one
-    takes less time, but more for a sample. The median absolute deviation is a scale that the late ranks themselves do
-    not move (Hampel, "The Influence Curve and Its Role in Robust Estimation", 1974). Idle ranks do not count.
+    takes less time, but more for a sample. With unequal shares (--shares) by step alone. The median absolute deviation
+    is a scale that the late ranks themselves do not move (Hampel, "The Influence Curve and Its Role in Robust
+    Estimation", 1974). Idle ranks do not count.
     """
     busy = [rank for rank, row in enumerate(rows) if row[MICRO_BATCHES]]
     found: list[dict[int, float]] = []
-    for unit in (SAMPLES, MICRO_BATCHES) if busy else ():
+    for unit in units if busy else ():
         taken = {rank: sum(rows[rank][part] for part in WORDS) / rows[rank][unit] for rank in busy}
         middle = median_low(taken.values())
         spread = median_low(abs(each - middle) for each in taken.values())
         least = max(RATIO * middle, middle + DEVIATIONS * spread)
         found.append({rank: each / middle for rank, each in taken.items() if each > least > 0})
-    by_sample, by_micro_batch = found or ({}, {})
-    return {rank: (it, _part(rows, busy, rank)) for rank, it in by_micro_batch.items() if rank in by_sample}
+    *others, last = found or [{}]
+    return {rank: (it, _part(rows, busy, rank)) for rank, it in last.items() if all(rank in each for each in others)}
 
 
 def _part(rows: Sequence[Row], busy: Sequence[int], rank: int) -> str:
@@ -64,10 +65,11 @@ class Stragglers:
     Args:
         path: the file.
         hosts: of all ranks.
+        shares: --shares.
     """
 
-    def __init__(self, path: Path, hosts: Sequence[str]) -> None:
-        self.path, self.hosts = path, hosts
+    def __init__(self, path: Path, hosts: Sequence[str], shares: str = "equal") -> None:
+        self.path, self.hosts, self.shares = path, hosts, shares
         self.named: dict[int, str] = {}
         """What there is to say of the ranks that are late."""
         self._told = False  # whether the hosts are in the file
@@ -97,7 +99,7 @@ class Stragglers:
             self._since = step, time.monotonic()
 
     def _judge(self, step: int) -> None:
-        found = late(self._rows)
+        found = late(self._rows) if self.shares == "equal" else late(self._rows, (STEPS,))
         for rank, count in enumerate(self._counts):
             self._counts[rank] = max(0, count) + 1 if rank in found else min(0, count) - 1
             if self._counts[rank] >= TIMES and rank in found:

@@ -201,7 +201,7 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._loss.step = step.number
         self._parts, self._waits, self._total = Fold(_add_to_right), None, None
-        runs = self.plan.runs(step.number, self.world.world_size)
+        runs = step.runs or self.plan.runs(step.number, self.world.world_size)
         self._arrivals.begin(step.micro_batches)
         try:
             activity.enter(DATA)

@@ -1,0 +1,101 @@
+"""Shares of a step for ranks of different speed (--shares): the faster a rank, the more micro-batches it computes.
+
+All ranks wait for the slowest in every step. Which rank computes a micro-batch changes neither samples nor random
+numbers, and with --reduce tree no bit of the result; so shares may change between any two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..config import Config, shares_of
+from ..data.plan import Plan, apportioned, shares
+from ..distributed.world import World
+from .arrivals import BACKWARD, DATA, FORWARD, MICRO_BATCHES, STEPS
+
+log = logging.getLogger(__name__)
+
+EVERY = 32
+"""Steps between two decisions."""
+GAIN = 1.1
+"""Shares change if the step would be this many times as long without, ..."""
+TIMES = 3
+"""... by the measurements before so many decisions in a row: one alone may be chance."""
+USEFUL = 4
+"""Micro-batches for each rank from which on unequal shares are fine enough; fewer get a hint."""
+
+
+class Shares:
+    """How many micro-batches each rank computes of a full step.
+
+    With `auto` rank 0 decides, by the times of all ranks (`arrivals`), and tells the others.
+
+    Args:
+        config: its --shares.
+        plan: a step has `plan.max_world_size` micro-batches.
+        world: who takes part.
+        hosts: of all ranks, for the log.
+    """
+
+    def __init__(self, config: Config, plan: Plan, world: World, hosts: Sequence[str]) -> None:
+        self._count, self._world, self._hosts = plan.max_world_size, world, hosts
+        self._auto = config.shares == "auto" and 1 < world.world_size < self._count
+        self._seconds = [[0.0, 0.0, 0.0] for _ in hosts]  # of each rank: seconds, micro-batches, steps
+        self._votes = 0
+        self.sizes = tuple(map(len, shares(self._count, world.world_size)))
+        """By rank."""
+        numbers = shares_of(config)
+        if numbers and len(numbers) == world.world_size <= self._count:
+            self.sizes = apportioned(self._count, [1 / number for number in numbers])
+        self._warn(config, numbers)
+
+    def _warn(self, config: Config, numbers: Sequence[int]) -> None:
+        ranks, typed = self._world.world_size, f"--shares {config.shares}"
+        if self._world.rank or config.shares == "equal" or ranks == 1:
+            return
+        if numbers and len(numbers) != ranks:
+            log.warning("%s: is for %d processes, and there are %d; all get equal shares", typed, len(numbers), ranks)
+        elif self._count < (wanted := sum(numbers) or USEFUL * ranks):
+            log.warning(
+                "%s: a step has %d micro-batches for %d processes, too few to divide well; a new run with "
+                "--micro-batches %d can do so", typed, self._count, ranks, wanted,
+            )  # fmt: skip
+
+    def take(self, rows: Sequence[Sequence[float]]) -> None:
+        """On rank 0: the rows of an exchange of `Arrivals`."""
+        for sums, row in zip(self._seconds, rows, strict=True):
+            sums[0] += row[DATA] + row[FORWARD] + row[BACKWARD]
+            sums[1] += row[MICRO_BATCHES]
+            sums[2] += row[STEPS]
+
+    def decide(self, step: int) -> bool:
+        """Whether the shares change after this step; the same on all ranks, which all call it after each step."""
+        if not self._auto or step % EVERY:
+            return False
+        decided = torch.tensor(self.wanted() if self._world.rank == 0 else self.sizes)
+        dist.broadcast(decided, src=0)  # on the CPU
+        before, self.sizes = self.sizes, tuple(decided.tolist())
+        return self.sizes != before
+
+    def wanted(self) -> tuple[int, ...]:
+        """The shares from now on, on rank 0, by what was measured since it was asked last."""
+        measured = [(seconds / count, steps) for seconds, count, steps in self._seconds if count]
+        if len(measured) < len(self._seconds) or min(steps for _, steps in measured) < EVERY / 4:
+            return self.sizes
+        each = [seconds for seconds, _ in measured]
+        best = apportioned(self._count, each)
+        self._votes = self._votes + 1 if _longest(self.sizes, each) >= GAIN * _longest(best, each) else 0
+        self._seconds = [[0.0, 0.0, 0.0] for _ in self._hosts]
+        if self._votes < TIMES:
+            return self.sizes
+        self._votes = 0
+        return best
+
+
+def _longest(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Seconds that the ranks' slowest needs for its share."""
+    return max(number * each for number, each in zip(sizes, seconds, strict=True))
