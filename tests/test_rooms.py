@@ -16,12 +16,12 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 
 BUDGET = {
     "common": 1350,
-    "config": 400,
-    "data": 2620,
+    "config": 420,
+    "data": 2640,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 3750,
-    "run": 4380,
+    "training": 3840,
+    "run": 4400,
     "tasks": 2220,
     "launch": 2200,
     "cli": 6600,

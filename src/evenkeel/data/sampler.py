@@ -120,8 +120,6 @@ class Step(NamedTuple):
     """This rank's; an idle rank has none."""
     batches: Iterator[Any]
     """Their data in the same order, loaded on demand."""
-    runs: tuple[range, ...] = ()
-    """The numbers of the micro-batches of each rank; empty: as the plan divides them."""
 
 
 def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
@@ -134,6 +132,5 @@ def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]
     stream = iter(batches)
     for step in sampler.steps():
         mine = sampler.micro_batches(step)
-        runs = sampler.plan.runs(step, sampler.num_replicas, sampler.sizes)
-        yield Step(step, mine, (next(stream) for _ in mine), runs)
+        yield Step(step, mine, (next(stream) for _ in mine))
     next(stream, None)  # lets the loader know that the epoch was read to its end

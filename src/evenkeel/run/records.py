@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 FACTS: dict[str, Any] = {
     **dict.fromkeys(("state", "host", "reason", "last_failure", "requeues", "wandb_id", "weights_sha256"), ""),
+    "shares": "",
     **dict.fromkeys(("pid", "step", "total_steps", "samples_seen", "threads", "micro_batch", "micro_batches"), 0),
     **dict.fromkeys(("fruitless", "starts"), 0),
     **dict.fromkeys(("time", "seconds", "goodput"), 0.0),

@@ -173,6 +173,7 @@ class Run:
         return DistributedLoss(
             loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
             config.strategy, self.task.unused_parameters, network, self.step_log.arrivals, self.task.collectives,
+            self.step_log.shares,
         )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:

@@ -43,6 +43,8 @@ class StepLog:
         """How many micro-batches each rank computes."""
         ranks = attempt.path / "ranks.jsonl"
         self._stragglers = Stragglers(ranks, attempt.hosts, attempt.config.shares) if attempt.tracker else None
+        if attempt.directory and attempt.tracker:
+            attempt.directory.note(shares=self._shares_text() if attempt.config.shares != "equal" else "")
         self._logged = 0
         self._skipped_told = 0
         self._overflows_told = (0, 0)
@@ -104,12 +106,15 @@ class StepLog:
             self.shares.take(found[1])
 
     def _report_shares(self, step: int) -> None:
-        attempt, sizes = self._attempt, self.shares.sizes
+        attempt, text = self._attempt, self._shares_text()
         if attempt.directory and attempt.tracker:
-            text = ":".join(map(str, sizes))
-            attempt.tracker.say(f"step {step}: the ranks now compute {text} micro-batches of each step")
-            attempt.tracker.event("shares", step, shares=list(sizes))
+            reason = f"the ranks now compute {text} micro-batches of each step"
+            attempt.tracker.say(f"step {step}: {reason}")
+            attempt.tracker.event("shares", step, shares=list(self.shares.sizes), reason=reason)
             attempt.directory.note(shares=text)
+
+    def _shares_text(self) -> str:
+        return ":".join(map(str, self.shares.sizes))
 
     def _tell_hints(self) -> None:
         """Say a hint when it is new in this run, and keep in status.json those of now."""

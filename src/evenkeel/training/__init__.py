@@ -8,6 +8,7 @@ changes the state, so between two of them another thread may copy it at any time
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
+- shares: how many micro-batches each rank computes, by its speed (--shares)
 - seqlock, staging: whether a copy of the state is whole, and the memory that it is copied into
 - buffers: BatchNorm's statistics, as all micro-batches of a step move them
 - optimization: --optimizer, --schedule and what is loaded into an optimizer

@@ -39,6 +39,7 @@ from .checks import check_dense, checked_losses, explain, missing_gradients, sam
 from .oom import note_batch
 from .optimization import clip_grad_norm
 from .precision import Precision, autocast
+from .shares import Shares
 from .state import State
 from .task import Losses
 
@@ -143,6 +144,7 @@ class DistributedLoss:
             take turns, a step for each.
         arrivals: times the steps of this rank; default: nobody does.
         collectives: the loss may call collectives of its own.
+        shares: how many micro-batches each rank computes; default: equally many.
     """
 
     def __init__(
@@ -159,7 +161,9 @@ class DistributedLoss:
         network: nn.Module | None = None,
         arrivals: Arrivals | None = None,
         collectives: bool = False,
+        shares: Shares | None = None,
     ) -> None:
+        self._shares = shares
         self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
@@ -201,7 +205,7 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._loss.step = step.number
         self._parts, self._waits, self._total = Fold(_add_to_right), None, None
-        runs = step.runs or self.plan.runs(step.number, self.world.world_size)
+        runs = self.plan.runs(step.number, self.world.world_size, self._shares.sizes if self._shares else ())
         self._arrivals.begin(step.micro_batches)
         try:
             activity.enter(DATA)

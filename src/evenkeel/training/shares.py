@@ -25,8 +25,8 @@ GAIN = 1.1
 """Shares change if the step would be this many times as long without, ..."""
 TIMES = 3
 """... by the measurements before so many decisions in a row: one alone may be chance."""
-USEFUL = 4
-"""Micro-batches for each rank from which on unequal shares are fine enough; fewer get a hint."""
+LEAST, BETTER = 2, 4
+"""Micro-batches for each rank below which there is a warning, and as many as that recommends."""
 
 
 class Shares:
@@ -59,10 +59,10 @@ class Shares:
             return
         if numbers and len(numbers) != ranks:
             log.warning("%s: is for %d processes, and there are %d; all get equal shares", typed, len(numbers), ranks)
-        elif self._count < (wanted := sum(numbers) or USEFUL * ranks):
+        elif self._count < (sum(numbers) or LEAST * ranks):
             log.warning(
                 "%s: a step has %d micro-batches for %d processes, too few to divide well; a new run with "
-                "--micro-batches %d can do so", typed, self._count, ranks, wanted,
+                "--micro-batches %d can do so", typed, self._count, ranks, sum(numbers) or BETTER * ranks,
             )  # fmt: skip
 
     def take(self, rows: Sequence[Sequence[float]]) -> None:

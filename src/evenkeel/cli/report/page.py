@@ -66,7 +66,9 @@ def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]
         of = f": {history.name}" * (len(histories) > 1)
         sections[f"Timeline{of}"] = cards(figures.timeline(history)) + attempts(history)
         if ranks := read_ranks(history.path / "ranks.jsonl"):
-            sections[f"Ranks{of}"] = cards(figures.rank_spread(ranks))
+            shares = escape(str(history.status.get("shares", "")))
+            more = f'<p class="card">Micro-batches of a step, by rank: {shares} (--shares)</p>' if shares else ""
+            sections[f"Ranks{of}"] = cards(figures.rank_spread(ranks), more)
         for it in read_classified(history.path):
             shown = cards(figures.classified(it)) + confusion_table(it) + mistakes(it)
             sections[f"Predictions for the {it.part} set at step {it.step:,}{of}"] = shown
