@@ -410,6 +410,27 @@ def test_loader_processes_begin_the_next_epoch_before_it_is_asked_for(purpose: s
     assert dataset.loaded.item() == ahead
 
 
+@pytest.mark.parametrize("change_at", [2, 3], ids=["between epochs", "within an epoch"])
+def test_when_shares_change_what_was_loaded_ahead_is_not_used(change_at: int) -> None:
+    """The loader process has begun the next epoch by the old shares."""
+    sampler = elastic(Job(samples=8, global_batch=4, micro_batch=1), 2, 0)
+    batches, found, step = loader(Counting(), sampler, "train", 1, CPU), list[list[Any]](), 0
+    while step < 6:
+        sampler.set_epoch(*divmod(step, 2))
+        sampler.sizes = (3, 1) if step >= change_at else ()
+        for number, mine, theirs in by_step(batches, sampler):
+            samples = [each.tolist() for each in theirs]
+            assert len(samples) == len(mine) == (3 if number >= change_at else 2)
+            found.append(samples)
+            step += 1
+            if step == change_at:
+                break
+    again = elastic(Job(samples=8, global_batch=4, micro_batch=1), 2, 0)
+    again.set_epoch(2)
+    again.sizes = (3, 1)
+    assert found[4:] == [[list(each) for each in again][part] for part in (slice(3), slice(3, 6))]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_augmentation_is_the_same_at_any_world_size_and_after_a_resume(world_size: int) -> None:
     torch.rand(world_size), random.random(), np.random.rand()  # what went before does not matter
