@@ -423,7 +423,7 @@ def test_when_shares_change_what_was_loaded_ahead_is_not_used(change_at: int) ->
             assert len(samples) == len(mine) == (3 if number >= change_at else 2)
             found.append(samples)
             step += 1
-            if step == change_at:
+            if step == change_at == 3:
                 break
     again = elastic(Job(samples=8, global_batch=4, micro_batch=1), 2, 0)
     again.set_epoch(2)
