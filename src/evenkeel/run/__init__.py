@@ -18,6 +18,7 @@
     digest.py         64 bits for each tensor that tell whether two runs are equal
     predictions.py    --save-predictions
     tracking.py       metrics.jsonl, the lines on the screen, a log for each rank
+    media.py          pictures, tables and numbers that a job logs itself
     trackers.py       other places for metrics: Weights & Biases, TensorBoard, a CSV file
     stragglers.py     ranks.jsonl, and the names of ranks that are late
     hints.py          what an option would save, said once

@@ -8,6 +8,7 @@ from ..training.evaluation import Evaluation
 from ..training.prediction import predictions
 from ..training.state import State
 from ..training.task import Task
+from . import media
 from .attempt import Attempt
 from .predictions import save_predictions
 
@@ -36,6 +37,7 @@ class Evaluator:
         if self._state.step == 0:
             compute = [self._task.predict] if config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
+            media.check(self._evaluations[0].shown)
             if rehearsed is not None:
                 self._state.check(rehearsed)
 
@@ -46,6 +48,9 @@ class Evaluator:
         if first.name != VALIDATION or self._state.is_over():
             for other in others:
                 self.metrics |= other.named(other())
+        if self._attempt.tracker:
+            media.log(self._attempt.tracker, self._state.step, first.shown)
+        self._task.after_evaluation(dict(self.metrics), self._state.step)
 
     def save_predictions(self) -> None:
         """For --save-predictions, after the last evaluation. Rank 0 writes."""

@@ -54,7 +54,7 @@ MORE: dict[str, Any] = {
 }  # fmt: skip
 """What some of them have, besides values that are only shown."""
 
-MEASURES = {"train": TRAIN, "eval": TEST}
+MEASURES = {"train": TRAIN, "eval": TEST, "log": TRAIN}
 """Kind of a record with values -> the set of those whose names have none, from version 0.1.0."""
 
 RECORDED = {"task", "batch_size", "grace", "keep", "on_nonfinite"}

@@ -6,7 +6,7 @@ part in the collectives and do nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -32,6 +32,7 @@ from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss, LossFunction
 from ..training.state import State
 from ..training.task import Task
+from . import media
 from .attempt import Attempt
 from .build import build_model, build_state, prepare
 from .checkpointer import Checkpointer
@@ -239,6 +240,12 @@ class Run:
             self.evaluator.metrics = {}
             if not state.is_over():
                 self.checkpointer.after_step({})
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log what the job has to show of the present step, from rank 0; see `media.log`. Not in every step: it reads
+        from the device, and writes files."""
+        if self.attempt.tracker:
+            media.log(self.attempt.tracker, self.state.step, values)
 
     def _evaluate_and_save(self) -> None:
         self.evaluator.evaluate()

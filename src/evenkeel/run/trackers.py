@@ -36,6 +36,9 @@ class MetricsLog(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take values by full names, as they are after a step. Steps do not decrease, and may come twice."""
 
+    def show(self, step: int, name: str, path: Path) -> None:
+        """Take a picture (.png) or a table (.csv)."""
+
     def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
         """End; `summary` has the best evaluation of a finished run, else it is empty."""
 
@@ -69,6 +72,16 @@ class WandB:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send them."""
         self._run.log(dict(values), step=step)
+
+    def show(self, step: int, name: str, path: Path) -> None:
+        """Send it."""
+        import wandb
+
+        if path.suffix == ".png":
+            self._run.log({name: wandb.Image(str(path))}, step=step)
+        else:
+            head, *rows = _read_table(path)
+            self._run.log({name: wandb.Table(columns=[*head], data=rows)}, step=step)
 
     def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
         """Send the best values as the summary, the report if asked for, and what is left."""
@@ -113,6 +126,19 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def show(self, step: int, name: str, path: Path) -> None:
+        """Write it to the file; a table as Markdown."""
+        if path.suffix == ".png":
+            import numpy as np
+            from PIL import Image
+
+            self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
+        else:
+            head, *rows = _read_table(path)
+            lines = [head, ["---"] * len(head), *rows]
+            self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+        self._writer.flush()
+
     def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
         """Close the file."""
         self._writer.close()
@@ -140,6 +166,9 @@ class CsvFile:
         else:
             append_line(self.path, self._text([row]))
 
+    def show(self, step: int, name: str, path: Path) -> None:
+        """It is in the run's folder already."""
+
     def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
         """Nothing is left to do: each row is in the file."""
 
@@ -155,6 +184,11 @@ class CsvFile:
         text = io.StringIO(newline="")
         csv.DictWriter(text, self._names, extrasaction="ignore", lineterminator="\n").writerows(rows)
         return text.getvalue().encode()
+
+
+def _read_table(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
 
 
 def in_the_folder(config: Config, path: Path, step: int) -> Iterator[MetricsLog]:

@@ -117,7 +117,7 @@ class Tracker:
         epoch = {"epoch": round(step / self.plan.steps_per_epoch, 4)} if self.plan.has_epochs else {}
         values = epoch | named(TRAIN, facts)
         self.event("train", step, **values)
-        self._each(lambda place: place.log(step, values))
+        self.show(lambda place: place.log(step, values))
 
         self._losses = {f"{TRAIN}/loss": loss, **(parts or {})}
         present = {"kind": "train", "time": time.time(), "spent": spent}
@@ -136,10 +136,15 @@ class Tracker:
         self.metrics = metrics
         self.event("eval", step, **metrics)
         if step != self._evaluated:
-            self._each(lambda place: place.log(step, metrics))
+            self.show(lambda place: place.log(step, metrics))
         if self._display:
             self._display.metrics = self._latest()
         self.say(progress(step, self.plan.total_steps, shown(metrics)))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Report numbers that the job has logged itself, by full names."""
+        self.event("log", step, **values)
+        self.show(lambda place: place.log(step, values))
 
     def event(self, kind: str, step: int, **facts: Any) -> None:
         """Append a line to metrics.jsonl."""
@@ -164,7 +169,7 @@ class Tracker:
         """End the display and the other places for metrics, which hear of a finished run's best evaluation."""
         if self._display:
             self._display.stop({0: "finished", STOPPED: "stopped"}.get(exit_code, "failed"))
-        self._each(lambda place: place.finish(best or {}, exit_code))
+        self.show(lambda place: place.finish(best or {}, exit_code))
         self._logs = []
 
     def _latest(self) -> list[str]:
@@ -172,7 +177,8 @@ class Tracker:
             self._losses | {name: value for name, value in self.metrics.items() if not name.endswith("/loss")}
         )
 
-    def _each(self, do: Callable[[MetricsLog], None]) -> None:
+    def show(self, do: Callable[[MetricsLog], None]) -> None:
+        """Do something with each other place for metrics; one that fails is off from there on."""
         for place in list(self._logs):
             try:
                 do(place)

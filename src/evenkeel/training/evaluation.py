@@ -78,6 +78,9 @@ class Evaluation:
             seed=config.seed,
         )
         self._transfer = Transfer(world.device)
+        self._is_first = False
+        self.shown: Mapping[str, Any] = {}
+        """On rank 0: what the task shows of the first batch of the last evaluation."""
         self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
@@ -149,8 +152,17 @@ class Evaluation:
                 # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
 
-        self.each(lambda batch: self.task.metrics(self.model, batch), add)
+        self._is_first = self.world.rank == 0
+        self.each(self._measured, add)
         return sums
+
+    def _measured(self, batch: Any) -> Any:
+        """The task's metrics of a batch; of the first one of all also what the task shows."""
+        found = self.task.metrics(self.model, batch)
+        if self._is_first:
+            self.shown = self.task.show(self.model, batch)
+        self._is_first = False
+        return found
 
     @torch.no_grad()
     def each(self, compute: Callable[[Any], T], take: Callable[[T, int], None]) -> None:

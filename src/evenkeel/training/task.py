@@ -88,6 +88,15 @@ class Task(TaskData):
         """Tokens in a batch, for tokens/s; 0: they are not counted. One batch is asked for and taken for the mean."""
         return 0
 
+    def show(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """What to log of the first batch of each evaluation, as `Run.log` takes it: {"samples": picture}. On rank 0
+        only, in evaluation mode without gradients; default: nothing."""
+        return {}
+
+    def after_evaluation(self, metrics: Mapping[str, float], step: int) -> None:
+        """Called on all ranks after each evaluation, with the same metrics by full names; perhaps twice for a step at
+        which the run was stopped. For messages to the outside, not for changes of what is trained."""
+
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """What `evenkeel predict` writes of each sample: tensors of shape [samples] or [samples, numbers], by column.
 

@@ -3,6 +3,7 @@
     command.py      the options and their checks; writes what was asked for; --csv
     history.py      what a run has left: curves, attempts, checkpoints and evaluations, read line by line
     classified.py   predictions/SET.json: the confusion matrix, accuracy by class, the most wrong images
+    media.py        media/: pictures and tables that the job has logged
     ranks.py        ranks.jsonl: how far apart the ranks are
     figures.py      the figures, by matplotlib; long curves thinned out and smoothed
     theme.py        colours and style of figures; a figure as SVG that follows the page from light to dark

@@ -21,6 +21,7 @@ from ...run.records import ACCOUNTS
 from . import figures
 from .classified import Classified, read_classified
 from .history import History, differing_options
+from .media import read_media
 from .ranks import read_ranks
 from .theme import SERIES, Figure
 
@@ -72,6 +73,7 @@ def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]
         for it in read_classified(history.path):
             shown = cards(figures.classified(it)) + confusion_table(it) + mistakes(it)
             sections[f"Predictions for the {it.part} set at step {it.step:,}{of}"] = shown
+        sections[f"Logged{of}"] = logged(history.path)
     sections["Where the time went"] = cards(figures.time_spent(histories), time_table(histories))
     nothing = '<p class="card">Nothing has been recorded yet.</p>' * (not found)
     return sections | {"Records": nothing, "Options": options(histories)}, found
@@ -229,6 +231,20 @@ def confusion_table(found: Classified) -> str:
     names = [escape(name) for name in found.classes]
     rows = [[name, *map(str, row)] for name, row in zip(names, found.confusion.tolist(), strict=True)]
     return table(["target \\ prediction", *names], rows, "Table of the confusion matrix")
+
+
+def logged(path: Path) -> str:
+    """The newest picture and table of each name that the job has logged itself."""
+    parts = []
+    for it in read_media(path):
+        title = f"{escape(it.name)} <small>step {it.step:,}</small>"
+        if it.rows:
+            head, *rows = ([escape(cell) for cell in row] for row in it.rows)
+            parts.append(f"<h3>{title}</h3>{table(head, rows)}")
+        else:
+            image = f'<img src="data:image/png;base64,{it.image}" alt="{escape(it.name)}">'
+            parts.append(f'<figure class="card"><figcaption>{title}</figcaption>{image}</figure>')
+    return "".join(parts)
 
 
 def mistakes(found: Classified) -> str:

@@ -1,0 +1,40 @@
+"""What a task shows of its evaluations: once, of the first batch, by rank 0; and all ranks hear of the metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from PIL import Image
+
+from tests.support.processes import TRAIN, checked, finish, fork_ranks, read, records
+from tests.support.small_runs import SUPPORT, options, trained, weights_of
+
+SHOWN = f"{SUPPORT / 'shown_task.py'}:"
+SHAPE = ["--batch-size", 20, "--micro-batch", 5, "--epochs", 2, "--reduce", "tree", "--keeper", "off"]
+
+
+def test_rank_0_shows_the_first_batch_and_all_ranks_hear_of_the_metrics(tmp_path: Path) -> None:
+    for ranks in (0, 2):
+        run_dir = tmp_path / str(ranks)
+        trained(ranks, options(f"{SHOWN}Shown", run_dir, *SHAPE, "--notes", run_dir))
+        steps = [record["step"] for record in records(run_dir, "eval")]
+        assert len(steps) == 2
+        found = sorted((run_dir / "media").rglob("*"))
+        assert [path.name for path in found if path.is_file()] == [f"step-{step:08d}.png" for step in steps]
+        assert Image.open(found[-1]).size == (4, 5), "a row for each sample of the first micro-batch"
+        for rank in range(max(1, ranks)):
+            heard = [json.loads(line) for line in (run_dir / f"heard-{rank}").read_text().splitlines()]
+            assert [step for step, _ in heard] == steps
+            assert heard[-1][1] == read(run_dir)["metrics"]
+    # dice thrown in show() are nobody else's
+    trained(0, options(f"{SHOWN}Silent", tmp_path / "silent", *SHAPE))
+    assert weights_of(tmp_path / "0") == weights_of(tmp_path / "2") == weights_of(tmp_path / "silent")
+    assert read(tmp_path / "0")["metrics"] == read(tmp_path / "silent")["metrics"]
+
+
+def test_what_cannot_be_shown_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    (rank,) = fork_ranks(0, TRAIN, *options(f"{SHOWN}Wrong", tmp_path / "run", *SHAPE))
+    done = checked(finish(rank), 1)
+    assert "'scores' is [5, 4, 1, 1] in torch.float32: give a number, a picture" in done.stderr
+    assert read(tmp_path / "run", "status.json")["step"] == 0
