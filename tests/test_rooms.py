@@ -20,7 +20,7 @@ BUDGET = {
     "data": 2620,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 3750,
+    "training": 4090,
     "run": 4380,
     "tasks": 2220,
     "launch": 2200,
