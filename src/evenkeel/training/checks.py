@@ -42,6 +42,16 @@ def check_model(model: Any, learns: bool = True) -> None:
             raise Refusal(f"{returned} whose {name} has no shape yet: call it in model() with a batch of zeros once")
         if tensor.is_meta:
             raise Refusal(f"{returned} whose {name} is on the meta device, without values: build it on the CPU")
+        if learns and tensor.requires_grad and tensor.is_complex():
+            raise Refusal(
+                f"{returned} whose {name} is a complex parameter, whose gradients ranks cannot add up: store "
+                "torch.view_as_real of it, and use torch.view_as_complex of that in forward()"
+            )
+    if learns and (sparse := [name for name, it in model.state_dict().items() if it.layout is not torch.strided]):
+        raise Refusal(
+            f"{returned} whose {sparse[0]} is sparse, and checkpoints hold dense tensors: register it with "
+            "persistent=False, and make it in model()"
+        )
     parameters = list(model.parameters())
     if learns and not any(parameter.requires_grad for parameter in parameters):
         why = f"requires_grad is False for all {len(parameters)} of them" if parameters else "it has none at all"
@@ -49,6 +59,29 @@ def check_model(model: Any, learns: bool = True) -> None:
             f"{returned} without a parameter that needs a gradient ({why}): there is nothing to train; set "
             "requires_grad=True where the model should learn"
         )
+
+
+def check_buffers(model: nn.Module, live: Mapping[str, Tensor], committed: Mapping[str, Tensor]) -> None:
+    """Check that a forward pass has changed buffers in place; what it puts in their places is not seen or saved.
+
+    Args:
+        model: after the pass.
+        live: its buffers by name, as they were before the first step.
+        committed: their values then.
+    """
+    now = dict(model.named_buffers())
+    for name, buffer in live.items():
+        found = now.get(name)
+        if found is not None and found.shape != committed[name].shape:
+            raise EndedHere(
+                f"the model's buffer {name} changes its shape in training, from {list(committed[name].shape)} to "
+                f"{list(found.shape)}: give it its last shape in model()"
+            )
+        if found is not buffer:
+            raise EndedHere(
+                f"the model's buffer {name} becomes another tensor in training, which is not saved: change it in place "
+                "(copy_, add_)"
+            )
 
 
 def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:

@@ -206,7 +206,9 @@ class WholeBatch:
 def _packed(embeddings: Mapping[str, Tensor]) -> Tensor:
     """Bytes, of shape [samples, bytes of a sample]: one exchange for all types, and one layout in memory."""
     rows = [value.detach().reshape(len(value), math.prod(value.shape[1:])) for value in embeddings.values()]
-    return torch.cat([row.contiguous().view(torch.uint8).to(rows[0].device) for row in rows], 1)
+    # cloned, for one sample of an expanded tensor counts as contiguous and has no stride of one
+    dense = [row.clone(memory_format=torch.contiguous_format) for row in rows]
+    return torch.cat([row.view(torch.uint8).to(dense[0].device) for row in dense], 1)
 
 
 def _unpacked(rows: Tensor, layout: Layout) -> dict[str, Tensor]:
