@@ -19,3 +19,11 @@ def test_the_plan_of_a_stream_has_no_epochs(tmp_path: Path, capsys: pytest.Captu
         "a stream (6 substreams, 2 samples at a time), global batch 12, micro-batch 4: 5 steps; up to 3"
     )
     assert others == ["every step, 12 samples:", "  rank 0: 8 samples as 4 + 4", "  rank 1: 4 samples"]
+
+
+def test_the_plan_tells_of_a_second_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And of a loss that is a mean over micro-batches it does not."""
+    task = f"{ROOT / 'tests' / 'support' / 'whole_batch_task.py'}"
+    for name, told in (("Contrast", True), ("Gathered", False)):
+        assert PlanCommand()(["--task", f"{task}:{name}", "--run-dir", str(tmp_path / "run")]) == 0
+        assert ("each micro-batch is embedded twice: " in capsys.readouterr().out) == told

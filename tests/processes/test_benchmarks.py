@@ -61,6 +61,7 @@ def test_a_ratio_is_taken_to_the_best_of_its_own_round(smoke: Any) -> None:
     [
         (2, "guards.py --blocks 2", "with, and measured / with"),
         (2, "reduce.py --models cnn --per-rank 1 --steps 2", "tree / ring"),
+        (2, "whole_batch.py --steps 2 --size 8 --image 16", "cut / all_gather"),
         (0, "growth.py world --ranks 1", "| 1 |"),
         (0, "growth.py steps --steps 2000 --parts 2", "| 2,000 |"),
         (0, "recovery.py --jobs 1", "--keeper off / cold start"),

@@ -10,20 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT, ROOT, finish, finish_all, fork_ranks, read, records, wait_until
+from tests.support.processes import LIMIT, ROOT, TRAIN, finish, finish_all, fork_ranks, read, records, wait_until
 from tests.support.small_runs import told_step
 
 GAN = ROOT / "examples" / "gan.py"
 GPT = ROOT / "examples" / "nanogpt.py"
+SIMCLR = ROOT / "examples" / "simclr.py"
 SHAPES = {
     GAN: ["--batch-size", 64, "--max-steps", 20, "--checkpoint-every", 100, "--lr", 1e-3, "--optimizer", "adam"],
+    SIMCLR: ["--batch-size", 32, "--max-steps", 16, "--checkpoint-every", 100, "--lr", 1e-3],
     GPT: ["--batch-size", 12, "--max-steps", 12, "--checkpoint-every", 100, "--limit-batches", 4, "--lr", 1e-3],
 }
 
 
 def command(example: Path, run_dir: Path) -> list[object]:
     options = ["--run-dir", run_dir, "--wandb", "disabled", "--log-every", 1, "--reduce", "tree", "--micro-batch", 4]
-    return [example, *options, *SHAPES[example]]
+    script = [TRAIN, "--task", f"{example}:SimClr"] if example == SIMCLR else [example]
+    return [*script, *options, *SHAPES[example]]
 
 
 def kill(
@@ -38,7 +41,7 @@ def kill(
     return int(read(run_dir, "status.json")["step"])
 
 
-@pytest.mark.parametrize("example", [GAN, GPT], ids=["gan", "nanogpt"])
+@pytest.mark.parametrize("example", [GAN, GPT, SIMCLR], ids=["gan", "nanogpt", "simclr"])
 def test_an_example_keeps_all_promises(example: Path, tmp_path: Path) -> None:
     """Killed on 2 ranks and stopped on 3, and finished on 1: the weights of a run on 1 that was never stopped."""
     undisturbed = fork_ranks(0, *command(example, tmp_path / "one"))

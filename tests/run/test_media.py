@@ -55,7 +55,8 @@ def test_pictures_tables_and_numbers_go_where_metrics_go(tmp_path: Path) -> None
 def test_the_report_shows_the_newest_of_each_name_and_nothing_of_theirs_as_html(tmp_path: Path) -> None:
     ours = tracker(tmp_path)
     for step in (9, 100_000_000):
-        media.log(ours, step, {"a/b": torch.full((2, 2), step % 256, dtype=torch.uint8), "t": [{"<b>": "<script>"}] * 99})
+        grey = torch.full((2, 2), step % 256, dtype=torch.uint8)
+        media.log(ours, step, {"a/b": grey, "t": [{"<b>": "<script>"}] * 99})
     (tmp_path / "media/a/b/step-00000001.png").write_text("no picture")
     (tmp_path / "media/a/b/step-xx.png").write_text("no step")
     assert [(it.name, it.step, len(it.rows)) for it in read_media(tmp_path)] == [

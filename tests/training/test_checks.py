@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,23 @@ from torch.utils.data import default_collate
 from evenkeel.common.errors import Ended, EndedByData, Refusal
 from evenkeel.common.memory import is_out_of_memory
 from evenkeel.data.batch import explain_samples
-from evenkeel.training.checks import check_metrics, checked_loss, checked_losses, checked_optimizers, explain
-from evenkeel.training.distributed_loss import Loss
+from evenkeel.data.plan import Plan
+from evenkeel.training.checks import (
+    check_metrics,
+    check_model,
+    checked_loss,
+    checked_losses,
+    checked_optimizers,
+    explain,
+)
+from evenkeel.training.distributed_loss import DistributedLoss, Loss
 from evenkeel.training.optimization import Rates, rate_names
+from evenkeel.training.state import State
 from tests.support.processes import (
     free_port,
 )
+from tests.support.steps import passes
+from tests.training.test_gradients import ALONE
 
 
 @pytest.fixture
@@ -112,6 +124,60 @@ def test_optimizers(make: Callable[[Any], Any], expected: str | None) -> None:
     with pytest.raises(Refusal) as refused:
         checked_optimizers(returned, model)
     assert str(refused.value).startswith(expected)
+
+
+class Odd(nn.Module):
+    """With a buffer that training treats in a way of its own, or a parameter of its own kind."""
+
+    def __init__(self, way: str = "", parameter: Any = None) -> None:
+        super().__init__()
+        self.way, self.layer = way, nn.Linear(2, 1)
+        self.register_buffer("queue", torch.eye(2).to_sparse() if way == "sparse" else torch.zeros(1))
+        self.parameter = parameter
+
+    def forward(self, x: Any) -> Any:
+        if self.way == "grows":
+            self.queue.resize_(4).fill_(1)
+        elif self.way == "is longer":
+            self.queue = torch.cat([self.queue, x[0]])
+        elif self.way == "is another":
+            self.queue = self.queue + 1
+        else:
+            self.queue += 1
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("grows", "buffer queue changes its shape in training, from [1] to [4]: give it its last shape in model()"),
+        ("is longer", "buffer queue changes its shape in training, from [1] to [3]: give it"),
+        ("is another", "buffer queue becomes another tensor in training, which is not saved: change it in place"),
+        ("in place", ""),
+    ],
+)
+def test_a_buffer_that_the_state_would_lose_ends_the_first_step(way: str, expected: str) -> None:
+    model = Odd(way)
+    state, plan = State(model, []), Plan(4, global_batch=4, micro_batch=2, epochs=1)
+    learner = DistributedLoss(lambda network, batch: network(batch), state, ALONE, plan)
+    with pytest.raises(Ended) if expected else nullcontext() as ended:
+        passes(learner, 0, plan.micro_batches(0), [torch.ones(2, 2)] * 2)
+        learner.step()
+    assert state.step == (not expected)
+    assert expected in str(ended and ended.value)
+
+
+def test_complex_parameters_and_sparse_buffers_are_refused_where_they_learn() -> None:
+    complex_one = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    for model, expected in (
+        (Odd(parameter=complex_one), "an Odd whose parameter is a complex parameter, whose gradients ranks cannot"),
+        (Odd("sparse"), "an Odd whose queue is sparse, and checkpoints hold dense tensors: register it with"),
+    ):
+        check_model(model, learns=False)
+        with pytest.raises(Refusal) as refused:
+            check_model(model)
+        assert expected in str(refused.value)
+    check_model(Odd(parameter=nn.Parameter(complex_one.data, requires_grad=False)))
 
 
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])

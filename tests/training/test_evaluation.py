@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from evenkeel.common.errors import Ended
@@ -22,7 +23,7 @@ from evenkeel.data.dataset import InMemory, SizedDataset
 from evenkeel.data.randomness import seed_host
 from evenkeel.distributed.world import World
 from evenkeel.training.checks import checked_summary
-from evenkeel.training.evaluation import Evaluation
+from evenkeel.training.evaluation import Evaluation, same_tensors
 from evenkeel.training.task import Classification, Task
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), launched=False)
@@ -229,6 +230,39 @@ def test_a_rehearsal_is_the_first_micro_batch_and_leaves_no_trace(
     assert evaluate() == undisturbed
     assert seen == [5] * 8 + [2]
     assert everything() != before, "the control: an evaluation of this task does leave traces"
+
+
+class Grows(nn.Module):
+    """A queue that grows in place, one that is replaced, and sparse constants, one of which changes its pattern."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(1))
+        self.register_buffer("other", torch.ones(2))
+        for name, layout in (("coo", torch.sparse_coo), ("csr", torch.sparse_csr)):
+            self.register_buffer(name, torch.eye(3).to_sparse(layout=layout), persistent=False)
+        self.observer = PerChannelMinMaxObserver()  # of quantization-aware training
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue.resize_(4).fill_(7)
+        self.other = torch.cat([self.other, x[:1, 0].float()])
+        self.coo = (self.coo + torch.ones(3, 3).to_sparse()).coalesce()
+        self.csr.values().mul_(2)
+        return self.observer(x)
+
+
+def test_buffers_that_have_grown_and_sparse_ones_are_put_back_in_their_objects() -> None:
+    model = Grows()
+    before = {name: (buffer, buffer.to_dense().clone()) for name, buffer in model.named_buffers()}
+    with same_tensors(model):
+        model(torch.randn(5, 3))
+        assert model.queue.tolist() == [7] * 4
+        assert len(model.observer.min_val) == 5
+    for name, buffer in model.named_buffers():
+        same, value = before[name]
+        assert torch.equal(buffer.to_dense(), value), name
+        assert buffer is same or buffer.layout is not torch.strided, f"{name}: the state has the one from before"
+    model(torch.randn(5, 3))  # and it works again
 
 
 @pytest.mark.parametrize(("kind", "ends"), [(ZeroDivisionError, False), (ValueError, False), (KeyError, True)])

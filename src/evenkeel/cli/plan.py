@@ -34,6 +34,7 @@ class PlanCommand:
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
         from ..training.task_data import training_set
+        from ..training.whole_batch import of_whole_batches
 
         config, task = parse(train_options)
         dp, train_set = config.strategy == "dp", training_set(task, config)
@@ -52,6 +53,8 @@ class PlanCommand:
             f"micro-batch {plan.micro_batch}{f' ({why})' * bool(why)}: {length}; "
             f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
         )
+        if of_whole_batches(task):
+            say("each micro-batch is embedded twice: batch_loss() is over all samples of a step, and then its gradient")
         for name, step in steps.items():
             say(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker in range(self.world_size):

@@ -33,6 +33,7 @@ from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.state import State
 from ..training.task import Classification, Task
 from ..training.task_data import evaluation_sets, training_set
+from ..training.whole_batch import refuse_unfit
 from .weights import read_weights
 
 
@@ -48,6 +49,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     Raises:
         Refusal: the environment is not torchrun's, or the options contradict it or the data.
     """
+    refuse_unfit(task, config)
     world = prepare_process(config, recorded)
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)

@@ -32,6 +32,7 @@ from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss, LossFunction
 from ..training.state import State
 from ..training.task import Task
+from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
 from .build import build_model, build_state, prepare
@@ -171,8 +172,12 @@ class Run:
         if loss and own:
             train_set = self.attempt.sets[TRAINING]
             refuse_single_samples(config, loss, self.state.model, self.plan, self.world, train_set)
+        if not own:
+            whole = of_whole_batches(self.task)
+            loss = WholeBatch(self.task.embed, self.task.batch_loss) if whole else self.task.loss
+        assert loss
         return DistributedLoss(
-            loss or self.task.loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
+            loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
             config.strategy, self.task.unused_parameters, network, self.step_log.arrivals, self.task.collectives,
             self.step_log.shares,
         )  # fmt: skip

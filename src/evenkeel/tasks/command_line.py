@@ -22,6 +22,7 @@ from ..config import GROUPS, OPTION_NAMES, Config, check_numbers, validate
 from ..run.records import is_run, read_config
 from ..training.checks import check_best
 from ..training.task import Task, option_name
+from ..training.whole_batch import refuse_unfit
 from .registry import default_task, load_task
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})
@@ -66,6 +67,7 @@ def parse(
     if not isinstance(resolved, Task):
         raise Refusal(f"resolved() returned {kind_of(resolved)}: it must return a task, itself where nothing is open")
     check_best(resolved.best, config.patience)
+    refuse_unfit(resolved, config)
     return config, resolved
 
 

@@ -76,7 +76,8 @@ def load_task(name: str) -> type[Task]:
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = "does not exist" if found is None else "is not a subclass of evenkeel.tasks.Task"
         raise Refusal(f"--task {name}: {attribute} {what} in {source}")
-    if missing := sorted(found.__abstractmethods__):
+    lossless = all(getattr(found, method) is getattr(Task, method) for method in ("loss", "embed", "batch_loss"))
+    if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):
         raise Refusal(f"--task {name}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
     return found
 

@@ -6,6 +6,7 @@ changes the state, so between two of them another thread may copy it at any time
 
 - task: model, loss and metrics; the class that a user writes. task_data: its data, and what a run makes of it
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
+- whole_batch: losses over all samples of a step, in the memory of one micro-batch
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - shares: how many micro-batches each rank computes, by its speed (--shares)

@@ -23,6 +23,9 @@ from ..distributed.world import World
 DATA, FORWARD, BACKWARD, MICRO_BATCHES, SAMPLES, STEPS = range(6)
 """Columns of a row: seconds of the three parts, and what was done in them."""
 
+WAITING = -1
+"""A part that is not this rank's own, and is left out."""
+
 
 class Arrivals:
     """The seconds of this rank's steps, and from time to time those of all ranks. All ranks call the same methods.
@@ -91,6 +94,8 @@ class Arrivals:
             if self._gpu and not marks[-1][1].query():
                 return
             for (_, before), (part, now) in pairwise(marks):
+                if part == WAITING:
+                    continue
                 self._row[part] += before.elapsed_time(now) / 1e3 if self._gpu else now - before
             self._row[MICRO_BATCHES] += len(micro_batches)
             self._row[SAMPLES] += sum(each.size for each in micro_batches)

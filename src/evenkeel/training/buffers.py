@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .checks import check_buffers
 
 
 class Buffers:
-    """The buffers that belong to the state, by name."""
+    """The buffers that belong to the state, by name.
 
-    def __init__(self, live: Mapping[str, Tensor]) -> None:
+    Args:
+        live: the buffers.
+        model: whose they are; after the first micro-batch it is checked that they are still.
+    """
+
+    def __init__(self, live: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
+        self._live, self._unchecked = live, model
         by_kind: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, buffer in live.items():
             by_kind.setdefault((buffer.device, buffer.dtype), {})[name] = buffer
@@ -30,8 +38,15 @@ class Buffers:
     @torch.no_grad()
     def rewind(self) -> None:
         """Set the live buffers back to the committed ones."""
+        self._check()
         for group in self.groups:
             torch._foreach_copy_(group.live, group.committed_views)
+
+    def _check(self) -> None:
+        """Once, after the first forward pass."""
+        if self._unchecked:
+            check_buffers(self._unchecked, self._live, self.committed)
+            self._unchecked = None
 
     @torch.no_grad()
     def accept(self) -> None:
@@ -42,6 +57,7 @@ class Buffers:
     @torch.no_grad()
     def take_changes(self, weight: float) -> list[Tensor]:
         """What a micro-batch has changed, times its weight, and rewind: for each group a flat float64 tensor."""
+        self._check()
         changes = []
         for group in self.groups:
             torch._foreach_copy_(group.moved_views, group.live)

@@ -42,6 +42,16 @@ def check_model(model: Any, learns: bool = True) -> None:
             raise Refusal(f"{returned} whose {name} has no shape yet: call it in model() with a batch of zeros once")
         if tensor.is_meta:
             raise Refusal(f"{returned} whose {name} is on the meta device, without values: build it on the CPU")
+        if learns and tensor.requires_grad and tensor.is_complex():
+            raise Refusal(
+                f"{returned} whose {name} is a complex parameter, whose gradients ranks cannot add up: store "
+                "torch.view_as_real of it, and use torch.view_as_complex of that in forward()"
+            )
+    if learns and (sparse := [name for name, it in model.state_dict().items() if it.layout is not torch.strided]):
+        raise Refusal(
+            f"{returned} whose {sparse[0]} is sparse, and checkpoints hold dense tensors: register it with "
+            "persistent=False, and make it in model()"
+        )
     parameters = list(model.parameters())
     if learns and not any(parameter.requires_grad for parameter in parameters):
         why = f"requires_grad is False for all {len(parameters)} of them" if parameters else "it has none at all"
@@ -49,6 +59,29 @@ def check_model(model: Any, learns: bool = True) -> None:
             f"{returned} without a parameter that needs a gradient ({why}): there is nothing to train; set "
             "requires_grad=True where the model should learn"
         )
+
+
+def check_buffers(model: nn.Module, live: Mapping[str, Tensor], committed: Mapping[str, Tensor]) -> None:
+    """Check that a forward pass has changed buffers in place; what it puts in their places is not seen or saved.
+
+    Args:
+        model: after the pass.
+        live: its buffers by name, as they were before the first step.
+        committed: their values then.
+    """
+    now = dict(model.named_buffers())
+    for name, buffer in live.items():
+        found = now.get(name)
+        if found is not None and found.shape != committed[name].shape:
+            raise EndedHere(
+                f"the model's buffer {name} changes its shape in training, from {list(committed[name].shape)} to "
+                f"{list(found.shape)}: give it its last shape in model()"
+            )
+        if found is not buffer:
+            raise EndedHere(
+                f"the model's buffer {name} becomes another tensor in training, which is not saved: change it in place "
+                "(copy_, add_)"
+            )
 
 
 def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
@@ -104,24 +137,24 @@ def left_out(model: nn.Module, optimizers: list[Optimizer]) -> str:
     )
 
 
-def checked_losses(returned: Any, trains: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-    """What `loss()` returned: the loss, and its parts as scalars without a gradient.
+def checked_losses(returned: Any, trains: bool = True, of: str = "loss()") -> tuple[Tensor, dict[str, Tensor]]:
+    """What `loss()` returned, or the method `of`: the loss, and its parts as scalars without a gradient.
 
     With ``trains=False`` the loss is a metric: a tensor, which is checked as one.
     """
     both = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
     loss, given = returned if both else (returned, {})
-    loss, parts = checked_loss(loss, trains), {}
-    for full, value in _by_name(given, "loss() returned", "scalars").items():
+    loss, parts = checked_loss(loss, trains, of), {}
+    for full, value in _by_name(given, f"{of} returned", "scalars").items():
         name = full.removeprefix(f"{TRAIN}/")
         if name in TAKEN or name in parts or not name:
-            raise EndedHere(f"loss() returned a part named {full!r}, which the metrics of training have: rename it")
+            raise EndedHere(f"{of} returned a part named {full!r}, which the metrics of training have: rename it")
         number = value if isinstance(value, Tensor) else torch.empty(0)
         if isinstance(value, Real):  # filled in on the loss's device: a copy would make the host wait
             number = torch.full((), float(value), device=getattr(loss, "device", None))
         if number.numel() != 1 or number.is_complex():
             raise EndedHere(
-                f"loss() returned {_shape_of(value)} as its part '{name}': it must be one real number, the mean over "
+                f"{of} returned {_shape_of(value)} as its part '{name}': it must be one real number, the mean over "
                 "the batch's samples"
             )
         parts[name] = number.detach().reshape(())
@@ -142,24 +175,25 @@ def same_parts(known: Sequence[str], others: Sequence[str], kind: type[Ended] = 
         )
 
 
-def checked_loss(loss: Any, trains: bool = True) -> Tensor:
-    """What `loss()` returned, if it is a real scalar with a gradient; with ``trains=False`` any tensor will do."""
+def checked_loss(loss: Any, trains: bool = True, of: str = "loss()") -> Tensor:
+    """What `loss()` or the method `of` returned, if it is a real scalar with a gradient; with ``trains=False`` any
+    tensor will do."""
     if not isinstance(loss, Tensor):
         hint = "; add up its values, or return (loss, {name: part})" if isinstance(loss, (Mapping, Sequence)) else ""
         hint = "; leave out .item() or float(), which lose the gradient" if isinstance(loss, Real) else hint
-        raise EndedHere(f"loss() returned {kind_of(loss)}: it must return one scalar tensor{hint}")
+        raise EndedHere(f"{of} returned {kind_of(loss)}: it must return one scalar tensor{hint}")
     if not trains:
         return loss
     if loss.numel() != 1:
         raise EndedHere(
-            f"loss() returned a tensor of shape {list(loss.shape)}: it must return a scalar, the mean over the batch's "
+            f"{of} returned a tensor of shape {list(loss.shape)}: it must return a scalar, the mean over the batch's "
             "samples (.mean(), or reduction='mean')"
         )
     if loss.is_complex():
-        raise EndedHere("loss() returned a complex number: it must return a real one, by .abs() or .real")
+        raise EndedHere(f"{of} returned a complex number: it must return a real one, by .abs() or .real")
     if not loss.requires_grad:
         raise EndedHere(
-            "loss() returned a tensor without a gradient: it does not depend on the model's parameters, or was made "
+            f"{of} returned a tensor without a gradient: it does not depend on the model's parameters, or was made "
             "under torch.no_grad(), from .detach() or .item(), or by torch.tensor()"
         )
     return loss
@@ -230,6 +264,18 @@ def check_best(best: Any, patience: int) -> None:
             f'the task\'s `best` is {best!r}: it must be a metric\'s name and "max" or "min", {shown}, or None to keep '
             "no best checkpoint"
         )
+
+
+def checked_embeddings(returned: Any, samples: int) -> dict[str, Tensor]:
+    """What `embed()` returned, by name, if all have a row for each sample; a tensor alone has the name ""."""
+    named = {"": returned} if isinstance(returned, Tensor) else _by_name(returned, "embed() returned", "tensors")
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (samples,) or value.is_complex() or value.is_sparse:
+            raise EndedHere(
+                f"embed() returned {_shape_of(value)}{f' as {name!r}' * bool(name)} for a batch of {samples} samples: "
+                f"it must be a tensor of real numbers with a row for each sample, [{samples}, ...]"
+            )
+    return dict(named)
 
 
 def check_metrics(metrics: Any, samples: int, known: Mapping[str, Sequence[Tensor]]) -> None:

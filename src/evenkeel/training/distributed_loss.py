@@ -13,7 +13,7 @@ in the order of `distributed.tree`, so they are the same on all ranks.
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..common.errors import Ended
 from ..common.phases import COMPUTING, DATA, REDUCTION, activity
-from ..data.plan import Plan
+from ..data.plan import MicroBatch, Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
 from ..distributed.collectives import no_collectives
@@ -33,7 +33,7 @@ from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
 from ..distributed.world import World
-from .arrivals import BACKWARD, FORWARD, Arrivals
+from .arrivals import BACKWARD, FORWARD, WAITING, Arrivals
 from .arrivals import DATA as LOADING
 from .checks import check_dense, checked_losses, explain, missing_gradients, same_parts, takes
 from .oom import note_batch
@@ -42,6 +42,7 @@ from .precision import Precision, autocast
 from .shares import Shares
 from .state import State
 from .task import Losses
+from .whole_batch import WholeBatch
 
 LossFunction: TypeAlias = Callable[..., Losses]
 """(model, batch) -> the batch's mean loss, perhaps with its parts; a parameter `step` is given too, if there is one."""
@@ -102,15 +103,19 @@ class Loss(nn.Module):
                 return self._idle * 0
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
-        model = self._whole[0] if self._whole else self.model
-        # here, so that every replica has them
-        with autocast(self._precision, self._device_type), no_collectives("" if self._collectives else "loss()"):
+        with self.computing("loss()") as model:  # here, so that every replica has it
             loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._told else {})))
         if not self.parts:
             self.parts.append(tuple(parts))
         same_parts(self.parts[0], tuple(parts))
         loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
         return (loss, torch.stack([part.to(loss) for part in parts.values()])) if parts else loss
+
+    @contextmanager
+    def computing(self, what: str) -> Iterator[nn.Module]:
+        """The context of a forward pass by a task's method; gives the model."""
+        with autocast(self._precision, self._device_type), no_collectives("" if self._collectives else what):
+            yield self._whole[0] if self._whole else self.model
 
 
 class DistributedLoss:
@@ -128,10 +133,8 @@ class DistributedLoss:
     >>> state.step
     1
 
-    DDP starts by giving every rank the weights of rank 0.
-
     Args:
-        loss: (model, batch) -> the batch's mean loss, a scalar; a task's `loss`.
+        loss: (model, batch) -> the batch's mean loss, a scalar; a task's `loss`. Or a `WholeBatch`.
         state: the model in it; only :meth:`step` changes more of it than ``.grad``.
         world: who takes part.
         plan: how steps are cut into micro-batches.
@@ -170,6 +173,7 @@ class DistributedLoss:
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
         self.reduction = Tree(self._network, world, unused) if reduce == "tree" else Ring(world)
+        self._whole = loss if isinstance(loss, WholeBatch) else None
         self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp", collectives)
         module = parallel(self._loss, strategy, world.device)
         self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
@@ -186,13 +190,11 @@ class DistributedLoss:
         self.norm = torch.zeros(())
         """The gradient's in the last step."""
         self._batch: Any = None
-        self._samples = 0
-        self._weight = 0.0
-        self._last = False
+        self._samples, self._weight, self._last = 0, 0.0, False
         self._part = torch.zeros(())  # the micro-batch's, of the step's mean loss
         self._named: Tensor | None = None  # the loss's parts of the micro-batch
         self._names: tuple[str, ...] | None = None  # of them, the same on all ranks; None: not known yet
-        self._parts = Fold[Tensor](_add_to_right)
+        self._parts = Fold[Tensor](Tensor.add_)
         self._waits: Callable[[], Tensor] | None = None
         self._total: Tensor | None = None
 
@@ -204,7 +206,7 @@ class DistributedLoss:
         """
         self.state.clear_gradients()
         self._loss.step = step.number
-        self._parts, self._waits, self._total = Fold(_add_to_right), None, None
+        self._parts, self._waits, self._total = Fold(Tensor.add_), None, None
         runs = self.plan.runs(step.number, self.world.world_size, self._shares.sizes if self._shares else ())
         self._arrivals.begin(step.micro_batches)
         try:
@@ -212,13 +214,12 @@ class DistributedLoss:
             self.reduction.begin(runs)
             if self._synced:
                 self._synced.begin(_at_work(runs))
-            for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, step.batches, strict=True), start=1):
-                self._batch, self._samples, self._last = batch, micro_batch.size, number == len(step.micro_batches)
-                activity.enter(COMPUTING)
-                seed_computation(derive(self.seed, "micro-batch", step.number, micro_batch.id), self.world.devices)
+            batches = self._embedded(self._whole, step, runs) if self._whole else step.batches
+            for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
+                placed, self._last = self._begin(micro_batch, batch), number == len(step.micro_batches)
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
                 with nullcontext() if self._last else self._no_reduction():
-                    yield self._placed(batch)
+                    yield placed
                 self._parts.push(Node(0, micro_batch.id), self._collect())
                 if not self._last:
                     self.reduction.keep(micro_batch.id)
@@ -244,6 +245,30 @@ class DistributedLoss:
         if self.state.buffers.numel or self.state.scaler:
             self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
 
+    def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
+        """Begin a pass of a micro-batch, with its random numbers. Returns its batch on the device."""
+        self._batch, self._samples = batch, micro_batch.size
+        activity.enter(COMPUTING)
+        seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
+        placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
+        self._arrivals.mark(LOADING)
+        return placed
+
+    def _embedded(self, whole: WholeBatch, step: Step, runs: tuple[range, ...]) -> Iterator[Any]:
+        """Of a loss of whole batches: embed all samples, and give the batches again, for the second pass."""
+
+        def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
+            placed = self._begin(micro_batch, batch)
+            with self._loss.computing("embed()") as model:
+                found = whole.embed(model, placed, micro_batch.size)
+            self.state.buffers.rewind()
+            self._arrivals.mark(FORWARD)
+            return found
+
+        batches = whole.begin(step, runs, self.plan, self.world, self.seed, first_pass)
+        self._arrivals.mark(WAITING)
+        return batches
+
     def _agree_on_parts(self) -> None:
         """Learn the names of the loss's parts on all ranks: one without a micro-batch knows none."""
         told = [names[0] for names in self.world.gather(self._loss.parts) if names]
@@ -251,11 +276,6 @@ class DistributedLoss:
             same_parts(told[0], names, Ended)
         self._names = told[0] if told else None
         self._loss.parts[:] = told[:1]
-
-    def _placed(self, batch: Any) -> Any:
-        placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
-        self._arrivals.mark(LOADING)
-        return placed
 
     @property
     def last_micro_batch(self) -> tuple[Any, int]:
@@ -289,7 +309,7 @@ class DistributedLoss:
             activity.enter(REDUCTION)
         try:
             # NaN where the loss is not finite: its gradient might be, and all ranks must hear it
-            loss.backward(scale * self._weight + 0 * part)  # type: ignore[no-untyped-call]
+            loss.backward(scale * (1.0 if self._whole else self._weight) + 0 * part)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._explain(error)
             raise
@@ -376,10 +396,6 @@ def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Ring, u
     ddp(None).backward()
     ddp.zero_grad(set_to_none=True)
     return ddp
-
-
-def _add_to_right(left: Tensor, right: Tensor) -> Tensor:
-    return right.add_(left)
 
 
 def _at_work(runs: Sequence[range]) -> int:

@@ -44,10 +44,12 @@ def explaining(main: Callable[[], T]) -> Callable[[], T]:
     return call
 
 
-def note_batch(error: BaseException, batch: Any) -> None:
-    """Attach the phase and the shapes of the batch to an out-of-memory error on its way up."""
-    if is_out_of_memory(error):
+def note_batch(error: BaseException, batch: Any, remedy: str = "") -> None:
+    """Attach the phase, the shapes of the batch and a remedy of its own to an out-of-memory error on its way up; one
+    that has a remedy stays as it is."""
+    if is_out_of_memory(error) and not getattr(error, "remedy", ""):
         activity.note(error)
+        error.remedy = remedy  # type: ignore[attr-defined]
         known = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(batch)]
         more = f" and {len(known) - 6} more" if len(known) > 6 else ""
         error.shapes = ", ".join(known[:6]) + more  # type: ignore[attr-defined]
@@ -70,7 +72,7 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
         f"{wanted[1]} more were wanted" if wanted else "",
         f"the batch was {batch}" if batch else "",
         _held_on_host() if on_host else _held_on_gpu(device),
-        remedy(config) if config else "make room, or use a smaller --micro-batch",
+        getattr(error, "remedy", "") or remedy(config) if config else "make room, or use a smaller --micro-batch",
         saved,
     ]
     return "; ".join(filter(None, parts))

@@ -73,7 +73,7 @@ class State:
         saved = model.state_dict(keep_vars=True).keys()  # leaves out constants, which models do not save
         self.parameters = list(model.parameters())
         """The model's, once and for all: to walk through a model takes as long as to compute a layer."""
-        self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved})
+        self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
         self.average = Average(model, ema, self.buffers) if ema else None
         # the scaler's is the first, where it is decided whether a step counts
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]

@@ -64,11 +64,21 @@ class Task(TaskData):
         """The network, on the CPU, with random weights (the generators are seeded). Several networks: an
         `nn.ModuleDict` of them."""
 
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Losses:
         """Mean loss over a batch, a scalar with a gradient. Several losses: their sum. With parts of it to be logged,
         or what else is a mean over samples: (loss, {"kl": ...}). One with a parameter `step=0` is given the step's
-        number."""
+        number. Default: that of `embed` and `batch_loss`, which a task may define in its place."""
+        return self.batch_loss(self.embed(model, batch))
+
+    def embed(self, model: nn.Module, batch: Any) -> Tensor | Mapping[str, Tensor]:
+        """For a loss that is no mean over micro-batches, as contrastive ones: what it needs of each sample, a tensor of
+        shape [samples, ...] or a dict of such. Is called twice for each batch."""
+        raise NotImplementedError
+
+    def batch_loss(self, embeddings: Any) -> Losses:
+        """The loss of a step, in float32, from the embeddings of all its samples, in their order. Returns what `loss`
+        does, may have a parameter `step=0` too, and may draw random numbers."""
+        raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Values for each sample, each tensor of shape [samples, ...], or a scalar, their mean; default: the loss.

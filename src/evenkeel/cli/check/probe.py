@@ -43,6 +43,7 @@ from ...training.evaluation import _of_each, same_tensors
 from ...training.state import sha256
 from ...training.task import Task
 from ...training.task_data import evaluation_sets, training_set
+from ...training.whole_batch import of_whole_batches
 from .observed import exact
 from .rows import BY_RANK, CHANGED, CLOCK, OWN_DICE, SUM, blame
 
@@ -199,6 +200,8 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
             found[key] = {"why": f"{type(error).__name__}: {error}".partition("\n")[0]}
         if task.collectives:
             found[key] = {"why": "the task calls collectives"}
+    if of_whole_batches(task):
+        found["loss"] |= {"why": "batch_loss() is of a whole step", "off": 0.0}
     with suppress(KeyError):
         if (of := found["metrics"].get("name")) and not (of == "loss" and type(task).metrics is Task.metrics):
             found["metrics"]["line"] = blame([task.metrics, module_of(task)], rf"[\"']{of}[\"']")

@@ -1,0 +1,64 @@
+"""A loss over all samples of a step: the same bits on any number of ranks, and through a kill between its passes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import small_runs
+from tests.support.processes import TRAIN, finish_all, fork_ranks, records, start, torchrun
+from tests.support.small_runs import SUPPORT, restarts_of, signal_ranks_at, steps_of, stop_at, trained, weights_of
+
+
+def job(run_dir: Path, *more: object, task: str = "Contrast") -> list[str]:
+    """12 steps of 20 samples: micro-batches of 3, the last of 2, and more than two ranks can share evenly."""
+    shape = ["--epochs", 4, "--batch-size", 20, "--micro-batch", 3, "--log-every", 1, "--checkpoint-every", 100]
+    return small_runs.options(f"{SUPPORT / 'whole_batch_task.py'}:{task}", run_dir, *shape, *more)
+
+
+def test_the_bits_are_the_same_on_any_ranks_through_a_kill_between_the_passes_and_a_resize(tmp_path: Path) -> None:
+    """Three ranks, of which one dies in its step 4 and starts again; stopped; two ranks; stopped; finished on one."""
+    plain = fork_ranks(0, TRAIN, *job(tmp_path / "plain", "--reduce", "tree", "--ema", 0.9, "--clip-norm", 1))
+    run_dir, slow = tmp_path / "run", tmp_path / "slow"
+    words = job(run_dir, "--reduce", "tree", "--ema", 0.9, "--clip-norm", 1, "--slow", slow, "--die", "1:3")
+    slow.touch()
+    first = start(torchrun(3, TRAIN, *words, restarts=1))
+    stop_at(run_dir, 5, first)
+    signal_ranks_at(8, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGTERM)
+    slow.unlink()
+    trained(1, words)
+    finish_all(plain)
+    assert Path(f"{slow}.died").exists()
+    assert restarts_of(run_dir) == (2, 1), "the two starts after it, and that in place"
+    assert steps_of(run_dir) == list(range(1, 13)), "no step is lost or done twice"
+    assert weights_of(run_dir) == weights_of(tmp_path / "plain")
+    lines = records(run_dir, "train")
+    for one, other in zip(lines, records(tmp_path / "plain", "train"), strict=True):
+        assert {name: one[name] for name in TOLD} == {name: other[name] for name in TOLD}, "to the last digit"
+    for epoch in range(4):  # three steps, and each sample once
+        assert sum(line["train/labels"] for line in lines[3 * epoch : 3 * epoch + 3]) / 3 == pytest.approx(1)
+
+
+TOLD = ["train/loss", "train/labels", "train/kept", "train/grad_norm"]
+
+
+def weights(run_dir: Path) -> torch.Tensor:
+    saved: dict[str, Any] = torch.load(run_dir / "model.pt", weights_only=True)
+    return torch.cat([tensor.flatten().double() for tensor in saved.values()])
+
+
+@pytest.mark.parametrize("task", ["Contrast", "Gathered"])
+def test_with_the_ring_it_is_nearly_the_same_and_the_control_an_all_gather_is_another_loss(
+    tmp_path: Path, task: str
+) -> None:
+    """Micro-batches of 5, so that also the control's ranks have equally many: 4, 2 and 1."""
+    words = ["--micro-batch", 5, "--optimizer", "sgd", "--lr", 0.05]
+    for ranks in (1, 2, 4):
+        trained(ranks, job(tmp_path / str(ranks), *words, task=task))
+    one, two, four = (weights(tmp_path / str(ranks)) for ranks in (1, 2, 4))
+    off = [float((other - one).norm() / one.norm()) for other in (two, four)]
+    assert (max(off) < 1e-5) if task == "Contrast" else (min(off) > 1e-2), off
