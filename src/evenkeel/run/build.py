@@ -17,6 +17,7 @@ from ..common.phases import START_UP, activity
 from ..config import Config, devices_per_rank, validate
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
+from ..data.order import positions_in
 from ..data.plan import Plan
 from ..data.randomness import seed_task
 from ..distributed.placement import place
@@ -51,7 +52,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     world = prepare_process(config, recorded)
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)
-    validate(config, len(train_set))
+    validate(config, positions_in(train_set))
     if config.tensorboard and not find_spec("tensorboard"):
         raise Refusal("--tensorboard: needs the package tensorboard; pip install 'evenkeel[tensorboard]'")
     if config.save_predictions and not isinstance(task, Classification):

@@ -31,6 +31,7 @@ from ...data.batch import collate, to_device
 from ...data.data_digest import TRAINING
 from ...data.dataset import Rows, SizedDataset, whole_fetch
 from ...data.loader import Seeded
+from ...data.order import positions_in
 from ...data.plan import MicroBatch, Plan
 from ...data.randomness import seed_computation, seed_task
 from ...data.sampler import Indices
@@ -74,7 +75,7 @@ def main() -> int:
 
 def facts(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Found:
     """What the jobs need to know: the cut, and the steps of an epoch."""
-    samples = len(sets[TRAINING])
+    samples = positions_in(sets[TRAINING])
     model = built(config, task)
     cuts = range(min(6, config.batch_size), 0, -1)
     plans = {cut: Plan.of(replace(config, micro_batches=cut), samples) for cut in cuts}
