@@ -39,14 +39,14 @@ class Draws:
     """
 
     def __init__(self, weights: NDArray[np.float64]) -> None:
-        self._ends = np.cumsum(weights)
+        self._ends = np.cumsum(weights / weights.max())  # whose total is no subnormal number, nor too large
         self.length = len(weights)
         self.name = f"{self.length} draws by sample_weights() ({_digest(weights)})"
 
     def shuffled(self, positions: Array, seed: int, epoch: int) -> Array:
         """Return the samples at some positions of an epoch, which is SplitMix64 from the epoch's own seed."""
         bits = mixed(positions * GOLDEN, np.uint64(derive(seed, "draws", epoch)))
-        uniform = (bits >> np.uint64(11)) * 2.0**-53  # below 1, so that below the total after rounding, too
+        uniform = (bits >> np.uint64(11)) * 2.0**-53  # below 1, and below the total after rounding
         # the first sum above it: never that of a sample whose weight is 0
         drawn: Array = np.searchsorted(self._ends, uniform * self._ends[-1], side="right").astype(np.uint64)
         return drawn
@@ -164,9 +164,9 @@ def ordered(
     rows = np.arange(size) if chosen is None else np.asarray(chosen, dtype=np.int64)
     if first is None:
         found = _weights(by_weight, size)[rows]
-        if not 0 < found.sum() < np.inf:
+        if not found.any():
             left = " of the samples that --validation and --limit-batches leave" * (len(rows) < size)
-            raise Refusal(f"sample_weights(): the sum of the weights{left} is {found.sum():g}; give some a weight")
+            raise Refusal(f"sample_weights(): all weights{left} are 0; give some samples a weight")
         return Ordered(dataset, Draws(found))
     places = np.full(size, -1)
     places[rows] = np.arange(len(rows))
