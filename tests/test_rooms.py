@@ -17,11 +17,11 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 BUDGET = {
     "common": 1350,
     "config": 400,
-    "data": 2620,
+    "data": 2920,
     "distributed": 1970,
     "resilience": 1520,
     "training": 3750,
-    "run": 4380,
+    "run": 4420,
     "tasks": 2220,
     "launch": 2200,
     "cli": 6600,
