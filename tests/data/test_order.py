@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, WeightedRandomSampler
 
+from evenkeel.cli.plan import PlanCommand
 from evenkeel.common.errors import EndedHere, Refusal
 from evenkeel.config import Config
 from evenkeel.data.dataset import chosen_of, limited, split
@@ -25,6 +27,10 @@ from evenkeel.data.plan import MicroBatch, Plan
 from evenkeel.data.sampler import ElasticSampler, Indices, by_step
 from evenkeel.data.streams import Numbered, Streams
 from evenkeel.tasks import balanced, buckets
+from evenkeel.training.task_data import training_set
+from tests.support.processes import ROOT
+from tests.support.readme import blocks
+from tests.support.recording_task import Recorded
 
 CPU = torch.device("cpu")
 patient = settings(deadline=None)
@@ -423,3 +429,32 @@ def test_loader_processes_do_not_ask_for_an_epoch_after_the_last() -> None:
         found += [int(batch[0]) for step in by_step(batches, sampler) for batch in step.batches]
     assert found == [0, 1, 2, 3, 3, 2, 1, 0]
     assert max(asked) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ what is said
+
+
+def test_the_example_of_the_page_draws_classes_equally_and_puts_like_lengths_together() -> None:
+    class Mine(Recorded):
+        labels, lengths = [0] * 95 + [1] * 6, np.arange(101) % 7
+
+    (block,) = blocks("python", (ROOT / "docs" / "sampling.md").read_text())
+    names: dict[str, Any] = {"Mine": Mine}
+    exec(block, names)
+    config = Config(batch_size=10)
+    draws, bucketed = (order_of(training_set(names[name](), config)) for name in ("Balanced", "Bucketed"))
+    assert isinstance(draws, Draws)
+    counts = np.bincount(drawn(draws, 2000) >= 95)
+    assert abs(chi_square(counts, [1000, 1000])) < 4
+    assert bucketed
+    heads = bucketed.shuffled(np.arange(96, dtype=np.uint64), 0, 0).astype(int).reshape(6, 16) % 7
+    assert all(len(set(group)) <= 3 for group in heads.tolist())
+
+
+def test_plan_says_what_an_epoch_is_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--task", f"{ROOT / 'tests' / 'support' / 'ordered_task.py'}:Own", "--run-dir", str(tmp_path / "run")]
+    assert PlanCommand()([*words, "--batch-size", "12", "--epochs", "2", "--drop-last"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("50 samples, read in 50 draws by sample_weights() (")
+    assert "), the last 2 of each epoch left out (--drop-last), global batch 12" in first
+    assert "4 steps an epoch, 8 in all" in first
