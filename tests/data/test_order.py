@@ -311,6 +311,27 @@ def test_numbers_mean_the_data_set_that_the_task_has_returned_whatever_is_left_o
     assert chosen_of(whole, whole) is None
 
 
+def test_the_options_leave_the_right_weights_and_the_right_order() -> None:
+    class Rising(Recorded):
+        def order(self, epoch: int) -> Any:
+            return np.arange(101)
+
+    class Heavy(Recorded):
+        def sample_weights(self) -> Any:
+            return np.arange(101) >= 50
+
+    config = Config(batch_size=10, validation=0.3, limit_batches=4)
+    for task in (Rising(), Heavy()):
+        dataset: Any = training_set(task, config)
+        order = dataset.order.shuffled(np.arange(dataset.order.length, dtype=np.uint64), 0, 0)
+        numbers = [dataset[int(number)][1] for number in order]  # a sample is (features, its number)
+        if isinstance(task, Rising):
+            assert numbers == sorted(set(numbers)) == sorted(dataset[number][1] for number in range(40))
+        else:
+            assert min(numbers) >= 50 > min(dataset[number][1] for number in range(40))
+    assert not isinstance(training_set(Heavy(), config, unchanged=True), Ordered), "for predict: in its own order"
+
+
 def test_an_order_of_which_nothing_or_another_length_is_left_is_refused() -> None:
     with pytest.raises(Refusal, match="no sample that --validation and --limit-batches leave"):
         ordered(range(2), 5, [0, 1], none, lambda _: [3, 4], 0)

@@ -24,9 +24,7 @@ from .blocks import Blocks, Integers, blocks_of
 from .randomness import derive, generators_kept, seed_host
 from .shuffle import Array, mixed
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 divided by the golden ratio: the distance of SplitMix64's states."""
-
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio, the distance of SplitMix64's states
 POOL = 100
 """Groups of `buckets` that are sorted by length together. More pad a little less, and mix less."""
 
