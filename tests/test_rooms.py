@@ -21,7 +21,7 @@ BUDGET = {
     "distributed": 1970,
     "resilience": 1520,
     "training": 3750,
-    "run": 4420,
+    "run": 4440,
     "tasks": 2220,
     "launch": 2200,
     "cli": 6600,

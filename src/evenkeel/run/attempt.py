@@ -98,8 +98,8 @@ class Attempt:
         if config.compile:
             kept |= compilation.facts(world.device)
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
-        decides = next((name for name in sets if name != TRAINING), TEST)
-        best = task.best and (in_set(decides, task.best[0]), task.best[1])
+        decides = next((name for name in sets if name != TRAINING), "" if sets else TEST)
+        best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, kept)
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []

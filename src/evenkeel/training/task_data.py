@@ -50,8 +50,9 @@ class TaskData(ABC):
         return None
 
     @abstractmethod
-    def test_dataset(self) -> SizedDataset | dict[str, SizedDataset]:
-        """The data of the evaluation; or several sets by name, of which the first decides if there is no validation."""
+    def test_dataset(self) -> SizedDataset | dict[str, SizedDataset] | None:
+        """The data of the evaluation; or several sets by name, of which the first decides if there is no validation.
+        None: there is none, and without validation data no evaluation."""
 
     def read_image(self, path: Path) -> Any:
         """A sample like those of the test data from an image file, with any target, for `evenkeel predict --input`."""
@@ -102,7 +103,8 @@ def _split_seed(config: Config) -> int:
 
 
 def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
-    """The sets that a task is evaluated on, likewise, by name. The first one decides which checkpoint is the best.
+    """The sets that a task is evaluated on, likewise, by name; there may be none. The first one decides which
+    checkpoint is the best.
 
     Raises:
         Refusal: a set is empty or no map-style data set, or its name cannot be part of a metric's and a file's name.
@@ -118,7 +120,8 @@ def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
     test = _data_of(task.test_dataset)
     several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
     sets: dict[Any, Any] = {} if validation is None else {VALIDATION: validation}
-    for name, dataset in (test if several else {TEST: test}).items():  # type: ignore[union-attr]
+    tests = test if several else {} if test is None else {TEST: test}
+    for name, dataset in tests.items():  # type: ignore[union-attr]
         fits = type(name) is str and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)
         if not fits or name in (TRAIN, TRAINING, VALIDATION):
             raise Refusal(

@@ -182,7 +182,7 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
     weights = sha256(model.state_dict()), sha256(built(config, task).state_dict())
     found: Found = {"rebuilt": weights[0] == weights[1]}
     model = model.to(device)
-    name, test = next((name, it) for name, it in sets.items() if name != TRAINING)
+    tests = [(name, it) for name, it in sets.items() if name != TRAINING]
     loss = Loss(model, task.loss, collectives=task.collectives)
 
     def value(batch: Any) -> dict[str, Tensor]:
@@ -193,7 +193,9 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
         with torch.no_grad():
             return dict(task.metrics(model, batch))
 
-    for key, compute, dataset, of in (("loss", value, sets[TRAINING], TRAINING), ("metrics", metrics, test, name)):
+    found["metrics"] = {"why": "the task has no test data"}
+    of_test = [("metrics", metrics, it, name) for name, it in tests[:1]]
+    for key, compute, dataset, of in [("loss", value, sets[TRAINING], TRAINING), *of_test]:
         try:
             found[key] = Parts(config, compute, model, dataset, of, device).compare(training=key == "loss")
         except Exception as error:
