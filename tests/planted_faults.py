@@ -1,4 +1,4 @@
-"""Plant 60 small faults, one at a time, and see whether the tests find them.
+"""Plant 63 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -61,6 +61,21 @@ a sample's random numbers: the same in each epoch
     data/*.py | tests/data | tests/promises/test_augmentation.py
     - derive(self.seed, self.purpose, epoch, index)
     + derive(self.seed, self.purpose, 0, index)
+
+samples drawn by weights: the same ones in each epoch
+    data/*.py | tests/data/test_order.py | tests/promises/test_order.py
+    - derive(seed, "draws", epoch)
+    + derive(seed, "draws", 0)
+
+a data set that two readers share stays at the epoch of the other one
+    data/*.py | tests/data/test_order.py | tests/promises/test_order.py
+    - getattr(dataset, TOLD, None) != epoch
+    + getattr(dataset, TOLD, None) is None
+
+an order of the task's that has changed in mid-run goes on
+    run/data_check.py | tests/run | tests/promises/test_order.py
+    - listed.digest(int(epoch)) != known
+    + listed.digest(int(epoch)) is None
 
 a block gives a sample of the next one
     data/*.py | tests/data/test_blocks.py | tests/promises/test_shards.py

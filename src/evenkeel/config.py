@@ -102,6 +102,8 @@ class DataOptions:
     """Continue although the samples differ from those at the start of the run, or between processes."""
     validation: float = option(0.0, 0, BELOW_1)
     """Share of the training data to hold out for validation, e.g. 0.1; the test data is then for the end (0: none)."""
+    drop_last: Flag = False
+    """Leave out the end of each epoch that does not fill a batch: other samples in each epoch."""
     limit_batches: int = option(0, 0)
     """For a quick trial: use only this many batches of training data, and as many test samples, e.g. 10 (0: all)."""
 

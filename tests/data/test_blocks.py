@@ -17,8 +17,9 @@ from evenkeel.common.errors import Refusal
 from evenkeel.data import blocks as blocks_module
 from evenkeel.data import plan as plan_module
 from evenkeel.data import sampler as sampler_module
-from evenkeel.data.blocks import Blocks, blocks_of, order_name
+from evenkeel.data.blocks import Blocks, blocks_of
 from evenkeel.data.dataset import Limited, limited, split
+from evenkeel.data.order import order_name
 from evenkeel.data.sampler import ElasticSampler, by_step
 from tests.data.test_loader import NONE, Batches, Job, Schedule, damage, jobs, patient, schedules
 

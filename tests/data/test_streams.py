@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evenkeel.common.errors import EndedByData, Refusal
 from evenkeel.config import Config
-from evenkeel.data.blocks import order_name
 from evenkeel.data.data_digest import ONCE, TWICE, difference, look
 from evenkeel.data.loader import loader
+from evenkeel.data.order import order_name
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler
 from evenkeel.data.streams import Numbered, Streams, numbered

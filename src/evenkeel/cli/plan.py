@@ -30,6 +30,7 @@ class PlanCommand:
 
     def __call__(self, train_options: list[str]) -> int:
         """Print the plan."""
+        from ..data.order import order_name, positions_in
         from ..data.streams import Numbered
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
@@ -39,10 +40,14 @@ class PlanCommand:
         config, task = parse(train_options)
         dp, train_set = config.strategy == "dp", training_set(task, config)
         config, why = self._settle(config, task)
-        plan = Plan.of(config, len(train_set))
+        plan = Plan.of(config, positions_in(train_set))
         most = plan.max_world_size
         ranks = f"up to {most} ranks have work" if most > 1 else "one rank has work"
-        size = _count(plan.samples, "sample")
+        size = _count(len(train_set), "sample")
+        if order := order_name(train_set):
+            size += f", read in {order}"
+        if plan.left_out:
+            size += f", the last {plan.left_out} of each epoch left out (--drop-last)"
         length = f"{_count(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all"
         steps = {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
         if isinstance(train_set, Numbered):

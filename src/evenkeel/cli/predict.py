@@ -101,7 +101,7 @@ class PredictCommand:
             return training_set(task, config, unchanged=True)
         sets = evaluation_sets(task, config)
         if self.set not in sets:
-            raise Refusal(f"--set {self.set}: the task has no such set; there are train, {', '.join(sets)}")
+            raise Refusal(f"--set {self.set}: the task has no such set; there are {', '.join(['train', *sets])}")
         return sets[self.set]
 
     def _predict(self, config: Config, task: Task, world: World, dataset: SizedDataset) -> None:

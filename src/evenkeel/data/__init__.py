@@ -3,6 +3,7 @@
 - `plan`: an epoch cut into steps, a step into micro-batches, micro-batches dealt to ranks; integers only.
 - `shuffle`: the sample at a position of an epoch's order, computed without storing the order.
 - `blocks`: the same for samples that lie in files, read in long runs: blocks are permuted, then windows of blocks.
+- `order`: the task's own order: drawn by weights, or listed for each epoch.
 - `sampler`: `ElasticSampler`, this rank's micro-batches from any step of any epoch, and `by_step`.
 - `randomness`: seeds as pure functions of (run seed, purpose, place), and seeding the generators.
 - `dataset`: in-memory and limited data sets, and fetching a whole micro-batch by one indexing.

@@ -102,9 +102,3 @@ def blocks_of(dataset: Any) -> Blocks | None:
             "samples; return Blocks(lengths, window) whose lengths add up to the data set's, or None"
         )
     return blocks
-
-
-def order_name(dataset: Any) -> str:
-    """What a run records of the order of its training data; empty: the usual one."""
-    blocks = blocks_of(dataset)
-    return blocks.name if blocks else ""

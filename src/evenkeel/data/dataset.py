@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import index
 from typing import Any, Protocol
 
@@ -16,6 +17,9 @@ from ..common.naming import kind_of
 from .blocks import Blocks, blocks_of
 from .sampler import Indices
 from .shuffle import shuffled
+
+TOLD = "_evenkeel_epoch"
+"""Attribute of a data set with the epoch that its `set_epoch` was called with."""
 
 
 class SizedDataset(Protocol):
@@ -77,6 +81,29 @@ class Limited(Dataset[Any]):
         if (fetch_all := whole_fetch(self.dataset)) is None:
             return [self[index] for index in indices]
         return fetch_all(Indices([self.indices[index] for index in indices], indices.epoch, indices.micro_batch))
+
+
+def chosen_of(whole: Any, part: Any) -> Sequence[int] | None:
+    """The numbers in a data set of the samples of a part of it, as `limited` and `split` make one; None: it is all."""
+    chosen: Sequence[int] | None = None
+    while part is not whole:
+        if isinstance(part, Limited):
+            chosen = part.indices if chosen is None else [part.indices[number] for number in chosen]
+        part = part.dataset
+    return chosen
+
+
+def tell_epoch(dataset: Any, epoch: int) -> None:
+    """Call a data set's `set_epoch`, or that of the one within subsets, unless it has been told this epoch last.
+
+    The data set itself notes it: several readers may share it, such as two parts of a split.
+    """
+    while isinstance(dataset, (Subset, Limited)) and not hasattr(dataset, "set_epoch"):
+        dataset = dataset.dataset
+    if callable(tell := getattr(dataset, "set_epoch", None)) and getattr(dataset, TOLD, None) != epoch:
+        tell(epoch)
+        with suppress(AttributeError):  # it has slots, and is told each time
+            object.__setattr__(dataset, TOLD, epoch)
 
 
 def whole_fetch(dataset: SizedDataset) -> Callable[[Indices], Any] | None:

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from ..common.errors import EndedByData, no_exit, place_of
 from ..common.processes import STOP_SIGNALS, die_with_parent
 from .batch import collate
-from .dataset import Rows, SizedDataset, whole_fetch
+from .dataset import Rows, SizedDataset, tell_epoch, whole_fetch
+from .order import Ordered
 from .plan import MicroBatch
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
@@ -35,14 +36,17 @@ LONGEST_SOCKET = 103
 class Seeded(Dataset[Any]):
     """A data set whose random numbers depend on the sample, not on the process that loads it.
 
-    Before each sample the generators are seeded from (seed, purpose, epoch, index). A data set that fetches whole
+    Before each sample the generators are seeded from (seed, purpose, epoch, index), or, because one may come several
+    times where the task has its own order, from its position in place of the index. A data set that fetches whole
     micro-batches (``__getitems__``) is seeded once for each, from its first position. One that is only tensors
-    (`Rows`) draws no random numbers and is not seeded.
+    (`Rows`) draws no random numbers and is not seeded. One that has ``set_epoch`` is told the epoch before its samples
+    are read, in the process that reads them.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:
-        self.dataset, self.seed, self.purpose = dataset, seed, purpose
-        self._rows = Rows.of(dataset)
+        self._by_position = isinstance(dataset, Ordered)
+        self.dataset = dataset.dataset if isinstance(dataset, Ordered) else dataset
+        self.seed, self.purpose, self._rows = seed, purpose, Rows.of(self.dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -53,18 +57,21 @@ class Seeded(Dataset[Any]):
             return self._rows(indices)
         try:
             with no_exit(EndedByData):  # a SystemExit would only end the loader process
+                tell_epoch(self.dataset, indices.epoch)
                 if fetch_all := whole_fetch(self.dataset):
                     self._seed(indices.epoch, indices.micro_batch.start)
                     return collate(fetch_all(indices))
-                return collate([self._sample(indices.epoch, index) for index in indices])
+                first = indices.micro_batch.start
+                seeds = range(first, first + len(indices)) if self._by_position else indices
+                return collate([self._sample(indices.epoch, *it) for it in zip(seeds, indices, strict=True)])
         except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
                 f"the data set's __getitem__ raised {type(error).__name__}{place_of(error.__traceback__)}: an iterator "
                 "there is at its end; give next() a second argument, or take samples by their numbers"
             ) from error
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        self._seed(epoch, index)
+    def _sample(self, epoch: int, seed: int, index: int) -> Any:
+        self._seed(epoch, seed)
         return self.dataset[index]
 
     def _seed(self, epoch: int, index: int) -> None:
@@ -149,7 +156,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 class _Endless:
-    """The micro-batches from where a sampler stands to the end of its epoch, then those of all later epochs.
+    """The micro-batches from where a sampler stands to the end of its epoch, then those of the later epochs.
 
     Loader processes stop at the end of their batch sampler, and the GPU would wait for the first batch of each epoch.
     """
@@ -165,7 +172,7 @@ class _Endless:
         while True:
             yield from ahead
             ahead.set_epoch(ahead.epoch + 1)
-            if not any(map(ahead.micro_batches, ahead.steps())):  # this rank idles
+            if ahead.epoch == ahead.epochs or not any(map(ahead.micro_batches, ahead.steps())):  # this rank idles
                 return
 
     def __len__(self) -> int:

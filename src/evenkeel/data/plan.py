@@ -17,7 +17,7 @@ in `shares`, and may differ at every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,7 +50,7 @@ class Plan:
     """How a run cuts its samples into steps and micro-batches, for any number of ranks."""
 
     samples: int
-    """Samples in an epoch, N."""
+    """Samples in an epoch, N: the positions of its order that are trained on."""
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks."""
     micro_batch: int
@@ -61,14 +61,22 @@ class Plan:
     """Stop after this many steps in all; 0 means after the last epoch."""
     number: int = 0
     """M, if a full step is cut into this many micro-batches whose sizes differ by at most one; 0: cut by size."""
+    left_out: int = 0
+    """Positions at the end of each epoch that no step has, with --drop-last; they do not count as samples above."""
 
     @staticmethod
-    def of(config: Config, samples: int) -> Plan:
-        """The plan of the options; while the cut is open, as with --micro-batch auto, a step is one micro-batch."""
-        steps = samples, config.batch_size
+    def of(config: Config, length: int) -> Plan:
+        """The plan of the options and of the length of an epoch's order.
+
+        While the cut is open, as with --micro-batch auto, a step is one micro-batch.
+        """
+        left_out = length % config.batch_size if config.drop_last else 0
+        steps = length - left_out, config.batch_size
         if isinstance(config.micro_batch, int) and config.micro_batch:
-            return Plan(*steps, config.micro_batch, config.epochs, config.max_steps)
-        return Plan.by_number(*steps, config.micro_batches or 1, config.epochs, config.max_steps)
+            plan = Plan(*steps, config.micro_batch, config.epochs, config.max_steps)
+        else:
+            plan = Plan.by_number(*steps, config.micro_batches or 1, config.epochs, config.max_steps)
+        return replace(plan, left_out=left_out)
 
     @staticmethod
     def by_number(samples: int, global_batch: int, micro_batches: int, epochs: int, max_steps: int = 0) -> Plan:
@@ -82,6 +90,11 @@ class Plan:
         if self.number == 1:
             return "a whole step"
         return f"1/{self.number} of a step" if self.number else str(self.micro_batch)
+
+    @property
+    def length(self) -> int:
+        """Positions in an epoch's order, those that are left out included."""
+        return self.samples + self.left_out
 
     @property
     def steps_per_epoch(self) -> int:

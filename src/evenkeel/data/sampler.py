@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, DistributedSampler
 
-from .blocks import blocks_of
+from .order import order_of, positions_in
 from .plan import MicroBatch, Plan
 from .shuffle import shuffled
 
@@ -34,14 +34,16 @@ class Indices(list[int]):
 
 
 class ElasticSampler(DistributedSampler[Any]):
-    """Deals the micro-batches of an epoch to ranks; each sample exactly once an epoch on any number of ranks.
+    """Deals the micro-batches of an epoch to ranks; each position of the order exactly once on any
+    number of ranks; in the usual order a position is a sample.
 
     Pass it to a `DataLoader` as ``batch_sampler``. Its only state is where the next epoch starts: from the same step
     on another number of ranks it goes on with exactly the samples that are left, without looking at the others.
 
     Args:
         dataset: anything with a length N. If it has `order_blocks()`, as shards have, whole blocks of it
-            are shuffled, and samples among those that are read together (`Blocks`).
+            are shuffled, and samples among those that are read together (`Blocks`). If it is `Ordered`, its order
+            says how many positions there are and which sample stands at each.
         global_batch: samples of one step over all ranks, G.
         micro_batch: the most samples in one batch of this loader.
         micro_batches: cut each step into this many of nearly equal size; 0: by size, the last one smaller.
@@ -49,6 +51,8 @@ class ElasticSampler(DistributedSampler[Any]):
         rank: default: the process group's. Ranks beyond the number of micro-batches get nothing.
         shuffle: a new order every epoch, or 0 .. N-1 every time.
         seed: the same on all ranks.
+        drop_last: leave out the end of an epoch that does not fill a global batch.
+        epochs: how many there are, which loader processes that read ahead do not pass; 0: any number.
 
     Warning:
         Call :meth:`set_epoch` before every epoch, or all epochs have the same order.
@@ -73,11 +77,15 @@ class ElasticSampler(DistributedSampler[Any]):
         shuffle: bool = True,
         seed: int = 0,
         micro_batches: int = 0,
+        drop_last: bool = False,
+        epochs: int = 0,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed)  # type: ignore[arg-type]
-        self.plan = Plan(len(dataset), global_batch, micro_batch, epochs=1, number=micro_batches)
-        self.blocks = blocks_of(dataset) if shuffle else None
-        self.first_step = 0
+        self.order = order_of(dataset) if shuffle else None
+        length = positions_in(dataset) if self.order else len(dataset)
+        length -= length % global_batch * drop_last
+        self.plan = Plan(length, global_batch, micro_batch, epochs=1, number=micro_batches)
+        self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
         self.sizes: tuple[int, ...] = ()
         """How many micro-batches of a full step each rank computes; empty: equally many."""
 
@@ -91,10 +99,10 @@ class ElasticSampler(DistributedSampler[Any]):
         while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):
             positions = [np.arange(each.start, each.start + each.size, dtype=np.uint64) for each in block]
             samples = np.concatenate(positions)
-            if self.blocks:
-                samples = self.blocks.shuffled(samples, self.seed, self.epoch)
+            if self.order:
+                samples = self.order.shuffled(samples, self.seed, self.epoch)
             elif self.shuffle:
-                samples = shuffled(samples, self.plan.samples, self.seed, self.epoch)
+                samples = shuffled(samples, self.samples, self.seed, self.epoch)
             for each, end in zip(block, accumulate(each.size for each in block), strict=True):
                 yield Indices(samples[end - each.size : end], self.epoch, each)
 

@@ -50,18 +50,18 @@ def shuffled(positions: Array, samples: int, seed: int, epoch: int, purpose: str
 def _feistel(cells: Array, rows: np.uint64, columns: np.uint64, keys: list[np.uint64]) -> Array:
     left, right = cells // columns, cells % columns
     for i in range(0, len(keys), 2):
-        left = (left + _hash(right, keys[i]) % rows) % rows
-        right = (right + _hash(left, keys[i + 1]) % columns) % columns
+        left = (left + mixed(right, keys[i]) % rows) % rows
+        right = (right + mixed(left, keys[i + 1]) % columns) % columns
     return left * columns + right
 
 
-def _hash(x: Array, key: np.uint64) -> Array:
+def mixed(x: Array, key: np.uint64) -> Array:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a 64-bit bijection that mixes well."""
     x = x + key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Array = x ^ (x >> np.uint64(31))
-    return mixed
+    out: Array = x ^ (x >> np.uint64(31))
+    return out
 
 
 def _rounds(samples: int) -> int:

@@ -98,8 +98,8 @@ class Attempt:
         if config.compile:
             kept |= compilation.facts(world.device)
         self.compiled = CompiledCode(self.path, kept) if config.compile else None
-        decides = next((name for name in sets if name != TRAINING), TEST)
-        best = task.best and (in_set(decides, task.best[0]), task.best[1])
+        decides = next((name for name in sets if name != TRAINING), "" if sets else TEST)
+        best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, kept)
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
@@ -143,6 +143,11 @@ class Attempt:
         if self.directory:
             self._start_tracking(uneven, said)
         return False
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Compare the task's own order of an epoch among ranks, and record it; raises as `DataCheck.compare_order`."""
+        if (digest := self.data.compare_order(epoch)) and self.directory:
+            self.directory.note(orders={str(epoch): digest})
 
     def _refuse_other_options(self) -> None:
         """Each node has looked at its own copy of the run so far, and at its own command line."""
@@ -251,7 +256,7 @@ class Attempt:
             config = replace(config, micro_batch=int(found))
         if not config.threads and recorded.get("threads"):
             torch.set_num_threads(recorded["threads"])
-        self.config, self.plan = config, Plan.of(config, self.plan.samples)
+        self.config, self.plan = config, Plan.of(config, self.plan.length)
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)

@@ -17,6 +17,7 @@ from ..common.phases import START_UP, activity
 from ..config import Config, devices_per_rank, validate
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
+from ..data.order import positions_in
 from ..data.plan import Plan
 from ..data.randomness import seed_task
 from ..distributed.placement import place
@@ -53,12 +54,30 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     world = prepare_process(config, recorded)
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)
-    validate(config, len(train_set))
+    validate(config, positions_in(train_set))
     if config.tensorboard and not find_spec("tensorboard"):
         raise Refusal("--tensorboard: needs the package tensorboard; pip install 'evenkeel[tensorboard]'")
     if config.save_predictions and not isinstance(task, Classification):
         raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
-    return world, {TRAINING: train_set} | evaluation_sets(task, config)
+    sets = evaluation_sets(task, config)
+    if not sets:
+        refuse_evaluation(config)
+    return world, {TRAINING: train_set} | sets
+
+
+def refuse_evaluation(config: Config) -> None:
+    """Refuse the options that need an evaluation, of a task that has no data for one."""
+    asked = {
+        f"--patience {config.patience}": config.patience,
+        "--eval-only": config.eval_only,
+        "--save-predictions": config.save_predictions,
+    }
+    for option, typed in asked.items():
+        if typed:
+            raise Refusal(
+                f"{option}: there is nothing to evaluate on, because test_dataset() returned None; return data, give "
+                f"--validation 0.1, or leave {option.partition(' ')[0]} out"
+            )
 
 
 def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
@@ -108,12 +127,13 @@ def build_state(
         compile_networks(model, world.device, config.exact, whole=config.reduce == "tree")
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     every = config.eval_every or plan.steps_per_epoch
-    decides = next(name for name in sets if name != TRAINING)
-    stopping = Stopping(plan.total_steps, every, task.best, config.patience, decides)
+    decides = next((name for name in sets if name != TRAINING), "")
+    best = task.best if decides else None
+    stopping = Stopping(plan.total_steps, every, best, config.patience, decides)
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
     own = task.schedulers(optimizers, replace(config, max_steps=plan.total_steps))
-    made = checked_schedulers(own, optimizers, config, plan.total_steps, task.best, type(task).rates is not Task.rates)
-    schedulers = Schedulers(made, task.best, plan.total_steps, every) if made else None
+    made = checked_schedulers(own, optimizers, config, plan.total_steps, best, type(task).rates is not Task.rates)
+    schedulers = Schedulers(made, best, plan.total_steps, every) if made else None
     skip = config.on_nonfinite == "skip"
     return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers)

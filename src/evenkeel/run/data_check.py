@@ -10,10 +10,10 @@ from typing import Any
 from ..common.errors import Ended, Refusal
 from ..common.phases import CHECKPOINT, activity
 from ..config import Config
-from ..data.blocks import order_name
 from ..data.changes import Changes
 from ..data.data_digest import OFTEN, ONCE, TRAINING, TWICE, Digests, difference, look
 from ..data.dataset import SizedDataset
+from ..data.order import Listed, order_name, order_of
 from ..distributed.world import World
 from .run_directory import refuse_other_data, refuse_other_order
 
@@ -37,6 +37,8 @@ class DataCheck:
         self._config, self._path, self._world, self._sets = config, path, world, sets
         self.samples = {TRAINING: samples} | {name: len(dataset) for name, dataset in sets.items()}
         self.order = order_name(sets[TRAINING]) if TRAINING in sets else ""
+        listed = order_of(sets[TRAINING]) if TRAINING in sets else None
+        self._listed = listed if isinstance(listed, Listed) else None
         self.digests: Digests = {}
         self._unsteady: list[str] = []
         self._other = ""
@@ -57,15 +59,26 @@ class DataCheck:
         Raises:
             Refusal: on all ranks, that samples are others, or in another order.
         """
-        everywhere = self._world.gather((self.samples, self.order, self.digests, self._config.other_data))
+        # of the epoch that the run was in, whose order must be the one of which a part has been trained on
+        listed = self._listed if before.get("order") == self.order else None
+        orders = before.get("orders", {}).items() if listed else ()
+        other = next((epoch for epoch, known in orders if listed and listed.digest(int(epoch)) != known), "")
+        everywhere = self._world.gather((self.samples, self.order, self.digests, self._config.other_data, other))
         samples, order, *_ = everywhere[0]
-        for rank, (there, theirs, *_) in enumerate(everywhere):
+        for rank, (there, theirs, _, _, changed) in enumerate(everywhere):
             refuse_other_data(self._path, before.get("samples", {}), there)
             refuse_other_order(self._path, before, theirs)
             if theirs != order:
                 raise Refusal(
                     f"the training data is read in {order or 'the usual order'} on rank 0 and in "
-                    f"{theirs or 'the usual order'} on rank {rank}; give all nodes the same index"
+                    f"{theirs or 'the usual order'} on rank {rank}; give all nodes the same index, and let "
+                    "sample_weights() and order() return the same on all ranks"
+                )
+            if changed:
+                raise Refusal(
+                    f"--run-dir {self._path}: order({changed}) is not what it was when the run was in that epoch, so "
+                    "that some samples would come twice; let it return the same at every start, name another folder, "
+                    "or start over with --fresh"
                 )
             for part, number in there.items():
                 if number != samples[part]:
@@ -74,12 +87,29 @@ class DataCheck:
                         "give all nodes the same data"
                     )
         known = before.get("digests", {})
-        if difference(known, [there for _, _, there, _ in everywhere]):
+        if difference(known, [there for _, _, there, *_ in everywhere]):
             self._look(OFTEN)  # samples that are drawn anew at each read are sometimes the same twice
             self._other = difference(known, self._world.gather(self.digests))
-            if self._other and not any(accepted for *_, accepted in everywhere):
+            if self._other and not any(accepted for *_, accepted, _ in everywhere):
                 raise Refusal(f"--run-dir {self._path}: {self._other}")
         self.digests = {**known, **self.digests}
+
+    def compare_order(self, epoch: int) -> str:
+        """Compare the order that the task lists for an epoch with other ranks'; its digest, empty if there is none.
+
+        Raises:
+            Ended: on all ranks: another rank has another order.
+        """
+        if not self._listed:
+            return ""
+        digests = self._world.gather(self._listed.digest(epoch))
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+        if other:
+            raise Ended(
+                f"order({epoch}) is one order on rank 0 and another on rank {other}, so that some samples would come "
+                "twice; make it of the epoch alone, or draw from torch's, NumPy's or Python's global generator"
+            )
+        return digests[0]
 
     def warning(self) -> str:
         """What there is to say of the data; empty if nothing is wrong with it."""

@@ -59,7 +59,8 @@ class Ending:
         if not (directory and tracker):
             return
         self._checkpointer.take_result()
-        tracker.evaluation(state.step, metrics)
+        if metrics:
+            tracker.evaluation(state.step, metrics)
         self._checkpointer.record_digests()
         activity.enter(CHECKPOINT)
         early = state.step < attempt.plan.total_steps
@@ -114,8 +115,8 @@ class Ending:
         training = round(100 * spent["productive"] / max(seconds, 1e-9))
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
         took += f" and {dead:.0f} s in which it stood still" * (dead >= 1)
-        early = f", {why}" * bool(why)
-        self._attempt.print(f"finished in {took}{early}: {shown(metrics)}  -> {self._attempt.path / 'model.pt'}")
+        early, found = f", {why}" * bool(why), f": {shown(metrics)}" * bool(metrics)
+        self._attempt.print(f"finished in {took}{early}{found}  -> {self._attempt.path / 'model.pt'}")
         tracker.close(best=self._best(metrics))
 
     def _best(self, metrics: dict[str, float]) -> dict[str, float]:

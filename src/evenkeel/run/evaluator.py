@@ -34,7 +34,7 @@ class Evaluator:
             for name, dataset in attempt.sets.items()
             if name != TRAINING
         ]
-        if self._state.step == 0:
+        if self._evaluations and self._state.step == 0:
             compute = [self._task.predict] if config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
             media.check(self._evaluations[0].shown)
@@ -42,7 +42,10 @@ class Evaluator:
                 self._state.check(rehearsed)
 
     def evaluate(self) -> None:
-        """Evaluate on the set that decides and then, now or at the end only, on the others."""
+        """Evaluate on the set that decides and then, now or at the end only, on the others; none."""
+        if not self._evaluations:
+            self.metrics = self._state.note({})
+            return
         first, *others = self._evaluations
         self.metrics = first.named(self._state.note(first()))
         if first.name != VALIDATION or self._state.is_over():

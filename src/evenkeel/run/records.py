@@ -42,6 +42,7 @@ FACTS: dict[str, Any] = {
     "hints": {"": ""},
     "digests": {"": {"equal": "", "near": [-1.0]}},
     "ledger": {"": 0.0},
+    "orders": {"": ""},
 }
 """An example of each fact in status.json, summary.json and Slurm's count of starts."""
 

@@ -22,6 +22,7 @@ from ..common.phases import LONGEST, START_UP, activity
 from ..config import Config, profile_window
 from ..data.data_digest import TRAINING
 from ..data.loader import loader, start_workers
+from ..data.order import positions_in
 from ..data.plan import Plan
 from ..data.sampler import ElasticSampler, Step, by_step
 from ..resilience.hang import Watch
@@ -101,7 +102,7 @@ class Run:
             model = build_model(config, task)
             cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
             settled = cutter(recorded)  # by what this node knows of the run; `begin` does so by what any node knows
-            plan = Plan.of(settled, len(sets[TRAINING]))
+            plan = Plan.of(settled, positions_in(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
             state = build_state(settled, task, world, plan, model, sets)
@@ -183,7 +184,7 @@ class Run:
         )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:
-        """The steps that are left, each with this rank's micro-batches: every sample once an epoch.
+        """The steps that are left, each with this rank's micro-batches: every position of an epoch's order once.
 
         Call :meth:`after_step` at the end of each.
         """
@@ -193,7 +194,8 @@ class Run:
         train_set = self.attempt.sets[TRAINING]
         sampler = ElasticSampler(
             train_set, config.batch_size, plan.micro_batch, num_replicas=world.world_size, rank=world.rank,
-            seed=config.seed, micro_batches=plan.number,
+            seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
+            epochs=-(-plan.total_steps // plan.steps_per_epoch),
         )  # fmt: skip
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
         self.evaluator.begin()
@@ -215,6 +217,7 @@ class Run:
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
         while not self.state.is_over():
             epoch, first_step = self.plan.locate(self.state.step)
+            self.attempt.begin_epoch(epoch)
             sampler.set_epoch(epoch, first_step)
             sampler.sizes = self.step_log.shares.sizes
             for step in by_step(batches, sampler):

@@ -184,7 +184,7 @@ class Identity:
     earlier: Mapping[str, Any] = field(default_factory=dict)
     """What options of the task were in runs that are older than the option (`Task.earlier`)."""
     order: str | None = None
-    """Of the training data, as `blocks.order_name` tells it; None: not known here."""
+    """Of the training data, as `order.order_name` tells it; None: not known here."""
 
 
 def check(path: Path, run: Identity, fresh: bool) -> None:
@@ -262,8 +262,8 @@ def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None
         usual = "the usual order"
         raise Refusal(
             f"--run-dir {path}: the training data was read in {before or usual} and is read in {order or usual} now, "
-            "so that some samples would come twice; bring back the index and the options of the data set, name "
-            "another folder, or start over with --fresh"
+            "so that some samples would come twice; bring back what it goes by (index and options of the data set, "
+            "sample_weights(), order()), name another folder, or start over with --fresh"
         )
 
 

@@ -19,10 +19,14 @@ imports a built-in task, but tests of other components use `classify` and `segme
 """
 
 from ..data.dataset import InMemory
+from ..data.order import balanced, buckets
 from ..data.shards import Shards
 from ..data.streams import Streams
 from ..training.sum_metrics import SumMetrics
 from ..training.task import Classification, Task, constants, secret
 from .digits import digits
 
-__all__ = ["Classification", "InMemory", "Shards", "Streams", "SumMetrics", "Task", "constants", "digits", "secret"]
+__all__ = [
+    "Classification", "InMemory", "Shards", "Streams", "SumMetrics", "Task", "balanced", "buckets", "constants",
+    "digits", "secret",
+]  # fmt: skip

@@ -295,6 +295,8 @@ SYNONYMS = {
     "which calls torch.utils.checkpoint; --task lm has an option for it",
     "--sync-bn --syncbn": "--sync-batchnorm",
     "-j --dataloader-num-workers": "--num-workers",
+    "--dataloader-drop-last": "--drop-last",
+    "--group-by-length": "a part of the task: its order(epoch) returns `buckets(lengths, size)`",
     "--random-seed --manual-seed": "--seed",
     "--use-deterministic-algorithms": "--deterministic",
     "--fast-dev-run --overfit-batches --debug": "--limit-batches",

@@ -23,6 +23,7 @@ from ..config import Config
 from ..data.batch import to_device
 from ..data.dataset import SizedDataset
 from ..data.loader import loader
+from ..data.order import positions_in
 from ..data.plan import next_smaller
 from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import ElasticSampler
@@ -59,7 +60,7 @@ class Probe:
             OutOfMemory: on the ranks where not even one sample does.
         """
         # more than its share of a batch would leave another rank without work
-        size = -(-min(self.config.batch_size, len(self.train_set)) // self.world.world_size)
+        size = -(-min(self.config.batch_size, positions_in(self.train_set)) // self.world.world_size)
         failed: list[int] = []
         last: BaseException | None = None
         with _no_trace(self.state):
@@ -145,7 +146,7 @@ class Probe:
         several ranks two or three that it lays out and exchanges.
         """
         world_size = self.world.world_size
-        micro_batches = -(-min(self.config.batch_size, len(self.train_set)) // size)
+        micro_batches = -(-min(self.config.batch_size, positions_in(self.train_set)) // size)
         levels = (-(-micro_batches // world_size) - 1).bit_length()
         if self.config.reduce == "ring":
             return int(world_size > 1)

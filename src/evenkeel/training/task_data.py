@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from numpy.typing import ArrayLike
+
 from ..common.errors import Refusal, place_of
 from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
 from ..data.data_digest import TRAINING
-from ..data.dataset import SizedDataset, limited, split
+from ..data.dataset import SizedDataset, chosen_of, length, limited, split
+from ..data.order import ordered
 from ..data.randomness import derive, seed_task
 from ..data.streams import numbered
 
@@ -35,9 +38,21 @@ class TaskData(ABC):
         """The training data without augmentation, of which --validation keeps a share; by default `train_dataset`."""
         return self.train_dataset()
 
+    def sample_weights(self) -> ArrayLike | None:
+        """A weight for each sample of `train_dataset`, not negative: samples are drawn with replacement in proportion,
+        as many an epoch as there are. None: each comes once. See `evenkeel.tasks.balanced`."""
+        return None
+
+    def order(self, epoch: int) -> ArrayLike | None:
+        """The numbers of the samples of an epoch in their order, as many in each epoch: a curriculum, or
+        `evenkeel.tasks.buckets`. A function of the epoch, and of the generators, which are seeded for it. None: the
+        usual order."""
+        return None
+
     @abstractmethod
-    def test_dataset(self) -> SizedDataset | dict[str, SizedDataset]:
-        """The data of the evaluation; or several sets by name, of which the first decides if there is no validation."""
+    def test_dataset(self) -> SizedDataset | dict[str, SizedDataset] | None:
+        """The data of the evaluation; or several sets by name, of which the first decides if there is no validation.
+        None: there is none, and without validation data no evaluation."""
 
     def read_image(self, path: Path) -> Any:
         """A sample like those of the test data from an image file, with any target, for `evenkeel predict --input`."""
@@ -52,14 +67,19 @@ class TaskData(ABC):
 
 
 def training_set(task: TaskData, config: Config, unchanged: bool = False) -> SizedDataset:
-    """A task's training data, the same on every rank and at every start, cut down by --limit-batches.
+    """A task's training data in its order, the same on every rank and at every start, cut down by --limit-batches.
 
-    ``unchanged``: without augmentation. A stream becomes numbered samples (`streams`).
+    ``unchanged``: without augmentation, and in the usual order. A stream becomes numbered samples (`streams`).
     """
     seed_task(config.seed, "data")
-    dataset = numbered(_data_of(task.unchanged_train_dataset if unchanged else task.train_dataset), config, unchanged)
-    dataset = split(dataset, config.validation, _split_seed(config))[0] if config.validation else dataset
-    return limited(dataset, config.limit_batches * config.batch_size)
+    whole = numbered(_data_of(task.unchanged_train_dataset if unchanged else task.train_dataset), config, unchanged)
+    dataset = split(whole, config.validation, _split_seed(config))[0] if config.validation else whole
+    dataset = limited(dataset, config.limit_batches * config.batch_size)
+    if unchanged:
+        return dataset
+    chosen, size = chosen_of(whole, dataset), length(whole, "train_dataset")
+    found: SizedDataset = ordered(dataset, size, chosen, task.sample_weights, task.order, config.seed)
+    return found
 
 
 def _data_of(method: Callable[[], T]) -> T:
@@ -83,7 +103,8 @@ def _split_seed(config: Config) -> int:
 
 
 def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
-    """The sets that a task is evaluated on, likewise, by name. The first one decides which checkpoint is the best.
+    """The sets that a task is evaluated on, likewise, by name; there may be none. The first one decides which
+    checkpoint is the best.
 
     Raises:
         Refusal: a set is empty or no map-style data set, or its name cannot be part of a metric's and a file's name.
@@ -99,7 +120,8 @@ def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
     test = _data_of(task.test_dataset)
     several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
     sets: dict[Any, Any] = {} if validation is None else {VALIDATION: validation}
-    for name, dataset in (test if several else {TEST: test}).items():  # type: ignore[union-attr]
+    tests = test if several else {} if test is None else {TEST: test}
+    for name, dataset in tests.items():  # type: ignore[union-attr]
         fits = type(name) is str and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)
         if not fits or name in (TRAIN, TRAINING, VALIDATION):
             raise Refusal(

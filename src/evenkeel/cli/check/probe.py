@@ -31,6 +31,7 @@ from ...data.batch import collate, to_device
 from ...data.data_digest import TRAINING
 from ...data.dataset import Rows, SizedDataset, whole_fetch
 from ...data.loader import Seeded
+from ...data.order import positions_in
 from ...data.plan import MicroBatch, Plan
 from ...data.randomness import seed_computation, seed_task
 from ...data.sampler import Indices
@@ -75,7 +76,7 @@ def main() -> int:
 
 def facts(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Found:
     """What the jobs need to know: the cut, and the steps of an epoch."""
-    samples = len(sets[TRAINING])
+    samples = positions_in(sets[TRAINING])
     model = built(config, task)
     cuts = range(min(6, config.batch_size), 0, -1)
     plans = {cut: Plan.of(replace(config, micro_batches=cut), samples) for cut in cuts}
@@ -182,7 +183,7 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
     weights = sha256(model.state_dict()), sha256(built(config, task).state_dict())
     found: Found = {"rebuilt": weights[0] == weights[1]}
     model = model.to(device)
-    name, test = next((name, it) for name, it in sets.items() if name != TRAINING)
+    tests = [(name, it) for name, it in sets.items() if name != TRAINING]
     loss = Loss(model, task.loss, collectives=task.collectives)
 
     def value(batch: Any) -> dict[str, Tensor]:
@@ -193,7 +194,9 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
         with torch.no_grad():
             return dict(task.metrics(model, batch))
 
-    for key, compute, dataset, of in (("loss", value, sets[TRAINING], TRAINING), ("metrics", metrics, test, name)):
+    found["metrics"] = {"why": "the task has no test data"}
+    of_test = [("metrics", metrics, it, name) for name, it in tests[:1]]
+    for key, compute, dataset, of in [("loss", value, sets[TRAINING], TRAINING), *of_test]:
         try:
             found[key] = Parts(config, compute, model, dataset, of, device).compare(training=key == "loss")
         except Exception as error:

@@ -126,6 +126,12 @@ def _about(history: History) -> Iterator[str]:
         yield f"on {' to '.join(map(str, ranks[:1] + ranks[1:][-1:]))} rank{'s' * (ranks[-1] != 1)}"
         yield time.strftime("%Y-%m-%d %H:%M", time.localtime(history.attempts[0].begun))
 
+    order = history.status.get("order")
+    if order and isinstance(order, str):
+        yield escape(f"read in {order}")
+    if history.options.get("drop_last"):
+        yield "without the end of an epoch that fills no batch"
+
 
 def _facts(history: History) -> dict[str, str]:
     """The key figures of a run, as HTML."""

@@ -1,0 +1,250 @@
+"""A task's own order of samples: drawn by weights, or listed for each epoch.
+
+The sample at a position stays a pure function of (seed, epoch, position), as in the usual order (`shuffle`). So a
+resume on any number of ranks needs no state. torch's `WeightedRandomSampler` draws an epoch at once from a generator,
+whose state is one of the process. Here each position has its own uniform number, a keyed hash, and the cumulative sum
+of the weights says which sample has it.
+
+What is once here is a position, not a sample: a sample may come several times in an epoch, or never.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Dataset
+
+from ..common.errors import EndedHere, Refusal
+from ..common.naming import kind_of
+from .blocks import Blocks, Integers, blocks_of
+from .randomness import derive, generators_kept, seed_host
+from .shuffle import Array, mixed
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio, the distance of SplitMix64's states
+POOL = 100
+"""Groups of `buckets` that are sorted by length together. More pad a little less, and mix less."""
+
+
+class Draws:
+    """Samples drawn with replacement, each with a probability in proportion to its weight; N draws an epoch.
+
+    >>> Draws(np.array([0.0, 1.0, 3.0])).shuffled(np.arange(8, dtype=np.uint64), seed=0, epoch=0).tolist()
+    [2, 2, 2, 2, 2, 2, 1, 2]
+    """
+
+    def __init__(self, weights: NDArray[np.float64]) -> None:
+        self._ends = np.cumsum(weights / weights.max())  # whose total is no subnormal number, nor too large
+        self.length = len(weights)
+        self.name = f"{self.length} draws by sample_weights() ({_digest(weights)})"
+
+    def shuffled(self, positions: Array, seed: int, epoch: int) -> Array:
+        """Return the samples at some positions of an epoch, which is SplitMix64 from the epoch's own seed."""
+        bits = mixed(positions * GOLDEN, np.uint64(derive(seed, "draws", epoch)))
+        uniform = (bits >> np.uint64(11)) * 2.0**-53  # below 1, and below the total after rounding
+        # the first sum above it: never that of a sample whose weight is 0
+        drawn: Array = np.searchsorted(self._ends, uniform * self._ends[-1], side="right").astype(np.uint64)
+        return drawn
+
+
+class Listed:
+    """What a task's ``order(epoch)`` returns.
+
+    Args:
+        method: epoch -> numbers of samples. The generators are seeded from (seed, epoch) before each call.
+        first: what it has returned for epoch 0.
+        places: for each sample of the task's data set its number among those that are left, -1 for one that is not.
+        seed: the run's.
+
+    Attributes:
+        length: positions of each epoch.
+
+    Raises:
+        Refusal: that is no order, or the method returns another one when it is asked again.
+    """
+
+    def __init__(self, method: Callable[[int], Any], first: Any, places: Integers, seed: int) -> None:
+        self._method, self._places, self._seed = method, places, seed
+        self._known: dict[int, Integers] = {}
+        order = self._checked(0, first)
+        if not len(order):
+            raise Refusal("order(0) has no sample that --validation and --limit-batches leave; leave these out")
+        if not np.array_equal(order, self._checked(0, call_seeded(method, seed, 0))):
+            raise Refusal(
+                "order(0) is another order each time that it is called, so a run could not go on; make it of the epoch "
+                "alone, or draw from torch's, NumPy's or Python's global generator, which are seeded before each call"
+            )
+        self._known[0], self.length = order, len(order)
+        self.name = f"an order of {self.length} samples by order() ({self.digest(0)})"
+
+    def shuffled(self, positions: Array, seed: int, epoch: int) -> Array:
+        """Return the samples at some positions of an epoch."""
+        return self._of(epoch)[positions].astype(np.uint64)
+
+    def digest(self, epoch: int) -> str:
+        """A digest of an epoch's order, which ranks and starts compare."""
+        return _digest(self._of(epoch))
+
+    def _of(self, epoch: int) -> Integers:
+        if epoch not in self._known:
+            order = self._checked(epoch, call_seeded(self._method, self._seed, epoch))
+            if len(order) != self.length:
+                raise EndedHere(
+                    f"order({epoch}) has {len(order)} samples and order(0) has {self.length}"
+                    f"{' of those that --validation and --limit-batches leave' * bool((self._places < 0).any())}: a "
+                    "run's epochs have one length; repeat or leave out samples, or begin a run for each (--init-from)"
+                )
+            newest = max(self._known, default=epoch)  # loader processes are an epoch ahead
+            self._known = {it: self._known[it] for it in self._known if it == newest} | {epoch: order}
+        return self._known[epoch]
+
+    def _checked(self, epoch: int, found: Any) -> Integers:
+        kind = EndedHere if epoch else Refusal
+        try:
+            numbers = np.asarray(found)
+        except (TypeError, ValueError):
+            numbers = np.asarray(None)
+        samples = len(self._places)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not len(numbers):
+            shape = f"of shape {numbers.shape} and type {numbers.dtype}" if numbers.dtype != object else "of no numbers"
+            raise kind(
+                f"order({epoch}) returned {kind_of(found)} {shape}; return whole numbers of samples, of shape [length]"
+            )
+        if len(wrong := np.flatnonzero((numbers < 0) | (numbers >= samples))):
+            raise kind(
+                f"order({epoch}) has sample {numbers[wrong[0]]} at position {wrong[0]}, and train_dataset() has "
+                f"{samples} samples; return numbers from 0 to {samples - 1}"
+            )
+        left = self._places[numbers.astype(np.int64)]
+        return left[left >= 0]
+
+
+class Ordered(Dataset[Any]):
+    """A data set with an order of its own, by which `ElasticSampler` deals its samples; otherwise the data set."""
+
+    def __init__(self, dataset: Any, order: Draws | Listed) -> None:
+        self.dataset, self.order = dataset, order
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+def ordered(
+    dataset: Any, size: int, chosen: Sequence[int] | None, weights: Callable[[], Any], order: Callable[[int], Any],
+    seed: int,
+) -> Any:  # fmt: skip
+    """Give a data set the order that its task wants; without one return it as it is.
+
+    Args:
+        dataset: what is trained on.
+        size: samples of what train_dataset() has returned, whose numbers the task means.
+        chosen: the numbers there of the samples of `dataset`; None: they are the same.
+        weights, order: the task's methods sample_weights and order.
+        seed: the run's.
+
+    Raises:
+        Refusal: both are there, or one does not fit the data.
+    """
+    by_weight, first = call_seeded(weights, seed), call_seeded(order, seed, 0)
+    if by_weight is None and first is None:
+        return dataset
+    name = "sample_weights()" if first is None else "order()"
+    if by_weight is not None and first is not None:
+        raise Refusal("the task has sample_weights() and order(): two orders; let one of them return None")
+    if hasattr(dataset, "first_samples"):
+        raise Refusal(f"{name}: train_dataset() returned a stream, which has its own order; let {name} return None")
+    rows = np.arange(size) if chosen is None else np.asarray(chosen, dtype=np.int64)
+    if first is None:
+        found = _weights(by_weight, size)[rows]
+        if not found.any():
+            left = " of the samples that --validation and --limit-batches leave" * (len(rows) < size)
+            raise Refusal(f"sample_weights(): all weights{left} are 0; give some samples a weight")
+        return Ordered(dataset, Draws(found))
+    places = np.full(size, -1)
+    places[rows] = np.arange(len(rows))
+    return Ordered(dataset, Listed(order, first, places, seed))
+
+
+def _weights(found: Any, size: int) -> NDArray[np.float64]:
+    try:
+        values = np.asarray(found, dtype=np.float64)
+    except (TypeError, ValueError):
+        values = np.empty(())
+    if values.shape != (size,):
+        raise Refusal(
+            f"sample_weights() returned {kind_of(found)} of shape {list(values.shape)}, and train_dataset() has {size} "
+            "samples; return a number for each of them"
+        )
+    if len(wrong := np.flatnonzero(~(np.isfinite(values) & (values >= 0)))):
+        raise Refusal(f"sample_weights(): sample {wrong[0]} has the weight {values[wrong[0]]:g}; give one from 0 on")
+    return values
+
+
+def call_seeded(method: Callable[..., Any], seed: int, *epoch: int) -> Any:
+    """What a method of a task returns with generators of its own, seeded from (seed, its name, epoch)."""
+    with generators_kept():
+        seed_host(derive(seed, method.__name__, *epoch))
+        return method(*epoch)
+
+
+def order_of(dataset: Any) -> Blocks | Draws | Listed | None:
+    """The order that a data set has of itself or of its task; None: the usual one."""
+    return dataset.order if isinstance(dataset, Ordered) else blocks_of(dataset)
+
+
+def order_name(dataset: Any) -> str:
+    """What a run records of the order of its training data; empty: the usual one."""
+    order = order_of(dataset)
+    return order.name if order else ""
+
+
+def positions_in(dataset: Any) -> int:
+    """Positions of an epoch: as many as there are samples, unless the task lists others."""
+    return dataset.order.length if isinstance(dataset, Ordered) else len(dataset)
+
+
+def balanced(labels: ArrayLike) -> NDArray[np.float64]:
+    """Weights for `Task.sample_weights` by which every class is drawn equally often.
+
+    Args:
+        labels: the class of each sample, a number or a name, shape [N].
+
+    >>> balanced(["cat", "dog", "cat", "cat"]).round(2).tolist()
+    [0.33, 1.0, 0.33, 0.33]
+    """
+    _, of, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
+    return 1 / counts[of.reshape(-1)]
+
+
+def buckets(lengths: ArrayLike, size: int) -> Integers:
+    """An order for `Task.order` in which samples of like length stand together in groups, and the groups are shuffled.
+
+    Draws from NumPy's global generator, which is seeded by (--seed, epoch) before each call of `Task.order`. Pools of
+    some groups are drawn at random and sorted by length, so that groups differ from epoch to epoch.
+
+    Args:
+        lengths: of each sample, shape [N].
+        size: samples of a group: the --micro-batch, which should divide --batch-size.
+
+    >>> np.random.seed(0)
+    >>> buckets([5, 90, 6, 91, 7, 92, 8], size=2).tolist()
+    [6, 1, 0, 2, 3, 5, 4]
+    """
+    values = np.asarray(lengths)
+    order = np.random.permutation(len(values))
+    for start in range(0, len(order), POOL * size):
+        pool = order[start : start + POOL * size]
+        pool[:] = pool[np.argsort(values[pool], kind="stable")]
+    whole = len(order) // size * size  # a smaller last group would shift all that follow
+    groups = order[:whole].reshape(-1, size)
+    return np.concatenate([groups[np.random.permutation(len(groups))].reshape(-1), order[whole:]])
+
+
+def _digest(values: NDArray[Any]) -> str:
+    return hashlib.sha256(values.astype(values.dtype.newbyteorder("<")).tobytes()).hexdigest()[:16]

@@ -1,0 +1,149 @@
+"""A task's own order: each position once through kills, stops and other numbers of ranks, and no other order later."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenkeel.config import Config
+from evenkeel.data.order import order_of, positions_in
+from evenkeel.data.plan import Plan
+from evenkeel.training.task_data import training_set
+from tests.support.ordered_task import Own
+from tests.support.processes import TRAIN, finish, fork_ranks, read, run_forked, start, torchrun
+from tests.support.small_runs import (
+    SUPPORT,
+    ended,
+    kill_at,
+    options,
+    starts,
+    the_line,
+    trained,
+    wait_for_step,
+    weights_of,
+)
+
+TASK = f"{SUPPORT / 'ordered_task.py'}:Own"
+CONFIG = Config(epochs=3, batch_size=12, micro_batch=3, drop_last=True)
+
+
+def job(run_dir: Path, way: str, *more: object) -> list[str]:
+    """12 steps, 4 an epoch, with two samples left out."""
+    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--drop-last", "--reduce", "tree"]
+    return options(TASK, run_dir, *shape, "--log-every", 1, "--checkpoint-every", 2, "--way", way, *more)
+
+
+def expected(way: str) -> list[list[int]]:
+    """The samples of each step."""
+    dataset = training_set(Own(way=way), CONFIG)  # type: ignore[arg-type]
+    order, length = order_of(dataset), positions_in(dataset)
+    assert order
+    plan = Plan.of(CONFIG, length)
+    positions = np.arange(plan.samples, dtype=np.uint64)
+    epochs = [order.shuffled(positions, CONFIG.seed, epoch).tolist() for epoch in range(CONFIG.epochs)]
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+    return [epoch[at : at + 12] for epoch in epochs for at in range(0, plan.samples, 12)]
+
+
+def trained_on(folder: Path, first: int, end: int, world_size: int) -> list[list[int]]:
+    """The samples of the steps first .. end of an attempt with its own record folder, those of rank 0 first."""
+    steps: dict[int, list[int]] = {step: [] for step in range(first, end)}
+    for rank in range(world_size):
+        for step, samples, told in map(json.loads, (folder / f"rank-{rank}").read_text().splitlines()):
+            assert set(told) == {step // 4}, "the data set was told the epoch, in the process that reads"
+            if step in steps:
+                steps[step] += samples
+    return list(steps.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "workers"), [("order", 2), ("weights", 0)])
+def test_killed_and_stopped_and_finished_on_other_ranks_each_position_is_trained_on_once(
+    tmp_path: Path, way: str, workers: int
+) -> None:
+    """kill -9 of the whole job on 2 ranks, SIGTERM on 3, the rest on 1; and the bits of a run that nobody disturbs."""
+    run_dir, record, folders = tmp_path / "run", tmp_path / "record", [tmp_path / f"attempt-{i}" for i in range(3)]
+    words = job(run_dir, way, "--num-workers", workers, "--record", record)
+
+    def attempt(number: int) -> None:  # by a link, because the option is the run's
+        folders[number].mkdir()
+        record.unlink(missing_ok=True)
+        record.symlink_to(folders[number])
+
+    attempt(0)
+    process = start(torchrun(2, TRAIN, *words, "--pause", 0.1))
+    kill_at(killed_at := random.randrange(3, 6), run_dir, process)
+    attempt(1)
+    process = start(torchrun(3, TRAIN, *words, "--pause", 0.1))
+    wait_for_step(run_dir, killed_at + random.randrange(1, 4), process)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    attempt(2)
+    ended(start([sys.executable, TRAIN, *words]))
+
+    ends = [*starts(run_dir)[1:], 12]
+    found = [
+        step
+        for folder, first, end, ranks in zip(folders, starts(run_dir), ends, (2, 3, 1), strict=True)
+        for step in trained_on(folder, first, end, ranks)
+    ]
+    assert found == expected(way)
+    assert read(run_dir)["samples_seen"] == 3 * 48
+
+    trained(0, job(tmp_path / "undisturbed", way))
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("way", "broken", "line"),
+    [
+        ("weights", "start", r"was read in 50 draws by sample_weights() ("),
+        ("order", "start", "was read in an order of 50 samples by order() ("),
+        ("order", "later", "order(1) is not what it was when the run was in that epoch"),
+    ],
+)
+def test_another_order_at_a_later_start_is_refused(tmp_path: Path, way: str, broken: str, line: str) -> None:
+    run_dir = tmp_path / "run"
+    run_forked(TRAIN, *job(run_dir, way, "--max-steps", 6, "--schedule", "constant"))
+    before = (run_dir / "status.json").read_bytes()
+    again = job(run_dir, way, "--max-steps", 9, "--schedule", "constant")
+    refused = run_forked(TRAIN, *again, "--broken", broken, expect=2)
+    assert line in the_line(refused.stderr)
+    assert (run_dir / "status.json").read_bytes() == before
+    assert read(run_dir, "status.json")["step"] == 6
+    run_forked(TRAIN, *again)  # the control: the same order goes on
+    assert read(run_dir)["step"] == 9
+
+
+def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp_path: Path) -> None:
+    ranks = fork_ranks(2, TRAIN, *job(tmp_path / "run", "order", "--broken", "rank"))
+    lines = [finish(rank) for rank in ranks]
+    assert [it.returncode for it in lines] == [2, 2]
+    assert "by order() (" in lines[0].stderr
+    assert "let sample_weights() and order() return the same on all ranks" in lines[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [
+        ("rank-later", "order(1) is one order on rank 0 and another on rank 1"),
+        ("length", "order(1) has 49 samples and order(0) has 50"),
+    ],
+)
+def test_a_later_epoch_that_is_wrong_ends_the_run_at_the_end_of_the_one_before(
+    tmp_path: Path, broken: str, line: str
+) -> None:
+    run_dir = tmp_path / "run"
+    first, *_ = [finish(rank) for rank in fork_ranks(2, TRAIN, *job(run_dir, "order", "--broken", broken))]
+    assert first.returncode == 1
+    assert first.stderr.count(line) == 1
+    assert read(run_dir, "status.json")["step"] == 4
+    trained(2, job(run_dir, "order"))
+    trained(0, job(tmp_path / "undisturbed", "order"))
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
