@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from types import TracebackType
@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..common.errors import EndedByData, no_exit, place_of
 from ..common.processes import STOP_SIGNALS, die_with_parent
-from .batch import collate
-from .dataset import Rows, SizedDataset, whole_fetch
+from .batch import collate, collated_by
+from .dataset import Collated, Rows, SizedDataset, whole_fetch
 from .plan import MicroBatch
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
@@ -36,13 +36,18 @@ class Seeded(Dataset[Any]):
     """A data set whose random numbers depend on the sample, not on the process that loads it.
 
     Before each sample the generators are seeded from (seed, purpose, epoch, index). A data set that fetches whole
-    micro-batches (``__getitems__``) is seeded once for each, from its first position. One that is only tensors
-    (`Rows`) draws no random numbers and is not seeded.
+    micro-batches (``__getitems__``) is seeded once for each, from its first position; so is a task's own collate
+    (`Collated`). One that is only tensors (`Rows`) draws no random numbers and is not seeded.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:
         self.dataset, self.seed, self.purpose = dataset, seed, purpose
+        self._own: Callable[[list[Any]], Any] | None = None
+        if isinstance(dataset, Collated):
+            self.dataset, self._own = dataset.dataset, dataset.collate
         self._rows = Rows.of(dataset)
+        self.fetch_all = None if self._rows else whole_fetch(self.dataset, samples=self._own is not None)
+        """Fetches a whole micro-batch; None: samples are fetched one by one, or rows of tensors."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -53,15 +58,24 @@ class Seeded(Dataset[Any]):
             return self._rows(indices)
         try:
             with no_exit(EndedByData):  # a SystemExit would only end the loader process
-                if fetch_all := whole_fetch(self.dataset):
+                if self.fetch_all:
                     self._seed(indices.epoch, indices.micro_batch.start)
-                    return collate(fetch_all(indices))
-                return collate([self._sample(indices.epoch, index) for index in indices])
+                    fetched = self.fetch_all(indices)
+                else:
+                    fetched = [self._sample(indices.epoch, index) for index in indices]
+                return self.collated(fetched, indices.epoch, indices.micro_batch.start)
         except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
                 f"the data set's __getitem__ raised {type(error).__name__}{place_of(error.__traceback__)}: an iterator "
                 "there is at its end; give next() a second argument, or take samples by their numbers"
             ) from error
+
+    def collated(self, samples: Any, epoch: int = 0, start: int = 0) -> Any:
+        """Make a batch of a list of samples that begins at this position of an epoch; a batch is returned as it is."""
+        if self._own is None or not isinstance(samples, list):
+            return collate(samples)
+        seed_host(derive(self.seed, f"{self.purpose} collate", epoch, start))
+        return collated_by(self._own, samples)
 
     def _sample(self, epoch: int, index: int) -> Any:
         self._seed(epoch, index)
@@ -140,7 +154,7 @@ class _First(Dataset[Any]):
 
     def __getitem__(self, _number: int) -> Any:
         if first := getattr(self._seeded.dataset, "first_samples", None):  # a stream must not be read through
-            return collate(first()[:1])
+            return self._seeded.collated(first()[:1])
         return self._seeded.__getitems__(Indices([0], 0, MicroBatch(0, 0, 0, 1)))
 
 

@@ -48,7 +48,8 @@ def note_batch(error: BaseException, batch: Any) -> None:
     """Attach the phase and the shapes of the batch to an out-of-memory error on its way up."""
     if is_out_of_memory(error):
         activity.note(error)
-        known = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(batch)]
+        tensors = [part for it in tensors_in(batch) for part in (it.unbind() if it.is_nested else [it])]
+        known = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors]
         more = f" and {len(known) - 6} more" if len(known) > 6 else ""
         error.shapes = ", ".join(known[:6]) + more  # type: ignore[attr-defined]
 
