@@ -17,7 +17,7 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 BUDGET = {
     "common": 1350,
     "config": 400,
-    "data": 2620,
+    "data": 2670,
     "distributed": 1970,
     "resilience": 1520,
     "training": 3750,

@@ -1,4 +1,4 @@
-"""Samples of different sizes. `Boxes` and `Texts` lack the `collate` that docs/tasks.md shows; the others have theirs."""
+"""Samples of different sizes. `Boxes` and `Texts` lack the `collate` that docs/tasks.md shows; others have one."""
 
 from __future__ import annotations
 

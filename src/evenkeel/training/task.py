@@ -26,7 +26,7 @@ class Task(TaskData):
     """What is trained on what. Its methods run on every rank and need not know about ranks.
 
     Make a subclass a dataclass, and its fields become command-line options, with their docstrings as help.
-    A *batch* is what `torch.utils.data.default_collate` makes of a micro-batch, on the device of the model.
+    A *batch* is what `collate` makes of a micro-batch, on the device of the model.
 
     >>> class Line(Task):
     ...     def train_dataset(self): return TensorDataset(torch.rand(64, 1))

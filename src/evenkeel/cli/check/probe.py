@@ -143,7 +143,7 @@ def readers(dataset: Any) -> list[Any]:
     inner = dataset
     while inner is not None and len(found) < 20:
         names = ("__getitem__", "__getitems__", "__iter__", "iter")
-        found += [inner.collate] * isinstance(inner, Collated)
+        found += [inner.collate] if isinstance(inner, Collated) else []
         found += [method for name in names if (method := getattr(type(inner), name, None))]
         inner = getattr(inner, "dataset", None)
     return found
