@@ -33,6 +33,7 @@ from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.state import State
 from ..training.task import Classification, Task
 from ..training.task_data import evaluation_sets, has_own_collate, training_set
+from ..training.task_state import TaskState
 from .weights import read_weights
 
 
@@ -119,4 +120,5 @@ def build_state(
     made = checked_schedulers(own, optimizers, config, plan.total_steps, task.best, type(task).rates is not Task.rates)
     schedulers = Schedulers(made, task.best, plan.total_steps, every) if made else None
     skip = config.on_nonfinite == "skip"
-    return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers)
+    memory = TaskState.of(task, config.seed, world)
+    return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory)

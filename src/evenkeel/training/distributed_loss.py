@@ -237,7 +237,7 @@ class DistributedLoss:
             parameter.grad = None
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
-        if self.state.buffers.numel or self.state.scaler:
+        if self.state.buffers.numel or self.state.scaler or self.state.own:
             self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
 
     def _agree_on_parts(self) -> None:
@@ -297,7 +297,10 @@ class DistributedLoss:
             norm: the gradient's, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
-        self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None)
+        losses: dict[str, float] = {}
+        if self.state.own:
+            losses = dict(zip(("loss", *(self._names or ())), self._sums().tolist(), strict=False))
+        self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None, losses)
 
     @property
     def loss(self) -> Tensor:

@@ -116,6 +116,23 @@ class Task(TaskData):
         """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
         return rate(config, step, total_steps)
 
+    def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
+        """Called after each optimizer step, before it can be saved: once on every rank with the same values, without
+        gradients, and not for a step that is left out. The place to change what `state_dict` returns.
+
+        Args:
+            model: with the new weights.
+            step: steps done.
+            losses: "loss", the mean over the global batch, and its parts by name.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the task must remember over a stop: numbers, texts, tensors, lists and dicts. Saved with each step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what `state_dict` has returned; tensors are on the CPU."""
+
     def resolved(self, recorded: Mapping[str, Any] | None) -> Task:
         """The task with its open options settled; by default itself.
 
