@@ -77,7 +77,7 @@ class InLoss(Remembering):
 
     def loss(self, model: nn.Module, batch: Any, step: int = 0) -> Any:
         loss, parts = super().loss(model, batch, step)
-        self.weight = 0.9 * self.weight + 0.1 * float(parts["size"])
+        self.weight = 0.9 * self.weight + 0.1 * parts["size"].item()
         return loss, parts
 
 

@@ -297,10 +297,11 @@ class DistributedLoss:
             norm: the gradient's, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
-        losses: dict[str, float] = {}
         if self.state.own:
-            losses = dict(zip(("loss", *(self._names or ())), self._sums().tolist(), strict=False))
-        self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None, losses)
+            self.state.own.check()
+            named = zip(("loss", *(self._names or ())), self._sums().tolist(), strict=False)
+            self.state.own.losses = dict(named)
+        self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None)
 
     @property
     def loss(self) -> Tensor:

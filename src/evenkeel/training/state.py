@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -114,13 +113,7 @@ class State:
         """The model to evaluate and to export: the averaged one, if there is one."""
         return self.average.model if self.average else self.model
 
-    def commit(
-        self,
-        norm: Tensor,
-        buffers: Sequence[Tensor] = (),
-        loss: Tensor | None = None,
-        losses: Mapping[str, float] = MappingProxyType({}),
-    ) -> None:
+    def commit(self, norm: Tensor, buffers: Sequence[Tensor] = (), loss: Tensor | None = None) -> None:
         """Take the step that the gradients say, if they are finite. Afterwards every rank holds the same state again.
 
         A GPU decides by itself, and the host learns of it while the next step is computed: it waits for the step
@@ -130,14 +123,11 @@ class State:
             buffers: new values of the buffers, flat, for each of :attr:`Buffers.groups`.
             norm: the gradient's norm, a scalar that is the same on every rank; not finite: nothing is changed.
             loss: the step's, which a scaler needs: an overflow at its scale is no failure, and only lowers the scale.
-            losses: the step's loss and its parts, for :attr:`own`.
 
         Raises:
             NonFinite: this step, or on a GPU the one before, was not finite; `step` is back at the one before it.
         """
         self.settle()
-        if self.own:
-            self.own.check()
         norm = norm.to(self._devices[0])
         bad = broken = ~norm.isfinite()
         overflow = None
@@ -166,7 +156,7 @@ class State:
             if self.schedulers:
                 self.schedulers.commit(bad)
             if self.own and not known:
-                self.own.commit(self.model, self.step + 1, losses)
+                self.own.commit(self.model, self.step + 1)
             self.step += 1
         self._verdict.ask(broken)
         if self._verdict.known:

@@ -54,6 +54,8 @@ class TaskState:
         self.now: dict[str, Any] | None = self._read() if saves else None
         """The state after the last commit; None: the task keeps none."""
         self._mark = digest(self.now)
+        self.losses: dict[str, float] = {}
+        """The loss and its parts in the step that is committed next."""
 
     @staticmethod
     def of(task: Task, seed: int, world: World) -> TaskState | None:
@@ -85,11 +87,11 @@ class TaskState:
         if self._mark and self._mark != digest(self._read_later()):
             raise EndedHere(f"the state of {type(self._task).__name__} has changed outside of after_step(): {REMEDY}")
 
-    def commit(self, model: nn.Module, step: int, losses: Mapping[str, float]) -> None:
+    def commit(self, model: nn.Module, step: int) -> None:
         """Let the task take in a step that all ranks have taken, with its number from 1."""
         seed_computation(derive(self._seed, "after_step", step), self._world.devices)
         with torch.no_grad(), no_collectives("" if self._task.collectives else "after_step()"):
-            self._task.after_step(model, step, dict(losses))
+            self._task.after_step(model, step, self.losses)
         if self.now is None:
             return
         self.now = self._read_later()
