@@ -31,7 +31,7 @@ class PlanCommand:
     def __call__(self, train_options: list[str]) -> int:
         """Print the plan."""
         from ..data.order import order_name, positions_in
-        from ..data.streams import Numbered
+        from ..data.streams import stream_of
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
         from ..training.task_data import training_set
@@ -50,8 +50,8 @@ class PlanCommand:
             size += f", the last {plan.left_out} of each epoch left out (--drop-last)"
         length = f"{_count(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all"
         steps = {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
-        if isinstance(train_set, Numbered):
-            size, length = f"a stream ({train_set.name})", _count(plan.total_steps, "step")
+        if stream := stream_of(train_set):
+            size, length = f"a stream ({stream.name})", _count(plan.total_steps, "step")
             steps = {"every step": 0}
         say(
             f"{size}, global batch {plan.global_batch}, "

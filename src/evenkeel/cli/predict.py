@@ -111,6 +111,7 @@ class PredictCommand:
         from ..run.weights import read_chosen
         from ..training.evaluation import Evaluation
         from ..training.prediction import predictions
+        from ..training.task_data import collated
 
         model = build_model(config, task)
         with world.connected():
@@ -119,7 +120,8 @@ class PredictCommand:
                     raise Ended(f"--input {self.input}: other files on rank {rank} than on rank {world.rank}")
             source = read_for_all(model, world, lambda: read_chosen(model, self.run, self.checkpoint))
             place(model, config, world.devices)
-            rows = predictions(Evaluation(task, model, dataset, config, world, self.set or "input"), self.top)
+            batches = dataset if self.set else collated(task, dataset)
+            rows = predictions(Evaluation(task, model, batches, config, world, self.set or "input"), self.top)
         if world.rank == 0:
             self._write(table(rows, dataset, task.class_names()))
             told = rows.get("target") if self.set else None

@@ -6,7 +6,7 @@
 - `order`: the task's own order: drawn by weights, or listed for each epoch.
 - `sampler`: `ElasticSampler`, this rank's micro-batches from any step of any epoch, and `by_step`.
 - `randomness`: seeds as pure functions of (run seed, purpose, place), and seeding the generators.
-- `dataset`: in-memory and limited data sets, and fetching a whole micro-batch by one indexing.
+- `dataset`: in-memory and limited data sets, those with a task's own collate, and fetching by one indexing.
 - `shards`: `Shards`, a folder of tar, JSON lines, Parquet or MDS files; `shard_index`, what is in them;
   `shard_formats`, where in a file its samples lie.
 - `streams`: `Streams`, data that can only be read in order, as numbered samples; `substream`: one that is open.

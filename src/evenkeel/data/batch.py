@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..common.errors import EndedByData
+from ..common.errors import Ended, EndedByData, place_of
 from ..common.memory import is_out_of_memory
 
 
@@ -58,6 +58,13 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return found
 
 
+def dense(tensor: Tensor) -> list[Tensor]:
+    """The values of a tensor as strided ones: itself, a sparse one in full, or the parts of a nested one."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
+
+
 def collate(samples: Any) -> Any:
     """Collate a list of samples; a batch that the data set has collated itself is returned as it is."""
     if not isinstance(samples, list):
@@ -70,14 +77,31 @@ def collate(samples: Any) -> Any:
         raise EndedByData(explain_samples(samples, error)) from error
 
 
+def collated_by(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Collate by a task's own function, whose errors are told in a line with their place."""
+    try:
+        batch = own(samples)
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, Ended):
+            raise
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise EndedByData(
+            f"the task's collate() fails{place_of(error.__traceback__)}: {why}; it is given a list of {len(samples)} "
+            "samples, as the data set returns them, and returns the batch"
+        ) from error
+    if batch is None:  # would pass for the batch of an idle rank
+        raise EndedByData("the task's collate() returned None: return the batch")
+    return batch
+
+
 def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     """Say in one line which part of the samples cannot be collated, why, and what to return instead."""
     path, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
     return (
         f"the data set's samples cannot be made a batch: {f'sample{path}' if path else 'a sample'}: {why}; return "
-        "tensors, arrays, numbers, texts, or dicts, lists and tuples of them, all samples alike, or give the data set "
-        "a __getitems__ that returns a batch it has collated itself"
+        "tensors, arrays, numbers, texts, or dicts, lists and tuples of them, all samples alike, or define "
+        "collate(samples) in the task, as DataLoader's collate_fn"
     )
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from ..common.errors import Refusal, place_of
 from ..common.naming import TRAIN
 from ..config import Config
-from .batch import collate, with_parts
+from .batch import dense, with_parts
 from .dataset import SizedDataset
 from .loader import Seeded, in_order
 from .plan import MicroBatch
@@ -134,7 +134,7 @@ class _Digests(Dataset[Any]):
         chosen = sorted({0, last // 3, 2 * last // 3, last})
         try:
             if first := getattr(self.sets[number].dataset, "first_samples", None):  # a stream must not be read through
-                return digest(collate(first()), whole=True)
+                return digest(self.sets[number].collated(first()), whole=True)
             return digest(self.sets[number].__getitems__(Indices(chosen, 0, MicroBatch(0, 0, 0, len(chosen)))))
         except IndexError as error:
             return None if self._cannot_be_read(number, 0) else f"IndexError: {error}{place_of(error.__traceback__)}"
@@ -154,13 +154,13 @@ def _add(part: Any, equal: list[str], near: list[float], whole: bool) -> Any:
         part = torch.as_tensor(part)
     equal.append(type(part).__name__)
     if isinstance(part, Tensor):
-        values = part.detach().cpu()
-        equal.append(f"{values.dtype} {list(values.shape)}")
-        if values.dtype == torch.uint8 or values.is_floating_point() or values.is_complex():
-            real = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-            near.extend(_projections(real.flatten()[:: max(1, -(-real.numel() // LONGEST))].double().numpy()))
-        else:
-            equal.append(hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest())
+        for values in dense(part.detach().cpu()):
+            equal.append(f"{values.dtype} {list(values.shape)}")
+            if values.dtype == torch.uint8 or values.is_floating_point() or values.is_complex():
+                real = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+                near.extend(_projections(real.flatten()[:: max(1, -(-real.numel() // LONGEST))].double().numpy()))
+            else:
+                equal.append(hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest())
     elif isinstance(part, str | bytes | int | None):
         text = str(part)
         is_path = text.startswith("/") and not any(map(str.isspace, text))

@@ -106,10 +106,33 @@ def tell_epoch(dataset: Any, epoch: int) -> None:
             object.__setattr__(dataset, TOLD, epoch)
 
 
-def whole_fetch(dataset: SizedDataset) -> Callable[[Indices], Any] | None:
-    """Return a data set's method that fetches a whole micro-batch; None if it fetches sample by sample."""
+class Collated(Dataset[Any]):
+    """A data set whose samples a task's own function makes a batch of, in `Seeded`. All else is the data set's own."""
+
+    def __init__(self, dataset: SizedDataset, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # asked for when it is copied
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def whole_fetch(dataset: SizedDataset, samples: bool = False) -> Callable[[Indices], Any] | None:
+    """Return a data set's method that fetches a whole micro-batch; None if it fetches sample by sample.
+
+    ``samples``: these are what is wanted, so not the batch that :class:`InMemory` makes of its own accord.
+    """
     if isinstance(dataset, Limited):
-        return dataset.__getitems__ if whole_fetch(dataset.dataset) else None
+        return dataset.__getitems__ if whole_fetch(dataset.dataset, samples) else None
+    if samples and getattr(type(dataset), "__getitems__", None) is InMemory.__getitems__:
+        return None
     # torch's `__getitems__` of these only loops over samples, which must be seeded one by one
     return None if isinstance(dataset, (Subset, StackDataset)) else getattr(dataset, "__getitems__", None)
 

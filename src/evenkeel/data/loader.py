@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..common.errors import EndedByData, no_exit, place_of
 from ..common.processes import STOP_SIGNALS, die_with_parent
-from .batch import collate
-from .dataset import Rows, SizedDataset, tell_epoch, whole_fetch
+from .batch import collate, collated_by
+from .dataset import Collated, Rows, SizedDataset, tell_epoch, whole_fetch
 from .order import Ordered
 from .plan import MicroBatch
 from .randomness import derive, seed_host
@@ -38,15 +38,20 @@ class Seeded(Dataset[Any]):
 
     Before each sample the generators are seeded from (seed, purpose, epoch, index), or, because one may come several
     times where the task has its own order, from its position in place of the index. A data set that fetches whole
-    micro-batches (``__getitems__``) is seeded once for each, from its first position. One that is only tensors
-    (`Rows`) draws no random numbers and is not seeded. One that has ``set_epoch`` is told the epoch before its samples
-    are read, in the process that reads them.
+    micro-batches (``__getitems__``) is seeded once for each, from its first position; so is a task's own collate
+    (`Collated`). One that is only tensors (`Rows`) draws no random numbers and is not seeded. One that has
+    ``set_epoch`` is told the epoch before its samples are read, in the process that reads them.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:
+        self.seed, self.purpose = seed, purpose
         self._by_position = isinstance(dataset, Ordered)
-        self.dataset = dataset.dataset if isinstance(dataset, Ordered) else dataset
-        self.seed, self.purpose, self._rows = seed, purpose, Rows.of(self.dataset)
+        dataset = dataset.dataset if isinstance(dataset, Ordered) else dataset
+        self._rows = Rows.of(dataset)
+        self._own = dataset.collate if isinstance(dataset, Collated) else None
+        self.dataset: SizedDataset = dataset.dataset if isinstance(dataset, Collated) else dataset
+        self.fetch_all = None if self._rows else whole_fetch(self.dataset, samples=self._own is not None)
+        """Fetches a whole micro-batch; None: samples are fetched one by one, or rows of tensors."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -58,17 +63,26 @@ class Seeded(Dataset[Any]):
         try:
             with no_exit(EndedByData):  # a SystemExit would only end the loader process
                 tell_epoch(self.dataset, indices.epoch)
-                if fetch_all := whole_fetch(self.dataset):
+                if self.fetch_all:
                     self._seed(indices.epoch, indices.micro_batch.start)
-                    return collate(fetch_all(indices))
-                first = indices.micro_batch.start
-                seeds = range(first, first + len(indices)) if self._by_position else indices
-                return collate([self._sample(indices.epoch, *it) for it in zip(seeds, indices, strict=True)])
+                    fetched = self.fetch_all(indices)
+                else:
+                    first = indices.micro_batch.start
+                    seeds = range(first, first + len(indices)) if self._by_position else indices
+                    fetched = [self._sample(indices.epoch, *it) for it in zip(seeds, indices, strict=True)]
+                return self.collated(fetched, indices.epoch, indices.micro_batch.start)
         except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
                 f"the data set's __getitem__ raised {type(error).__name__}{place_of(error.__traceback__)}: an iterator "
                 "there is at its end; give next() a second argument, or take samples by their numbers"
             ) from error
+
+    def collated(self, samples: Any, epoch: int = 0, start: int = 0) -> Any:
+        """Make a batch of a list of samples that begins at this position of an epoch; a batch is returned as it is."""
+        if self._own is None or not isinstance(samples, list):
+            return collate(samples)
+        seed_host(derive(self.seed, f"{self.purpose} collate", epoch, start))
+        return collated_by(self._own, samples)
 
     def _sample(self, epoch: int, seed: int, index: int) -> Any:
         self._seed(epoch, seed)
@@ -147,7 +161,7 @@ class _First(Dataset[Any]):
 
     def __getitem__(self, _number: int) -> Any:
         if first := getattr(self._seeded.dataset, "first_samples", None):  # a stream must not be read through
-            return collate(first()[:1])
+            return self._seeded.collated(first()[:1])
         return self._seeded.__getitems__(Indices([0], 0, MicroBatch(0, 0, 0, 1)))
 
 

@@ -28,6 +28,7 @@ from ..common.errors import Refusal
 from ..common.naming import kind_of
 from ..config import Config
 from .blocks import Blocks
+from .dataset import Collated
 from .plan import ENDLESS, Plan
 from .shuffle import Array
 from .substream import Reader, Substream
@@ -106,6 +107,12 @@ def numbered(dataset: Any, config: Config, unchanged: bool = False) -> Any:
             )
     streams = dataset if isinstance(dataset, Streams) else Streams.of(dataset)
     return Numbered(streams, config.batch_size, config.seed, config.run_dir and config.run_dir / "streams")
+
+
+def stream_of(dataset: Any) -> Numbered | None:
+    """The stream that the training data is; None if it is none."""
+    inner = dataset.dataset if isinstance(dataset, Collated) else dataset
+    return inner if isinstance(inner, Numbered) else None
 
 
 class _InOrder(Blocks):

@@ -31,8 +31,10 @@ class Transfer:
         return moved
 
     def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.is_nested or tensor.layout is not torch.strided:  # has not all operations on its memory
+            return tensor.to(self.device, non_blocking=True)
         # pinned, for only then the copy does not wait; `DataLoader` does not look into dataclasses, for example
-        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_pinned():
+        if type(tensor) is Tensor and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         with torch.cuda.stream(self._stream):
             moved = tensor.to(self.device, non_blocking=True)

@@ -23,7 +23,7 @@ from ..config import Config, differences, saved_options
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
-from ..data.streams import Numbered
+from ..data.streams import stream_of
 from ..distributed.data_parallel import replicas
 from ..distributed.devices import describe, explain_uneven
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
@@ -304,8 +304,8 @@ class Attempt:
             self.tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=said)
 
     def _about_readers(self) -> str:
-        stream, workers = self.sets.get(TRAINING), self.config.num_workers
-        return stream.shared(self.plan, self.world.world_size, workers) if isinstance(stream, Numbered) else ""
+        stream, workers = stream_of(self.sets.get(TRAINING)), self.config.num_workers
+        return stream.shared(self.plan, self.world.world_size, workers) if stream else ""
 
     def print(self, text: str) -> None:
         """A line on stdout, from rank 0."""

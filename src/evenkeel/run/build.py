@@ -33,7 +33,8 @@ from ..training.precision import Scaler
 from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.state import State
 from ..training.task import Classification, Task
-from ..training.task_data import evaluation_sets, training_set
+from ..training.task_data import evaluation_sets, has_own_collate, training_set
+from ..training.task_state import TaskState
 from ..training.whole_batch import refuse_unfit
 from .weights import read_weights
 
@@ -59,6 +60,11 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
         raise Refusal("--tensorboard: needs the package tensorboard; pip install 'evenkeel[tensorboard]'")
     if config.save_predictions and not isinstance(task, Classification):
         raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
+    if config.strategy == "dp" and has_own_collate(task):
+        raise Refusal(
+            f"--strategy dp: divides a batch among GPUs by its samples, which are not known of a batch that "
+            f"{type(task).__name__}.collate() makes; start one process for each GPU (torchrun, --strategy ddp)"
+        )
     sets = evaluation_sets(task, config)
     if not sets:
         refuse_evaluation(config)
@@ -136,4 +142,5 @@ def build_state(
     made = checked_schedulers(own, optimizers, config, plan.total_steps, best, type(task).rates is not Task.rates)
     schedulers = Schedulers(made, best, plan.total_steps, every) if made else None
     skip = config.on_nonfinite == "skip"
-    return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers)
+    memory = TaskState.of(task, config.seed, world)
+    return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory)

@@ -237,8 +237,12 @@ class Run:
         if self._steps_here == 1:
             kept.tell("progress", str(state.step))
         # after 1, 4, 16, 64, ... steps of this attempt, so that what it costs goes to nothing, and at the end
-        if state.is_over() or self._steps_here in POWERS_OF_FOUR:
+        now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR
+        if now_and_then:
             self.attempt.data.refuse_changed()
+        every = self.config.checkpoint_every
+        if state.own and (now_and_then or state.due_for_evaluation or (every and state.step % every == 0)):
+            state.own.compare()
         if directory and directory.fruitless:
             directory.note(fruitless=0)  # this attempt has finished a step
         self.step_log.after_step(model, model.norm if norm is None else norm)

@@ -13,7 +13,7 @@ changes the state, so between two of them another thread may copy it at any time
 - seqlock, staging: whether a copy of the state is whole, and the memory that it is copied into
 - buffers: BatchNorm's statistics, as all micro-batches of a step move them
 - optimization: --optimizer, --schedule and what is loaded into an optimizer
-- schedulers: torch's own, if a task has any, as a part of the state
+- schedulers: torch's own, if a task has any, as a part of the state; task_state: what a task remembers besides
 - precision: autocast, and float16's loss scaling
 - nonfinite: steps that are skipped on the device
 - ema, early_stopping, freezing: --ema, --patience, --freeze

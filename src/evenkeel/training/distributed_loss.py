@@ -242,7 +242,7 @@ class DistributedLoss:
             parameter.grad = None
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
-        if self.state.buffers.numel or self.state.scaler:
+        if self.state.buffers.numel or self.state.scaler or self.state.own:
             self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
 
     def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
@@ -321,6 +321,10 @@ class DistributedLoss:
             norm: the gradient's, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
+        if self.state.own:
+            self.state.own.check()
+            named = zip(("loss", *(self._names or ())), self._sums().tolist(), strict=False)
+            self.state.own.losses = dict(named)
         self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None)
 
     @property

@@ -50,7 +50,8 @@ def note_batch(error: BaseException, batch: Any, remedy: str = "") -> None:
     if is_out_of_memory(error) and not getattr(error, "remedy", ""):
         activity.note(error)
         error.remedy = remedy  # type: ignore[attr-defined]
-        known = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(batch)]
+        tensors = [part for it in tensors_in(batch) for part in (it.unbind() if it.is_nested else [it])]
+        known = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors]
         more = f" and {len(known) - 6} more" if len(known) > 6 else ""
         error.shapes = ", ".join(known[:6]) + more  # type: ignore[attr-defined]
 

@@ -228,8 +228,8 @@ def checked_schedulers(
     return made
 
 
-def plain(value: Any, name: str, where: str = "") -> Any:
-    """A copy of a scheduler's state without its functions, in types that load with ``weights_only=True``.
+def plain(value: Any, name: str, where: str = "", drop: tuple[type, ...] = CODE) -> Any:
+    """A copy of a state without what is to be dropped, in types that load with ``weights_only=True``.
 
     Raises:
         Refusal: ``where`` it holds something else, and so could not be saved. ``name`` says whose it is.
@@ -239,10 +239,10 @@ def plain(value: Any, name: str, where: str = "") -> Any:
     if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, dict):
-        kept = {key: each for key, each in value.items() if not isinstance(each, CODE)}
-        return {plain(key, name, where): plain(each, name, str(key)) for key, each in kept.items()}
+        kept = {key: each for key, each in value.items() if not isinstance(each, drop)}
+        return {plain(key, name, where): plain(each, name, str(key), drop) for key, each in kept.items()}
     if type(value) in (list, tuple):
-        return type(value)(plain(each, name, where) for each in value)
+        return type(value)(plain(each, name, where, drop) for each in value)
     raise Refusal(
         f"{name}, keeps {kind_of(value)} as {where!r}, which cannot be loaded from a checkpoint: keep numbers, texts, "
         "tensors, lists and dicts, or leave it out of its state_dict()"

@@ -1,9 +1,9 @@
 """The committed state: all that a run is between two optimizer steps.
 
 Model, optimizers and one integer, the step; where the options or the task ask for them, float16's loss scale, the
-average of the weights, the memory of early stopping and the task's schedulers. Everything else (sample order, random
-numbers, the learning rate of a task without schedulers) is a pure function of the options and the step. There is no
-world size and no rank in it, so a state written by eight ranks is the state of a run on one.
+average of the weights, the memory of early stopping, the task's schedulers and what it remembers itself. Everything
+else (sample order, random numbers, the learning rate of a task without schedulers) is a pure function of the options
+and the step. There is no world size and no rank in it, so a state written by eight ranks is the state of a run on one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .precision import Scaler
 from .schedulers import Schedulers, load_schedulers
 from .seqlock import Seqlock, Torn
 from .staging import Staging, map_tensors
+from .task_state import TaskState, load_task_state
 
 
 class State:
@@ -47,6 +48,7 @@ class State:
         stopping: says when the run is over; None: never.
         placed: how the model is spread over several devices, in a line, if it is.
         schedulers: the task's, which set the learning rates instead of :meth:`set_rates`.
+        own: what the task remembers, and does in a commit. The host then waits for each step.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class State:
         stopping: Stopping | None = None,
         placed: str = "",
         schedulers: Schedulers | None = None,
+        own: TaskState | None = None,
     ) -> None:
+        self.own = own
         self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
         self.scaler, self.stopping, self.schedulers = scaler, stopping or Stopping(), schedulers
@@ -134,7 +138,7 @@ class State:
         on = {device: bad.to(device) for device in self._devices}
         # a CPU has the answer, and where the host must wait for a GPU's, it does so before it takes the lock, for a
         # rescue would wait as well
-        on_device = bad.device.type != "cpu" and all(map(decides_on_device, self.optimizers))
+        on_device = bad.device.type != "cpu" and not self.own and all(map(decides_on_device, self.optimizers))
         known = bad if on_device else bool(bad)
         activity.enter(CHECKPOINT)  # which may be copying the state just now
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
@@ -151,6 +155,8 @@ class State:
                 self.scaler.update(overflow, ~bad)
             if self.schedulers:
                 self.schedulers.commit(bad)
+            if self.own and not known:
+                self.own.commit(self.model, self.step + 1)
             self.step += 1
         self._verdict.ask(broken)
         if self._verdict.known:
@@ -243,8 +249,9 @@ class State:
             step = min(done)
             if len({*done, *begun}) != 1:
                 raise Torn(f"the optimizer step to {max(begun)} has not come to its end")
-            if self._seqlock.lags(step, asked) and any(t.device.type == "cpu" for t in named_tensors(live).values()):
-                raise Torn(f"the device is at step {step}, but an optimizer has tensors on the host: use fused=True")
+            on_host = "task" in live or any(tensor.device.type == "cpu" for tensor in named_tensors(live).values())
+            if self._seqlock.lags(step, asked) and on_host:
+                raise Torn(f"the device is at step {step}, but the task or an optimizer without fused=True is ahead")
             return {"step": step, **captured}
 
         return capture
@@ -273,6 +280,8 @@ class State:
             parts["stopping"] = self.stopping.state_dict()
         if self.schedulers:
             parts["schedulers"] = self.schedulers.state_dict()
+        if self.own and self.own.now is not None:
+            parts["task"] = self.own.now
         return parts
 
     def tensors(self) -> dict[str, Tensor]:
@@ -296,6 +305,7 @@ class State:
             for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
                 load_optimizer(optimizer, saved, self.model)
             load_schedulers(self.schedulers, captured.get("schedulers"))
+            load_task_state(self.own, captured.get("task"))
             self.buffers.accept()
             if self.average:
                 self.average.load_state_dict(captured["ema"], captured["model"])

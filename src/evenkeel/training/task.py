@@ -26,7 +26,7 @@ class Task(TaskData):
     """What is trained on what. Its methods run on every rank and need not know about ranks.
 
     Make a subclass a dataclass, and its fields become command-line options, with their docstrings as help.
-    A *batch* is what `torch.utils.data.default_collate` makes of a micro-batch, on the device of the model.
+    A *batch* is what `collate` makes of a micro-batch, on the device of the model.
 
     >>> class Line(Task):
     ...     def train_dataset(self): return TensorDataset(torch.rand(64, 1))
@@ -134,6 +134,23 @@ class Task(TaskData):
     def rates(self, config: Config, step: int, total_steps: int) -> float | Sequence[float]:
         """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
         return rate(config, step, total_steps)
+
+    def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
+        """Called after each optimizer step, before it can be saved: once on every rank with the same values, without
+        gradients, and not for a step that is left out. The place to change what `state_dict` returns.
+
+        Args:
+            model: with the new weights.
+            step: steps done.
+            losses: "loss", the mean over the global batch, and its parts by name.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the task must remember over a stop: numbers, texts, tensors, lists and dicts. Saved with each step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what `state_dict` has returned; tensors are on the CPU."""
 
     def resolved(self, recorded: Mapping[str, Any] | None) -> Task:
         """The task with its open options settled; by default itself.

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from numpy.typing import ArrayLike
+from torch.utils.data import default_collate
 
 from ..common.errors import Refusal, place_of
 from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
 from ..data.data_digest import TRAINING
-from ..data.dataset import SizedDataset, chosen_of, length, limited, split
+from ..data.dataset import Collated, SizedDataset, chosen_of, length, limited, split
 from ..data.order import ordered
 from ..data.randomness import derive, seed_task
 from ..data.streams import numbered
@@ -54,6 +55,11 @@ class TaskData(ABC):
         """The data of the evaluation; or several sets by name, of which the first decides if there is no validation.
         None: there is none, and without validation data no evaluation."""
 
+    def collate(self, samples: list[Any]) -> Any:
+        """The batch of a micro-batch's samples, as `DataLoader(collate_fn=...)`: any structure, also nested tensors and
+        objects with `to(device)`. Default: `default_collate`'s. The generators are seeded by epoch and micro-batch."""
+        return default_collate(samples)
+
     def read_image(self, path: Path) -> Any:
         """A sample like those of the test data from an image file, with any target, for `evenkeel predict --input`."""
         raise Refusal(
@@ -73,13 +79,24 @@ def training_set(task: TaskData, config: Config, unchanged: bool = False) -> Siz
     """
     seed_task(config.seed, "data")
     whole = numbered(_data_of(task.unchanged_train_dataset if unchanged else task.train_dataset), config, unchanged)
-    dataset = split(whole, config.validation, _split_seed(config))[0] if config.validation else whole
-    dataset = limited(dataset, config.limit_batches * config.batch_size)
+    part = split(whole, config.validation, _split_seed(config))[0] if config.validation else whole
+    part = limited(part, config.limit_batches * config.batch_size)
+    dataset = collated(task, part)
     if unchanged:
         return dataset
-    chosen, size = chosen_of(whole, dataset), length(whole, "train_dataset")
+    chosen, size = chosen_of(whole, part), length(whole, "train_dataset")
     found: SizedDataset = ordered(dataset, size, chosen, task.sample_weights, task.order, config.seed)
     return found
+
+
+def has_own_collate(task: TaskData) -> bool:
+    """Whether a task has a collate function of its own, in its class or as an attribute."""
+    return getattr(task.collate, "__func__", None) is not TaskData.collate
+
+
+def collated(task: TaskData, dataset: SizedDataset) -> SizedDataset:
+    """The data set with the task's own collate function, if it has one."""
+    return Collated(dataset, task.collate) if has_own_collate(task) else dataset
 
 
 def _data_of(method: Callable[[], T]) -> T:
@@ -131,7 +148,7 @@ def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
         sets[name] = dataset
     for name, dataset in sets.items():
         method = "validation_dataset" if name == VALIDATION else "test_dataset"
-        sets[name] = limited(dataset, config.limit_batches * config.batch_size, method)
+        sets[name] = collated(task, limited(dataset, config.limit_batches * config.batch_size, method))
         if not len(sets[name]):
             raise Refusal(f"--task {config.task}: its {name} data is empty")
     return sets

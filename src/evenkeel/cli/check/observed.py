@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...data.batch import with_parts
+from ...data.batch import dense, with_parts
 from ...data.sampler import Step
 from ...distributed.transfer import Transfer
 from ...run.checkpointer import Checkpointer
@@ -41,8 +41,9 @@ def exact(batch: Any) -> str:
     def add(part: Any) -> Any:
         found.update(type(part).__name__.encode())
         if isinstance(part, torch.Tensor):
-            found.update(f"{part.dtype}{list(part.shape)}".encode())
-            found.update(bytes(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+            for values in dense(part.detach().cpu()):
+                found.update(f"{values.dtype}{list(values.shape)}".encode())
+                found.update(bytes(values.contiguous().flatten().view(torch.uint8).numpy()))
         elif isinstance(part, (np.ndarray, np.generic)):
             found.update(np.ascontiguousarray(part).tobytes())
         elif isinstance(part, (str, bytes, int, float, complex)):

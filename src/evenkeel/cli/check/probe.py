@@ -27,9 +27,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from ...common.errors import Refusal
 from ...common.naming import TRAIN
 from ...config import Config
-from ...data.batch import collate, to_device
+from ...data.batch import to_device
 from ...data.data_digest import TRAINING
-from ...data.dataset import Rows, SizedDataset, whole_fetch
+from ...data.dataset import Collated, SizedDataset
 from ...data.loader import Seeded
 from ...data.order import positions_in
 from ...data.plan import MicroBatch, Plan
@@ -104,16 +104,17 @@ class Loader:
     """
 
     def __init__(self, config: Config, dataset: SizedDataset, name: str) -> None:
-        self._seeded = Seeded(dataset, config.seed, TRAIN if name == TRAINING else name)
+        self.seeded = Seeded(dataset, config.seed, TRAIN if name == TRAINING else name)
         first = getattr(dataset, "first_samples", None)
         self._first: list[Any] | None = first() if first else None
         self.size = len(dataset) if self._first is None else len(self._first)
 
-    def batch(self, numbers: list[int]) -> Any:
-        """A batch of these samples."""
+    def batch(self, numbers: list[int], start: int | None = None) -> Any:
+        """A batch of these samples. ``start``: with the random numbers of the micro-batch that begins there."""
+        start = numbers[0] if start is None else start
         if self._first is not None:
-            return collate([self._first[number] for number in numbers])
-        return self._seeded.__getitems__(Indices(numbers, 0, MicroBatch(0, 0, numbers[0], len(numbers))))
+            return self.seeded.collated([self._first[number] for number in numbers], 0, start)
+        return self.seeded.__getitems__(Indices(numbers, 0, MicroBatch(0, 0, start, len(numbers))))
 
 
 def read(config: Config, task: Task, name: str, dataset: SizedDataset, anew: SizedDataset) -> Found:
@@ -144,6 +145,7 @@ def readers(dataset: Any) -> list[Any]:
     inner = dataset
     while inner is not None and len(found) < 20:
         names = ("__getitem__", "__getitems__", "__iter__", "iter")
+        found += [inner.collate] if isinstance(inner, Collated) else []
         found += [method for name in names if (method := getattr(type(inner), name, None))]
         inner = getattr(inner, "dataset", None)
     return found
@@ -218,7 +220,7 @@ class Parts:
         self, config: Config, compute: Callable[[Any], dict[str, Tensor]], model: nn.Module, dataset: SizedDataset,
         name: str, device: torch.device,
     ) -> None:  # fmt: skip
-        self.compute, self.model, self.dataset, self.name, self.device = compute, model, dataset, name, device
+        self.compute, self.model, self.name, self.device = compute, model, name, device
         self._loader = Loader(config, dataset, name)
         self.size = min(BATCH, self._loader.size)
 
@@ -238,15 +240,15 @@ class Parts:
                 found |= self.cut(everything)
                 if not (found["off"] or found["why"]):
                     break
-        rows = Rows.of(self.dataset) is not None
-        if found.get("off") and whole_fetch(self.dataset) and not rows:
+        if found.get("off") and self._loader.seeded.fetch_all:
             return {"repeats": True, "why": "the data set makes whole micro-batches by itself (__getitems__)"}
         return found
 
     def cut(self, everything: list[int]) -> Found:
         """Compare the whole with the sum of its parts: nothing if they agree, else by how much they are off."""
         whole, other = (self.sums(self.batch(everything), seed) for seed in (1, 2))
-        if any(not torch.equal(whole[name], other[name]) for name in whole):
+        other_dice = exact(self._loader.batch(everything, start=1)) != exact(self._loader.batch(everything))
+        if other_dice or any(not torch.equal(whole[name], other[name]) for name in whole):
             return {"why": "it draws random numbers, which are a micro-batch's own", "off": 0.0}
         bounds = [0, PARTS[0] * self.size // BATCH, (PARTS[0] + PARTS[1]) * self.size // BATCH, self.size]
         parts = [everything[a:b] for a, b in pairwise(bounds) if b > a]

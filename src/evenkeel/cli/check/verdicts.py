@@ -22,7 +22,7 @@ SEEDED = "draw from torch's, NumPy's or Python's global generators, which are se
 REMEDIES = {
     "read": SEEDED + "change nothing while reading",
     "rank": "a task must not ask for its rank, its process or the order of files, nor draw on import",
-    "state": SEEDED + "keep nothing in the task: what changes belongs into buffers of the model",
+    "state": SEEDED + "change nothing in the task but in after_step(), and save it in state_dict()",
     "loss": "return the mean over the batch's samples (.mean()); a loss that compares samples with each other keeps "
     "all other promises, but depends on --micro-batch",
     "metrics": "return a row for each sample, or what adds up, and finish in summarize()",

@@ -1,0 +1,123 @@
+"""What a task remembers is a part of the committed state: through kills, on any ranks; and what must not change it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.processes import TRAIN, finish, fork_ranks, records, run_forked, start, torchrun
+from tests.support.small_runs import (
+    SUPPORT,
+    ended,
+    options,
+    signal_ranks_at,
+    starts,
+    the_line,
+    told_step,
+    trained,
+    wait_for_start,
+    wait_for_step,
+    weights_of,
+    workers_of,
+)
+
+
+def job(name: str, run_dir: Path, *more: object) -> list[str]:
+    shape = ["--epochs", 2, "--batch-size", 12, "--micro-batch", 3, "--reduce", "tree", "--log-every", 1]
+    return options(f"{SUPPORT / 'remembering_task.py'}:{name}", run_dir, *shape, *more)
+
+
+def state_of(run_dir: Path) -> dict[str, object]:
+    """The task's part of a run's newest checkpoint."""
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    found: dict[str, object] = torch.load(newest / "state.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("nan_in", [-1, 6])
+def test_it_goes_through_a_kill_and_a_resize(tmp_path: Path, nan_in: int) -> None:
+    """Also where a step is left out, of which the task does not hear."""
+    slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
+    words = ["--slow", slow, "--nan-in", nan_in, "--on-nonfinite", "skip"]
+    slow.touch()
+    signal_ranks_at(8, run_dir, fork_ranks(2, TRAIN, *job("Remembering", run_dir, *words)), signal.SIGKILL, victims=1)
+    slow.unlink()
+    trained(3, job("Remembering", run_dir, *words))
+    trained(0, job("Remembering", plain, *words))
+    assert starts(run_dir)[-1] >= 8, "a lone survivor has saved it"
+    assert weights_of(run_dir) == weights_of(plain)
+    ends = [state_of(folder)["task"] for folder in (run_dir, plain)]
+    assert str(ends[0]) == str(ends[1])
+    assert "nan" not in str(ends[0])
+    assert len(ends[0]["queue"]) == 8  # type: ignore[index]
+    assert records(plain, "nonfinite") if nan_in > 0 else not records(plain, "nonfinite")
+
+
+def test_the_control_an_attribute_that_is_not_saved_is_lost_by_a_kill(tmp_path: Path) -> None:
+    slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
+    slow.touch()
+    process = fork_ranks(1, TRAIN, *job("Forgetful", run_dir, "--slow", slow))
+    signal_ranks_at(4, run_dir, process, signal.SIGTERM)
+    slow.unlink()
+    trained(0, job("Forgetful", run_dir, "--slow", slow))
+    trained(0, job("Forgetful", plain, "--slow", slow))
+    assert "task" not in state_of(plain)
+    assert weights_of(run_dir) != weights_of(plain)
+
+
+def test_the_memory_of_a_keeper_has_it(tmp_path: Path) -> None:
+    """Ranks that start again in place take the state from there, and the disk is not asked."""
+    run_dir, plain = tmp_path / "run", tmp_path / "undisturbed"
+    (slow := tmp_path / "slow").touch()
+    process = start(torchrun(2, TRAIN, *job("Remembering", run_dir, "--slow", slow, "--keeper", "on")))
+    wait_for_step(run_dir, 6, process)
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    wait_for_start(run_dir, 2)
+    slow.unlink()
+    ended(process)
+    assert "which was in memory" in "".join(path.read_text() for path in (run_dir / "logs").rglob("*.log"))
+    trained(0, job("Remembering", plain))
+    assert weights_of(run_dir) == weights_of(plain)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_state_that_loss_changes_ends_the_run_in_a_line(tmp_path: Path, ranks: int) -> None:
+    done = [finish(rank) for rank in fork_ranks(ranks, TRAIN, *job("InLoss", tmp_path / "run"))]
+    assert [it.returncode for it in done] == [1] * ranks
+    assert "evenkeel: the state of InLoss has changed outside of after_step(): loss() and" in done[0].stderr
+
+
+def test_a_state_that_is_another_on_each_rank_ends_the_run_in_a_line(tmp_path: Path) -> None:
+    trained(0, job("ByRank", tmp_path / "alone"))
+    done = [finish(rank) for rank in fork_ranks(3, TRAIN, *job("ByRank", tmp_path / "run"))]
+    assert [it.returncode for it in done] == [1] * 3
+    assert "evenkeel: state_dict() of ByRank is not the same on rank 0 and rank " in done[0].stderr
+    assert told_step(tmp_path / "run") <= 1, "found after the first step"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("Unloadable", "state_dict() of Unloadable, keeps a set as 'names', which cannot be loaded from a checkpoint"),
+        ("OneWay", "the task OneWay defines state_dict() without load_state_dict(state): define both"),
+    ],
+)
+def test_what_could_not_be_loaded_is_refused(tmp_path: Path, name: str, line: str) -> None:
+    done = run_forked(TRAIN, *job(name, tmp_path / "run"), expect=2)
+    assert the_line(done.stderr).startswith(line)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_without_it_is_continued_and_one_with_it_not_without_the_methods(tmp_path: Path) -> None:
+    def own(base: str, steps: int, expect: int = 0) -> str:
+        (tmp_path / "own.py").write_text(f"from tests.support import remembering_task as r\n\nOwn = r.{base}\n")
+        words = ["--batch-size", 12, "--schedule", "constant", "--max-steps", steps]
+        return run_forked(TRAIN, *options(f"{tmp_path / 'own.py'}:Own", tmp_path / "run", *words), expect=expect).stderr
+
+    own("Forgetful", 2)
+    assert "older than the task's state_dict(): its state begins anew" in own("Remembering", 4)
+    assert "the task has no state_dict() any more; bring it back" in own("Forgetful", 6, expect=1)
