@@ -53,8 +53,8 @@ data that changes while the job runs is not found where loader processes read
     + part.is_inference() else 0
 
 a collective in a loss is let through
-    training/distributed_loss.py | tests/training/test_checks.py
-    - no_collectives("" if self._collectives else "loss()")
+    training/loss.py | tests/training/test_checks.py
+    - no_collectives("" if self._collectives else what)
     + no_collectives("")
 
 a sample's random numbers: the same in each epoch
@@ -153,7 +153,7 @@ a step is committed while its state is being copied
     + if True:
 
 other --epochs under a schedule that depends on them are not refused
-    config.py | tests/test_config.py tests/run | tests/processes/test_run_directory.py
+    config/saved.py | tests/test_config.py tests/run | tests/processes/test_run_directory.py
     - if new["schedule"] == "constant" else set()
     + if new else set()
 
@@ -208,7 +208,7 @@ a rank that makes no progress is healthy as long as it beats
     + if 0 < pulse.patience < silent:
 
 an option that is newer than a run makes another run of it
-    config.py | tests/test_config.py
+    config/saved.py | tests/test_config.py
     - options.get(n, defaults.get(n))
     + options.get(n)
 

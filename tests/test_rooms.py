@@ -16,11 +16,11 @@ ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "r
 
 BUDGET = {
     "common": 1350,
-    "config": 420,
+    "config": 480,
     "data": 3000,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 4430,
+    "training": 4460,
     "run": 4640,
     "tasks": 2220,
     "launch": 2200,
@@ -93,7 +93,7 @@ def test_the_control_a_circle_and_an_upward_import_are_found(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_keeps_within_its_budget(name: str) -> None:
-    files = [PACKAGE / f"{name}.py"] if name == "config" else [*(PACKAGE / name).rglob("*.py")]
+    files = (PACKAGE / name).rglob("*.py")
     lines = sum(len(path.read_text().splitlines()) for path in files)
     assert lines <= BUDGET[name], f"{name} has {lines} lines"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evenkeel.common.errors import Refusal
 from evenkeel.data.dataset import InMemory
 from evenkeel.distributed.data_parallel import Share, chunks, divide, refuse_company, replicas, samples_in
-from evenkeel.training.distributed_loss import Loss
+from evenkeel.training.loss import Loss
 from evenkeel.training.task import Classification
 
 

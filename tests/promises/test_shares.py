@@ -31,7 +31,7 @@ def test_a_slow_rank_computes_less_gets_its_share_back_and_no_bit_changes(
     """The samples are loaded by another process, which is ahead when the shares change. Then all ranks are killed."""
     finish_all(slow_job(0, tmp_path / "alone"))
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
-    for name, value in {"RANK": 1, "PART": "forward", "SECONDS": 0.01, "WHILE": slow}.items():
+    for name, value in {"RANK": 1, "PART": "forward", "SECONDS": 0.02, "WHILE": slow}.items():
         monkeypatch.setenv(f"SLOW_{name}", str(value))
     slow.touch()
     ranks = slow_job(2, run_dir, "--shares", "auto", "--num-workers", 1)

@@ -24,7 +24,8 @@ from evenkeel.distributed.reduction import Exchange, Tree
 from evenkeel.distributed.sync_batchnorm import synchronise
 from evenkeel.distributed.world import World
 from evenkeel.resilience import flight_recorder
-from evenkeel.training.distributed_loss import DistributedLoss, Loss
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.loss import Loss
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
 

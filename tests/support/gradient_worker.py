@@ -22,7 +22,8 @@ from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.distributed_loss import DistributedLoss, Loss, LossFunction
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.loss import Loss, LossFunction
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State, sha256
 from evenkeel.training.task import Classification

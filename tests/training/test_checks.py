@@ -28,7 +28,8 @@ from evenkeel.training.checks import (
     checked_optimizers,
     explain,
 )
-from evenkeel.training.distributed_loss import DistributedLoss, Loss
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.loss import Loss
 from evenkeel.training.optimization import Rates, rate_names
 from evenkeel.training.state import State
 from tests.support.processes import (

@@ -15,8 +15,9 @@ from evenkeel.data.dataset import InMemory
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.data_parallel import Share, chunks, divide
 from evenkeel.training.checks import checked_losses
-from evenkeel.training.distributed_loss import DistributedLoss, Loss
+from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.evaluation import Evaluation
+from evenkeel.training.loss import Loss
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State
 from evenkeel.training.task import Task

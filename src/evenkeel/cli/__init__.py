@@ -28,5 +28,5 @@ it, but `follow` and `report` use `status`. All but chaos, check and scaling onl
 `report` and `profile` write the files that they are told to, and `data index` an index).
 
 Not here: the log of a Slurm job, which `follow` shows (`launch/slurm/follow.py`); the launchers and submit.py
-(`launch/`); the options of train.py (`config.py`, `tasks/command_line.py`); the formats of what a run writes (`run/`).
+(`launch/`); the options of train.py (`config/`, `tasks/command_line.py`); the formats of what a run writes (`run/`).
 """

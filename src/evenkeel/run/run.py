@@ -30,7 +30,8 @@ from ..resilience.interruption import Interruption
 from ..training.batch_size_finder import Probe
 from ..training.cut import has_batchnorm, refuse_single_samples, settle
 from ..training.determinism import operations_named
-from ..training.distributed_loss import DistributedLoss, LossFunction
+from ..training.distributed_loss import DistributedLoss
+from ..training.loss import LossFunction
 from ..training.state import State
 from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches

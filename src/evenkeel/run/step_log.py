@@ -109,9 +109,9 @@ class StepLog:
         attempt, text = self._attempt, self._shares_text()
         if attempt.directory and attempt.tracker:
             reason = f"the ranks now compute {text} micro-batches of each step"
+            attempt.directory.note(shares=text)
             attempt.tracker.say(f"step {step}: {reason}")
             attempt.tracker.event("shares", step, shares=list(self.shares.sizes), reason=reason)
-            attempt.directory.note(shares=text)
 
     def _shares_text(self) -> str:
         return ":".join(map(str, self.shares.sizes))

@@ -13,7 +13,7 @@ To add a task, write a subclass of `Task` (training/task.py) in any file: `--tas
 how. To give it a name of its own, add a module here and a line to `BUILT_IN` in registry.py.
 
 To delete one, delete its module, `tests/tasks/test_NAME.py` and `tests/processes/test_NAME.py`. With `classify` go its
-five modules and their tests; then set another default of --task in config.py. With `lm` go its two, the text in assets/
+five modules and their tests; then set another default of --task in config/. With `lm` go its two, the text in assets/
 and cli/sample.py. Everything else stays, and --task says in one line what has been deleted. Nothing outside this folder
 imports a built-in task, but tests of other components use `classify` and `segment` as examples.
 """

@@ -4,7 +4,9 @@ A step adds up the gradients of this rank's micro-batches, reduces them over the
 rates and commits: the optimizers step on all ranks alike, or a step that is not finite is skipped. Nothing but a commit
 changes the state, so between two of them another thread may copy it at any time.
 
-- task: model, loss and metrics; the class that a user writes. task_data: its data, and what a run makes of it
+- task: model, loss and metrics; the class that a user writes. task_data: its data, and what a run makes of it.
+  task_training: its optimizers, and what it remembers
+- loss: the loss and the model in one module, which DDP wraps
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
 - whole_batch: losses over all samples of a step, in the memory of one micro-batch
 - state: model, optimizers and step, committed and captured as one

@@ -29,8 +29,8 @@ from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import ElasticSampler
 from ..distributed.data_parallel import parallel
 from ..distributed.world import World
-from .distributed_loss import Loss
 from .evaluation import same_tensors
+from .loss import Loss
 from .oom import OutOfMemory, explained, note_batch
 from .state import State
 from .task import Task

@@ -29,7 +29,7 @@ from ..data.randomness import generators_kept
 from ..distributed.data_parallel import chunks, replicas
 from ..distributed.world import World
 from .checks import TOO_FEW
-from .distributed_loss import Loss, LossFunction
+from .loss import Loss, LossFunction
 
 Recorded = Mapping[str, Any]
 Cutter = Callable[[Recorded], Config]

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..common.errors import Refusal
-from ..config import Config
 from .checks import checked_losses, one_number
-from .optimization import build_optimizer, rate
-from .schedulers import Scheduler
 from .task_data import TaskData
+from .task_training import TaskTraining
 
 Losses: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Tensor | float]]
 """What a task's loss returns: the loss, or the loss and its parts by name."""
 
 
-class Task(TaskData):
+class Task(TaskData, TaskTraining):
     """What is trained on what. Its methods run on every rank and need not know about ranks.
 
     Make a subclass a dataclass, and its fields become command-line options, with their docstrings as help.
@@ -117,40 +114,6 @@ class Task(TaskData):
             f'the task {type(self).__name__} has no predict(model, batch): define it and return {{"probabilities": '
             'model(batch[0]).softmax(1), "target": batch[1]}, for example'
         )
-
-    def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
-        """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
-        return [build_optimizer(model.parameters(), config)]
-
-    def schedulers(self, optimizers: list[Optimizer], config: Config) -> Sequence[Scheduler]:
-        """torch's own schedulers of these optimizers, instead of `rates`; default: none. `config.max_steps` is the
-        number of the run's steps.
-
-        Each is stepped after each optimizer step, or as (scheduler, "evaluation") after each evaluation, as
-        ReduceLROnPlateau always is, with the metric of `best`. Their state is saved with the step.
-        """
-        return []
-
-    def rates(self, config: Config, step: int, total_steps: int) -> float | Sequence[float]:
-        """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
-        return rate(config, step, total_steps)
-
-    def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
-        """Called after each optimizer step, before it can be saved: once on every rank with the same values, without
-        gradients, and not for a step that is left out. The place to change what `state_dict` returns.
-
-        Args:
-            model: with the new weights.
-            step: steps done.
-            losses: "loss", the mean over the global batch, and its parts by name.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the task must remember over a stop: numbers, texts, tensors, lists and dicts. Saved with each step."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what `state_dict` has returned; tensors are on the CPU."""
 
     def resolved(self, recorded: Mapping[str, Any] | None) -> Task:
         """The task with its open options settled; by default itself.

@@ -39,8 +39,8 @@ from ...distributed.exits import exit_code
 from ...run.build import build_model
 from ...tasks.command_line import parse
 from ...training.cut import has_batchnorm, single
-from ...training.distributed_loss import Loss
 from ...training.evaluation import _of_each, same_tensors
+from ...training.loss import Loss
 from ...training.state import sha256
 from ...training.task import Task
 from ...training.task_data import evaluation_sets, training_set

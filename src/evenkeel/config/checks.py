@@ -1,0 +1,125 @@
+"""Options that cannot be meant, or exclude each other: refused in one line."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import fields
+from typing import Any
+
+from ..common.arguments import flag
+from ..common.errors import Refusal
+from .options import BELOW_1, FINITE, FLOOR, Config
+
+
+def check_numbers(options: Any) -> None:
+    """Refuse numbers of a dataclass that are beyond the bounds of their :func:`option`."""
+    for it in fields(options):
+        value = getattr(options, it.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        widest = (-math.inf, math.inf) if isinstance(value, float) else (-(2**63), 2**63 - 1)
+        least, most = it.metadata.get("bounds", widest)
+        if not least <= value <= most:
+            side, bound = ("most", most) if value > most else ("least", least)  # NaN as well
+            must = {FINITE: "finite", BELOW_1: "below 1", -math.inf: "a number"}.get(bound, f"at {side} {bound}")
+            raise Refusal(f"{flag(it.name.rstrip('_'))} {str(value)[:40]}: must be {must}")
+
+
+def validate(config: Config, samples: int | None = None) -> None:
+    """Refuse options that cannot be meant or exclude each other. Sizes of the data are checked where they are given."""
+    check_numbers(config)
+    if not (FLOOR <= config.loss_scale < 2**127 and math.frexp(config.loss_scale)[0] == 0.5):
+        raise Refusal(f"--loss-scale {config.loss_scale:g}: must be a power of two from 2**-14 to 2**126, e.g. 65536")
+    if config.eval_only and config.fresh:
+        raise Refusal("--eval-only --fresh: one looks at a run, the other starts over; choose one")
+    size, parts = config.batch_size, {"--micro-batch": config.micro_batch, "--micro-batches": config.micro_batches}
+    if all(parts.values()):
+        typed = " ".join(f"{name} {value}" for name, value in parts.items())
+        raise Refusal(f"{typed}: the size and the number of a step's parts; leave one of them out")
+    for name, value in parts.items():
+        if value != "auto" and value > size:
+            raise Refusal(f"{name} {value}: is above --batch-size {size}; a micro-batch is a part of the batch")
+    if samples is not None and size > samples:
+        raise Refusal(f"--batch-size {size}: the training data has only {samples} samples; use at most that")
+    if (path := config.init_from) and not os.access(path, os.F_OK):
+        raise Refusal(f"--init-from {path}: no such file or folder")
+    if path and not (path.is_file() or path.is_dir()):  # reading a pipe may never end
+        raise Refusal(f"--init-from {path}: is neither a file nor a folder, but a pipe or a device")
+    if config.init_partial and not path:
+        raise Refusal("--init-partial: there is no --init-from; name a file or leave it out")
+    shares_of(config)
+    window = profile_window(config)
+    if config.memory_snapshot and not window:
+        raise Refusal("--memory-snapshot: of which steps? name them too, for example --profile 20:25")
+    _check_devices(config)
+
+
+def profile_window(config: Config) -> range:
+    """The steps of --profile, counted from 0; empty without it. Refused if it is no FIRST:LAST with a step in it."""
+    numbers = re.fullmatch("([0-9]{1,12}):([0-9]{1,12})", config.profile)
+    window = range(int(numbers[1]), int(numbers[2])) if numbers else range(0)
+    if config.profile and not window:
+        raise Refusal(f"--profile {config.profile[:40]}: give FIRST:LAST with FIRST below LAST, for example 20:25")
+    return window
+
+
+def shares_of(config: Config) -> list[int]:
+    """The numbers of --shares; empty for equal and auto. Refused if it is something else."""
+    text = config.shares
+    if text in ("equal", "auto"):
+        return []
+    numbers = [int(part) if re.fullmatch("[0-9]{1,6}", part) else 0 for part in text.split(":")]
+    if len(numbers) < 2 or not all(numbers):
+        raise Refusal(f"--shares {text[:40]}: give equal, auto, or a number from 1 on for each process, e.g. 2:1")
+    return numbers
+
+
+def _check_devices(config: Config) -> None:
+    """Refuse what cannot be laid out together on the devices of a process."""
+    dp, synced, k = config.strategy == "dp", config.sync_batchnorm, config.model_parallel
+    placed_networks(config)
+    if config.place and k > 1:
+        raise Refusal(f"--place {config.place} --model-parallel {k}: place networks or cut one; leave one of them out")
+    if config.micro_batch == "auto" and synced:
+        raise Refusal(
+            "--micro-batch auto --sync-batchnorm: give --micro-batch as --batch-size divided by the number of ranks"
+        )
+    divided = "--place" if config.place else "--model-parallel" if k > 1 else ""
+    if dp and synced:
+        raise Refusal("--strategy dp --sync-batchnorm: needs a rank for each micro-batch; use --strategy ddp")
+    if config.shares != "equal" and (other := "--strategy dp" if dp else "--sync-batchnorm" if synced else ""):
+        raise Refusal(f"--shares {config.shares} {other}: needs equal shares of a batch; leave one of them out")
+    if dp and config.reduce == "tree":
+        raise Refusal("--reduce tree: with --strategy dp DataParallel sums the gradients; leave one of the two out")
+    if dp and divided:
+        raise Refusal(f"--strategy dp {divided}: dp gives each GPU a copy of the whole network; leave one of them out")
+    if config.share_gpu and dp:
+        raise Refusal("--strategy dp --share-gpu: dp is a single process for all GPUs; leave one of them out")
+    if config.share_gpu and config.micro_batch == "auto":
+        raise Refusal("--micro-batch auto --share-gpu: what fits depends on the GPU's other processes; give a number")
+    if config.compile and (other := "--strategy dp" if dp else divided):
+        raise Refusal(f"--compile {other}: a compiled network is on one device of each process; leave one of them out")
+    if config.compile and synced:
+        raise Refusal("--compile --sync-batchnorm: layers that exchange statistics cannot be compiled; leave one out")
+
+
+def placed_networks(config: Config) -> dict[str, int]:
+    """Network -> number of its device within the process, as --place says; refused if it does not say that."""
+    found: dict[str, int] = {}
+    for item in filter(None, config.place.split(",")):
+        name, _, number = (part.strip() for part in item.partition("="))
+        if not name or not re.fullmatch("[0-9]{1,40}", number) or name in found:
+            example = "for example segmenter=0,discriminator=1"
+            raise Refusal(f"--place {config.place}: '{item.strip()}' is not NETWORK=NUMBER, once for each; {example}")
+        found[name] = int(number)
+    used = {0, *found.values()}
+    if gap := next((n for n in range(len(used)) if n not in used), None):
+        raise Refusal(f"--place {config.place}: device {gap} has no network; number the devices without gaps")
+    return found
+
+
+def devices_per_rank(config: Config) -> int:
+    """GPUs of each process, k: local rank r has numbers r * k up to r * k + k - 1."""
+    return max(config.model_parallel, *(number + 1 for number in placed_networks(config).values()), 1)

@@ -1,0 +1,81 @@
+"""A task's loss and its model in one module, which DDP wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.collectives import no_collectives
+from .checks import checked_losses, same_parts, takes
+from .precision import Precision, autocast
+from .task import Losses
+
+LossFunction: TypeAlias = Callable[..., Losses]
+"""(model, batch) -> the batch's mean loss, perhaps with its parts; a parameter `step` is given too, if there is one."""
+
+
+class Loss(nn.Module):
+    """What DDP wraps: the model and its loss in one module, called with a batch, or with None on an idle rank.
+
+    Args:
+        model: what the loss function gets.
+        loss: (model, batch) -> the batch's mean loss. One with a parameter `step` gets the step's number as well.
+        precision: of forward.
+        network: the part of the model that learns from this loss; default: all of it.
+        unused: whether some parameters get no gradient in some steps.
+        collectives: whether the loss may call collectives of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        precision: Precision = "fp32",
+        network: nn.Module | None = None,
+        unused: bool = False,
+        collectives: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = network or model
+        self._whole = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
+        self._loss, self._precision, self._collectives = loss, precision, collectives
+        self._told = takes(loss, "step")
+        self.step = 0
+        """The number of the step, from 0."""
+        self.parts: list[tuple[str, ...]] = []
+        """Names of the parts that the loss function returns beside the loss, once it has been called. A list, which
+        replicas of DataParallel share."""
+        # not asked for in `forward`, because a replica of DataParallel has no parameters to ask
+        self._device_type = next((p.device.type for p in model.parameters()), "cpu")
+        self._idle: nn.Parameter | None = None
+        """What an idle rank uses: a zero for a parameter that no rank has used would be a gradient, and momentum would
+        move it. DDP tells ranks what the others have used."""
+        if unused:
+            zeros = (p.new_zeros(()) for p in self.model.parameters() if p.requires_grad)
+            self._idle = nn.Parameter(next(zeros, torch.zeros(())))
+
+    def forward(self, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter, or if some may be
+        unused for none. With its parts, of shape [parts] and without a gradient, if it has any."""
+        if batch is None:
+            if self._idle is not None:
+                return self._idle * 0
+            sums = [p.sum() for p in self.parameters() if p.requires_grad]
+            return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
+        with self.computing("loss()") as model:  # here, so that every replica has it
+            loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._told else {})))
+        if not self.parts:
+            self.parts.append(tuple(parts))
+        same_parts(self.parts[0], tuple(parts))
+        loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+        return (loss, torch.stack([part.to(loss) for part in parts.values()])) if parts else loss
+
+    @contextmanager
+    def computing(self, what: str) -> Iterator[nn.Module]:
+        """The context of a forward pass by a task's method; gives the model."""
+        with autocast(self._precision, self._device_type), no_collectives("" if self._collectives else what):
+            yield self._whole[0] if self._whole else self.model

@@ -1,0 +1,51 @@
+"""How a task's steps are taken, if not as usual: its optimizers, their rates, and what it remembers besides weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..config import Config
+from .optimization import build_optimizer, rate
+from .schedulers import Scheduler
+
+
+class TaskTraining:
+    """The part of a task that takes steps; each method has a default."""
+
+    def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
+        """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
+        return [build_optimizer(model.parameters(), config)]
+
+    def schedulers(self, optimizers: list[Optimizer], config: Config) -> Sequence[Scheduler]:
+        """torch's own schedulers of these optimizers, instead of `rates`; default: none. `config.max_steps` is the
+        number of the run's steps.
+
+        Each is stepped after each optimizer step, or as (scheduler, "evaluation") after each evaluation, as
+        ReduceLROnPlateau always is, with the metric of `best`. Their state is saved with the step.
+        """
+        return []
+
+    def rates(self, config: Config, step: int, total_steps: int) -> float | Sequence[float]:
+        """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
+        return rate(config, step, total_steps)
+
+    def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
+        """Called after each optimizer step, before it can be saved: once on every rank with the same values, without
+        gradients, and not for a step that is left out. The place to change what `state_dict` returns.
+
+        Args:
+            model: with the new weights.
+            step: steps done.
+            losses: "loss", the mean over the global batch, and its parts by name.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the task must remember over a stop: numbers, texts, tensors, lists and dicts. Saved with each step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what `state_dict` has returned; tensors are on the CPU."""
