@@ -20,7 +20,7 @@ BUDGET = {
     "data": 2920,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 3750,
+    "training": 3800,
     "run": 4440,
     "tasks": 2220,
     "launch": 2200,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..common.errors import Refusal
 from ..config import Config
 from .checks import checked_losses, one_number
-from .optimization import build_optimizer, rate
+from .optimization import build_optimizers, rate
 from .schedulers import Scheduler
 from .task_data import TaskData
 
@@ -100,8 +100,9 @@ class Task(TaskData):
         )
 
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
-        """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
-        return [build_optimizer(model.parameters(), config)]
+        """By --optimizer over all parameters, one or with muon two; a task with several networks may return
+        one for each."""
+        return build_optimizers(model, config)
 
     def schedulers(self, optimizers: list[Optimizer], config: Config) -> Sequence[Scheduler]:
         """torch's own schedulers of these optimizers, instead of `rates`; default: none. `config.max_steps` is the
