@@ -134,7 +134,7 @@ class OptimizerOptions:
 
     optimizer: Annotated[Literal["sgd", "adam", "adamw", "muon"], NAME] = "adamw"
     """sgd (Nesterov momentum), adam, adamw or muon (matrices, adamw for the rest), unless the task brings its own."""
-    betas: Annotated[tuple[float, float], tyro.conf.arg(metavar="B1 B2")] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], tyro.conf.arg(metavar="B1 B2")] = option((0.9, 0.999), 0, BELOW_1)
     """Decay of the averages of the gradient and of its square, of adam, adamw and muon's adamw, e.g. 0.9 0.95."""
     momentum: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = option(None, 0, BELOW_1)
     """Momentum of sgd (default 0.9; 0: none) and muon (default 0.95)."""
@@ -254,8 +254,7 @@ class Config(
         return self.micro_batch or -(-self.batch_size // max(1, self.micro_batches))
 
 
-GROUPS: tuple[type, ...] = Config.__bases__[::-1]
-"""Of options, in the order of --help."""
+GROUPS: tuple[type, ...] = Config.__bases__[::-1]  # of options, in the order of --help
 
 OPTION_NAMES = frozenset(it.name for it in fields(Config))
 CUTTING, UNSAVED, _FREE = (
@@ -268,8 +267,8 @@ BOUNDS: dict[str, Bounds] = {it.name: it.metadata["bounds"] for it in fields(Con
 
 def check_numbers(options: Any) -> None:
     """Refuse numbers of a dataclass that are beyond the bounds of their :func:`option`."""
-    for it in fields(options):
-        value = getattr(options, it.name)
+    values = [(it, getattr(options, it.name)) for it in fields(options)]
+    for it, value in [(it, one) for it, found in values for one in (found if isinstance(found, tuple) else [found])]:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         widest = (-math.inf, math.inf) if isinstance(value, float) else (-(2**63), 2**63 - 1)

@@ -62,16 +62,16 @@ class Seeded(Dataset[Any]):
                     self._seed(indices.epoch, indices.micro_batch.start)
                     return collate(fetch_all(indices))
                 first = indices.micro_batch.start
-                seeds = range(first, first + len(indices)) if self._by_position else indices
-                return collate([self._sample(indices.epoch, *it) for it in zip(seeds, indices, strict=True)])
+                places = range(first, first + len(indices)) if self._by_position else indices
+                return collate([self._sample(indices.epoch, *it) for it in zip(indices, places, strict=True)])
         except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
                 f"the data set's __getitem__ raised {type(error).__name__}{place_of(error.__traceback__)}: an iterator "
                 "there is at its end; give next() a second argument, or take samples by their numbers"
             ) from error
 
-    def _sample(self, epoch: int, seed: int, index: int) -> Any:
-        self._seed(epoch, seed)
+    def _sample(self, epoch: int, index: int, place: int | None = None) -> Any:
+        self._seed(epoch, index if place is None else place)
         return self.dataset[index]
 
     def _seed(self, epoch: int, index: int) -> None:

@@ -62,8 +62,6 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optim
         raise Refusal("--optimizer muon: needs a task that leaves optimizers() as it is; use adamw")
     if momentum is not None and name != "sgd":
         raise Refusal(f"--momentum {momentum:g}: {name} has none; set --betas, use sgd or muon, or leave it out")
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise Refusal(f"--betas {first:g} {second:g}: must be from 0 to below 1")
     if name == "sgd" and (first, second) != Config().betas:
         raise Refusal(f"--betas {first:g} {second:g}: sgd has none; set --momentum, or use adam, adamw or muon")
     learning = [p for p in parameters if p.requires_grad]
