@@ -96,7 +96,9 @@ def test_a_batch_above_the_data_set() -> None:
 
 
 def test_the_saved_options_are_those_about_the_run_and_fit_into_toml() -> None:
-    saved = saved_options(config(init_from=Path("a/model.pt")), {"sizes": (1, 2), "roots": [Path("x")], "none": None})
+    saved = saved_options(
+        config(init_from=Path("a/model.pt"), momentum=0.5), {"sizes": (1, 2), "roots": [Path("x")], "none": None}
+    )
     assert set(saved) == {f.name for f in fields(Config)} - UNSAVED | {"sizes", "roots"}
     assert saved["init_from"] == "a/model.pt"
     assert (saved["sizes"], saved["roots"]) == ([1, 2], ["x"])

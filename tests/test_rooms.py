@@ -20,7 +20,7 @@ BUDGET = {
     "data": 3000,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 4460,
+    "training": 4500,
     "run": 4640,
     "tasks": 2220,
     "launch": 2200,

@@ -197,10 +197,12 @@ def another_value(option: Field[Any], hint: Any, file: Path) -> Any:
         return file
     if hint == tuple[str, ...]:
         return ("one.*", "two")
+    if hint == tuple[float, float]:
+        return (0.25, 0.5)
     if option.name == "loss_scale":  # a power of two
         return 2 * option.default
     (kind,) = [kind for kind in get_args(hint) or (hint,) if kind in (int, float)]  # or a word, as in int | "auto"
-    return option.default + {int: 1, float: 0.5}[kind]
+    return (option.default or 0) + {int: 1, float: 0.5}[kind]
 
 
 def test_every_option_by_its_flag(folder: Path) -> None:
@@ -208,7 +210,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     file.touch()
     hints = get_type_hints(Config)
     on = ("fresh", "other_data", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
-    on = (*on, "tensorboard", "csv", "save_predictions", "wandb_report", "share_gpu")
+    on = (*on, "tensorboard", "csv", "save_predictions", "wandb_report", "share_gpu", "drop_last")
     switches = dict.fromkeys((*on, "channels_last"), True)
     # --compile, --place and --model-parallel exclude each other, and so do the last two
     apart = ("task", "config", "eval_only", "strategy", "compile", "place", *switches, "micro_batches")
@@ -461,7 +463,7 @@ def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:
         ("classify", "batch_size", {"of": 64}, "int"),
         ("classify", "lr", "0.1", "float"),
         ("classify", "fresh", 1, "bool"),
-        ("classify", "optimizer", "lion", "Literal['sgd', 'adam', 'adamw']"),
+        ("classify", "optimizer", "lion", "Literal['sgd', 'adam', 'adamw', 'muon']"),
         ("classify", "run_dir", 1, "Path | None"),
         ("../tasks_of_mine.py:Rich", "sizes", [1, "b"], "tuple[int, ...]"),
         ("../tasks_of_mine.py:Rich", "pair", ["a", 1], "tuple[int, str]"),

@@ -15,8 +15,8 @@ from .options import BELOW_1, FINITE, FLOOR, Config
 
 def check_numbers(options: Any) -> None:
     """Refuse numbers of a dataclass that are beyond the bounds of their :func:`option`."""
-    for it in fields(options):
-        value = getattr(options, it.name)
+    values = [(it, getattr(options, it.name)) for it in fields(options)]
+    for it, value in [(it, one) for it, found in values for one in (found if isinstance(found, tuple) else [found])]:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         widest = (-math.inf, math.inf) if isinstance(value, float) else (-(2**63), 2**63 - 1)

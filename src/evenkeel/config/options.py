@@ -12,14 +12,10 @@ import tyro
 
 Flag = Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(help_behavior_hint="")]
 MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
-NAME = tyro.conf.arg(metavar="NAME")
-"""For an option whose help text lists its values, so that tyro does not."""
+NAME = tyro.conf.arg(metavar="NAME")  # for an option whose help text lists its values, so that tyro does not
 
-Bounds = tuple[float, float]
-"""The least and the most that a number may be."""
-
-COUNT = 10**12
-"""More than any number of samples, steps or epochs that anyone can mean."""
+Bounds = tuple[float, float]  # the least and the most that a number may be
+COUNT = 10**12  # more than any number of samples, steps or epochs that anyone can mean
 FINITE, BELOW_1 = sys.float_info.max, math.nextafter(1, 0)
 SEEDS: Bounds = (0, 2**63 - 1)
 WEEK = 7 * 86400
@@ -135,8 +131,12 @@ class ModelOptions:
 class OptimizerOptions:
     """The update of the weights."""
 
-    optimizer: Annotated[Literal["sgd", "adam", "adamw"], NAME] = "adamw"
-    """sgd (with Nesterov momentum 0.9), adam or adamw, unless the task brings its own."""
+    optimizer: Annotated[Literal["sgd", "adam", "adamw", "muon"], NAME] = "adamw"
+    """sgd (Nesterov momentum), adam, adamw or muon (matrices, adamw for the rest), unless the task brings its own."""
+    betas: Annotated[tuple[float, float], tyro.conf.arg(metavar="B1 B2")] = option((0.9, 0.999), 0, BELOW_1)
+    """Decay of the averages of the gradient and of its square, of adam, adamw and muon's adamw, e.g. 0.9 0.95."""
+    momentum: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = option(None, 0, BELOW_1)
+    """Momentum of sgd (default 0.9; 0: none) and muon (default 0.95)."""
     lr: float = option(2e-3, 0, FINITE)
     """Peak learning rate, e.g. 0.001."""
     schedule: Annotated[Literal["constant", "linear", "cosine", "step", "poly"], NAME] = "cosine"
@@ -253,8 +253,7 @@ class Config(
         return self.micro_batch or -(-self.batch_size // max(1, self.micro_batches))
 
 
-GROUPS: tuple[type, ...] = Config.__bases__[::-1]
-"""Of options, in the order of --help."""
+GROUPS: tuple[type, ...] = Config.__bases__[::-1]  # of options, in the order of --help
 
 OPTION_NAMES = frozenset(it.name for it in fields(Config))
 CUTTING, UNSAVED, _FREE = (

@@ -68,8 +68,8 @@ class Seeded(Dataset[Any]):
                     fetched = self.fetch_all(indices)
                 else:
                     first = indices.micro_batch.start
-                    seeds = range(first, first + len(indices)) if self._by_position else indices
-                    fetched = [self._sample(indices.epoch, *it) for it in zip(seeds, indices, strict=True)]
+                    places = range(first, first + len(indices)) if self._by_position else indices
+                    fetched = [self._sample(indices.epoch, *it) for it in zip(indices, places, strict=True)]
                 return self.collated(fetched, indices.epoch, indices.micro_batch.start)
         except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
@@ -84,8 +84,8 @@ class Seeded(Dataset[Any]):
         seed_host(derive(self.seed, f"{self.purpose} collate", epoch, start))
         return collated_by(self._own, samples)
 
-    def _sample(self, epoch: int, seed: int, index: int) -> Any:
-        self._seed(epoch, seed)
+    def _sample(self, epoch: int, index: int, place: int | None = None) -> Any:
+        self._seed(epoch, index if place is None else place)
         return self.dataset[index]
 
     def _seed(self, epoch: int, index: int) -> None:

@@ -248,11 +248,11 @@ SYNONYMS = {
     "--norm-weight-decay": "--decay-norms; without it norms and biases are not decayed",
     "--grad-clip --clip-grad --max-grad-norm --gradient-clip-val --clip-grad-norm --training.max-norm": "--clip-norm",
     "--clip-mode --clip-value --gradient-clip-algorithm": "not here: --clip-norm clips by the gradient's 2-norm",
-    "--momentum": "no option: --optimizer sgd has Nesterov momentum 0.9; a task may bring its own optimizers",
     "--sched --lr-scheduler-type --lr-scheduler.decay-type": "--schedule",
     "--warmup-epochs --warmup-ratio --lr-warmup-epochs --lr-scheduler.warmup-steps": "--warmup-steps, in steps",
     "--lr-step-size --lr-gamma --min-lr --decay-epochs": "no option: a task may bring its own schedulers",
-    "--layer-decay --opt-betas --opt-eps": "no option: a task may bring its own optimizers",
+    "--opt-betas --adam-beta1 --adam-beta2 --beta1 --beta2 --optimizer.beta1 --optimizer.beta2": "--betas, both",
+    "--layer-decay --opt-eps": "no option: a task may bring its own optimizers",
     "--model-ema --ema-decay --model-ema-decay --model-ema-steps": "--ema",
     "-b --bs --batch --global-batch-size --per-device-train-batch-size "
     "--training.global-batch-size": "--batch-size, of all processes together",

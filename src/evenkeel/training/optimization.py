@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import cos, inf, pi
 from numbers import Real
 from typing import Any
@@ -14,10 +15,37 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ..common.errors import Ended
+from ..common.errors import Ended, Refusal
 from ..config import Config
 
 log = logging.getLogger(__name__)
+
+
+def build_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
+    """The optimizer of --optimizer over all parameters that learn; with muon two.
+
+    Muon (Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024) takes the matrices that are not of an
+    embedding, AdamW the rest. Its update is scaled to AdamW's size (Liu et al., arXiv 2502.16982), so that one --lr and
+    one --weight-decay will do for both.
+
+    Raises:
+        Refusal: the options do not fit the optimizer, the model or torch.
+    """
+    if config.optimizer != "muon":
+        return [build_optimizer(model.parameters(), config)]
+    if not hasattr(torch.optim, "Muon"):
+        raise Refusal(f"--optimizer muon: torch {torch.__version__} has none; install 2.9 or later, or use adamw")
+    embeddings = {id(it.weight) for it in model.modules() if isinstance(it, (nn.Embedding, nn.EmbeddingBag))}
+    learning = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in learning if p.dim() == 2 and id(p) not in embeddings]
+    if not matrices:
+        raise Refusal("--optimizer muon: the model has no matrix to train besides those of embeddings; use adamw")
+    momentum = 0.95 if config.momentum is None else config.momentum
+    options: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "momentum": momentum}
+    muon = torch.optim.Muon(matrices, config.lr, config.weight_decay, **options)
+    of_muon = set(map(id, matrices))
+    rest = [p for p in learning if id(p) not in of_muon]
+    return [muon, *([build_optimizer(rest, replace(config, optimizer="adamw", momentum=None))] if rest else [])]
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optimizer:
@@ -25,7 +53,17 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optim
 
     Parameters of fewer than two dimensions (norms, biases) are not decayed, unless --decay-norms says so: to pull a
     norm's scale towards 0 regularises nothing. They are the second parameter group.
+
+    Raises:
+        Refusal: as :func:`build_optimizers`, which muon needs.
     """
+    name, momentum, (first, second) = config.optimizer, config.momentum, config.betas
+    if name == "muon":
+        raise Refusal("--optimizer muon: needs a task that leaves optimizers() as it is; use adamw")
+    if momentum is not None and name != "sgd":
+        raise Refusal(f"--momentum {momentum:g}: {name} has none; set --betas, use sgd or muon, or leave it out")
+    if name == "sgd" and (first, second) != Config().betas:
+        raise Refusal(f"--betas {first:g} {second:g}: sgd has none; set --momentum, or use adam, adamw or muon")
     learning = [p for p in parameters if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": learning}]
     if config.weight_decay and not config.decay_norms:
@@ -36,9 +74,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optim
     # without asking the host
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in learning) or None
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused}
-    if config.optimizer == "sgd":
-        return SGD(groups, momentum=0.9, nesterov=True, **options)
-    return (Adam if config.optimizer == "adam" else AdamW)(groups, **options)
+    if name == "sgd":
+        momentum = 0.9 if momentum is None else momentum
+        return SGD(groups, momentum=momentum, nesterov=momentum > 0, **options)
+    return (Adam if name == "adam" else AdamW)(groups, betas=(first, second), **options)
 
 
 def rate(config: Config, step: int, total_steps: int) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..config import Config
-from .optimization import build_optimizer, rate
+from .optimization import build_optimizers, rate
 from .schedulers import Scheduler
 
 
@@ -17,8 +17,9 @@ class TaskTraining:
     """The part of a task that takes steps; each method has a default."""
 
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
-        """One optimizer by --optimizer over all parameters; a task with several networks may return one for each."""
-        return [build_optimizer(model.parameters(), config)]
+        """By --optimizer over all parameters, one or with muon two; a task with several networks may return
+        one for each."""
+        return build_optimizers(model, config)
 
     def schedulers(self, optimizers: list[Optimizer], config: Config) -> Sequence[Scheduler]:
         """torch's own schedulers of these optimizers, instead of `rates`; default: none. `config.max_steps` is the

@@ -105,6 +105,8 @@ class Left:
         row = Row("evaluation, 1-3 ranks", "each evaluation, to the last digit", PASSED)
         if bits.result == FAILED:
             yield row._replace(result=UNCHECKED, figure="the weights differ already")
+        elif self.probe["metrics"]["why"].endswith("no test data"):
+            yield row._replace(result=UNCHECKED, figure=self.probe["metrics"]["why"])
         else:
             yield self._on_ranks(row, "tree", self._metrics, "metrics", lines["metrics"])
         for number, (name, event, job, attempt, step) in enumerate(breaks):
