@@ -20,7 +20,7 @@ BUDGET = {
     "data": 2670,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 3970,
+    "training": 3950,
     "run": 4400,
     "tasks": 2220,
     "launch": 2200,
