@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, records, run_forked, start, torchrun
+from tests.support.rooms import has
 from tests.support.small_runs import (
     SUPPORT,
     ended,
@@ -125,6 +126,7 @@ def test_a_checkpoint_without_it_is_continued_and_one_with_it_not_without_the_me
     assert "the task has no state_dict() any more; bring it back" in own("Forgetful", 6, expect=1)
 
 
+@pytest.mark.skipif(not has("predict"), reason="this copy has left it out")
 def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     trained(0, job("Remembering", run_dir))
