@@ -71,6 +71,9 @@ GOOD: Any = [
     (f"{ROOT / 'tests/support/odd_tasks.py'}:Everything", ()),
     (f"{ROOT / 'tests/support/turns_task.py'}:Turns", ()),
     (f"{ROOT / 'tests/support/recording_task.py'}:Recorded", ("--die-at=13",)),
+    (f"{ROOT / 'tests/support/ragged_task.py'}:Mixed", ("--batch-size=12",)),
+    (f"{ROOT / 'tests/support/ragged_task.py'}:Nested", ("--batch-size=12",)),
+    (f"{ROOT / 'tests/support/remembering_task.py'}:Remembering", ()),
 ]
 
 

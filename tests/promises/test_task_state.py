@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import TRAIN, finish, fork_ranks, records, run_forked, start, torchrun
+from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, records, run_forked, start, torchrun
+from tests.support.rooms import has
 from tests.support.small_runs import (
     SUPPORT,
     ended,
     options,
+    saved_step,
     signal_ranks_at,
     starts,
     the_line,
@@ -121,3 +124,24 @@ def test_a_checkpoint_without_it_is_continued_and_one_with_it_not_without_the_me
     own("Forgetful", 2)
     assert "older than the task's state_dict(): its state begins anew" in own("Remembering", 4)
     assert "the task has no state_dict() any more; bring it back" in own("Forgetful", 6, expect=1)
+
+
+@pytest.mark.skipif(not has("predict"), reason="this copy has left it out")
+def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    trained(0, job("Remembering", run_dir))
+    found = records(run_dir, "eval")[-1]["test/loss"]
+    for ranks in (0, 2):
+        said = finish_all(fork_ranks(ranks, TRAIN, *job("Remembering", run_dir, "--eval-only")))[0].stdout
+        assert json.loads(said.splitlines()[-1])["evaluation"]["metrics"]["test/loss"] == found
+        words = ["-m", "evenkeel", "predict", run_dir, "--set", "test", "--output", tmp_path / f"{ranks}.csv"]
+        finish_all(fork_ranks(ranks, *words))
+        losses = [float(row.split(",")[1]) for row in (tmp_path / f"{ranks}.csv").read_text().splitlines()[1:]]
+        assert sum(losses) / len(losses) == pytest.approx(found, rel=1e-4)
+
+
+def test_a_hook_that_fails_leaves_the_last_checkpoint_and_no_half_step(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = run_forked(TRAIN, *job("Failing", run_dir, "--checkpoint-every", 2), expect=1)
+    assert "ZeroDivisionError: a bug in the user's after_step" in done.stderr
+    assert saved_step(run_dir) == 4

@@ -38,7 +38,7 @@ class Forgetful(Task):
     test_dataset = train_dataset
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
 
     def loss(self, model: nn.Module, batch: Any, step: int = 0) -> Any:
         if self.slow and Path(self.slow).exists():
@@ -52,11 +52,16 @@ class Forgetful(Task):
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         features, targets = batch
-        return {"loss": (model(features).squeeze(1) - targets).square()}
+        return {"loss": (model(features).squeeze(1) - self.weight * targets).square()}
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return self.metrics(model, batch)
 
     def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
         self.weight = 0.9 * self.weight + 0.1 * losses["size"] / losses["loss"]
         self.queue = torch.cat([self.queue, model(torch.full((1, 4), step / 10))])[-8:]
+        model.train()(torch.randn(3, 4))  # moves statistics, and forgets to go back
+        model.eval()
         self.history = [*self.history, random.random()][-3:]
 
 
@@ -69,6 +74,16 @@ class Remembering(Forgetful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.weight, self.queue, self.history = state["weight"], state["queue"], state["history"]
+
+
+@dataclass
+class Failing(Remembering):
+    """Its hook fails in step 5."""
+
+    def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
+        super().after_step(model, step, losses)
+        if step == 5:
+            raise ZeroDivisionError("a bug in the user's after_step")
 
 
 @dataclass

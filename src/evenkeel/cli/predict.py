@@ -112,13 +112,15 @@ class PredictCommand:
         from ..training.evaluation import Evaluation
         from ..training.prediction import predictions
         from ..training.task_data import collated
+        from ..training.task_state import TaskState
 
         model = build_model(config, task)
         with world.connected():
             for rank, names in enumerate(world.gather(getattr(dataset, "digest", ""))):
                 if names != getattr(dataset, "digest", ""):
                     raise Ended(f"--input {self.input}: other files on rank {rank} than on rank {world.rank}")
-            source = read_for_all(model, world, lambda: read_chosen(model, self.run, self.checkpoint))
+            own = TaskState.of(task, config.seed, world)
+            source = read_for_all(model, world, lambda: read_chosen(model, self.run, self.checkpoint, own), 0, own)
             place(model, config, world.devices)
             batches = dataset if self.set else collated(task, dataset)
             rows = predictions(Evaluation(task, model, batches, config, world, self.set or "input"), self.top)

@@ -30,6 +30,7 @@ from ..training.determinism import operations_named
 from ..training.evaluation import Evaluation
 from ..training.precision import substitute
 from ..training.task import Task
+from ..training.task_state import TaskState
 from .build import build_model, prepare
 from .checkpoint import Checkpoints
 from .records import read_config, recorded_options
@@ -68,6 +69,7 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
         raise nothing  # before there is a process group
     activity.enter(START_UP, "model")
     model = build_model(config, task)  # random where --init-partial leaves it so
+    own = TaskState.of(task, config.seed, world)
     with world.connected(), operations_named():
         # one rank reads: the run may be on one node only, and if it is at work, two might find different steps
         known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, _began_from(run_dir)))
@@ -79,9 +81,11 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
         holder = 0 if path else steps.index(max(steps))
 
         def read() -> tuple[str, str]:
-            return read_weights(model, path, config.init_partial) if path else _read_newest(model, checkpoints)
+            return (
+                read_weights(model, path, config.init_partial, own) if path else _read_newest(model, checkpoints, own)
+            )
 
-        heard = read_for_all(model, world, read, holder)
+        heard = read_for_all(model, world, read, holder, own)
         placed = place(model, config, world.devices)
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
@@ -106,8 +110,11 @@ def cut_as_recorded(config: Config) -> Config:
     return settle(config, 1, lambda: False, recorded) if recorded else fact_of_the_job(config)
 
 
-def read_for_all(model: nn.Module, world: World, read: Callable[[], T], holder: int = 0) -> T:
-    """Let one rank load the model, and give its weights and what `read` has returned to all; or its refusal."""
+def read_for_all(
+    model: nn.Module, world: World, read: Callable[[], T], holder: int = 0, own: TaskState | None = None
+) -> T:
+    """Let one rank load the model and what the task remembers, and give these to all, with what `read` has returned; or
+    its refusal."""
     found: T | Refusal | None = None
     if world.rank == holder:
         try:
@@ -118,6 +125,8 @@ def read_for_all(model: nn.Module, world: World, read: Callable[[], T], holder: 
     if isinstance(heard, Refusal):
         raise heard
     model.load_state_dict(world.broadcast_tensors(model.state_dict(), holder))
+    if own and own.now is not None:
+        own.load(world.broadcast_tensors(own.now, holder))
     return heard  # type: ignore[no-any-return]
 
 
@@ -126,11 +135,11 @@ def _began_from(run_dir: Path) -> str:
     return str(read_config(saved).get("init_from", "")) if saved.exists() else ""
 
 
-def _read_newest(model: nn.Module, checkpoints: Checkpoints) -> tuple[str, str]:
+def _read_newest(model: nn.Module, checkpoints: Checkpoints, own: TaskState | None) -> tuple[str, str]:
     while True:
         newest = checkpoints.newest_name()
         try:
-            return read_weights(model, checkpoints.folder.parent)
+            return read_weights(model, checkpoints.folder.parent, memory=own)
         except Refusal as refusal:
             if checkpoints.newest_name() == newest:
                 raise Refusal(str(refusal).replace("--init-from", "--run-dir", 1)) from None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..common.errors import Refusal
 from ..common.naming import listed
 from ..training.ema import averaged
+from ..training.task_state import TaskState
 from .checkpoint import STATE, Damaged, dump, is_step_folder, load, step_folders
 from .records import chosen
 
@@ -43,27 +44,33 @@ CONVERT = (
 CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu').state_dict(), sys.argv[2])"
 
 
-def read_chosen(model: nn.Module, run: Path, checkpoint: str) -> str:
+def read_chosen(model: nn.Module, run: Path, checkpoint: str, memory: TaskState | None = None) -> str:
     """Load what `--checkpoint` of a command means (`records.chosen`); return where it is. Refuses by that name."""
     try:
-        return read_weights(model, chosen(run, checkpoint))[0]
+        return read_weights(model, chosen(run, checkpoint), memory=memory)[0]
     except Refusal as refusal:
         raise Refusal(str(refusal).replace("--init-from", f"--checkpoint {checkpoint}:", 1)) from None
 
 
-def read_weights(model: nn.Module, path: Path, partial: bool = False) -> tuple[str, str]:
+def read_weights(
+    model: nn.Module, path: Path, partial: bool = False, memory: TaskState | None = None
+) -> tuple[str, str]:
     """Load a file of torch.save or safetensors, or a checkpoint of ours; return where it is from, and how it fits.
 
     Args:
         model: on the CPU.
         path: a file, a run directory (its newest whole checkpoint), or one step-* folder.
         partial: load what fits, if anything does, instead of refusing a file that does not fit completely.
+        memory: what the task remembers, which is loaded from a checkpoint that has it.
 
     Raises:
         Refusal: the file holds no weights that can be read without running code, or they do not fit. The model may
             have some of them by then.
     """
-    where, weights, pairs = _find(*_read(path), model.state_dict())
+    tree, read, remembered = _read(path)
+    where, weights, pairs = _find(tree, read, model.state_dict())
+    if memory and memory.now is not None and remembered is not None:
+        memory.load(remembered)
     own = list(model.state_dict())
     loaded, misfits, unused = _load(model, where, weights, pairs)
     missing = [name for name in own if name not in loaded and name not in misfits]
@@ -154,15 +161,15 @@ def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:
     file.write(content)
 
 
-def _read(path: Path) -> tuple[Any, str]:
-    """What a file or checkpoint holds, and its name for a message."""
+def _read(path: Path) -> tuple[Any, str, Any]:
+    """What a file or checkpoint holds, its name for a message, and what the task of a checkpoint remembers."""
     folder = path.resolve().parent if path.name == STATE else path.resolve()
     if is_step_folder(folder) and folder.is_dir():
         paths = [folder]
     elif path.is_dir():
         paths = step_folders(path / "checkpoints") or step_folders(path)
     else:
-        return _read_file(path), str(path)
+        return _read_file(path), str(path), None
     damages: list[str] = []
     for found in reversed(paths):
         try:
@@ -172,7 +179,8 @@ def _read(path: Path) -> tuple[Any, str]:
             continue
         passed_over = f" ({len(damages)} newer damaged)" if damages else ""
         average = ", its averaged weights" * ("ema" in state)  # those that the run evaluates and exports
-        return averaged(state), f"{path}{f' at {found.name}' * (found != folder)}{passed_over}{average}"
+        name = f"{path}{f' at {found.name}' * (found != folder)}{passed_over}{average}"
+        return averaged(state), name, state.get("task")
     if damages:
         raise Refusal(f"--init-from {path}: no whole checkpoint: {damages[0]}; name another one")
     raise Refusal(f"--init-from {path}: a folder without checkpoints; name a file, a run directory or a step-* folder")

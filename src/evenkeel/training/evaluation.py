@@ -170,22 +170,19 @@ class Evaluation:
 
         No generator, which would change a StopIteration of a task's into another error.
         """
-        modes = [(module, module.training) for module in self.model.modules()]  # a part of it may be frozen
-        self.model.eval()
         mine, refused = self.sampler.micro_batches(0), "" if self.task.collectives else "the evaluation"
-        for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
-            activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again, for each batch is progress
-            # a task's metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
-            seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
-            try:
-                with autocast(self.precision, self.world.device.type), uncompiled(), no_collectives(refused):
-                    computed = compute(self._transfer(batch))
-            except Exception as error:
-                note_batch(error, batch)
-                raise
-            take(computed, micro_batch.size)
-        for module, training in modes:
-            module.training = training
+        with evaluating(self.model):
+            for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
+                activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again: each batch is progress
+                # metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
+                seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
+                try:
+                    with autocast(self.precision, self.world.device.type), uncompiled(), no_collectives(refused):
+                        computed = compute(self._transfer(batch))
+                except Exception as error:
+                    note_batch(error, batch)
+                    raise
+                take(computed, micro_batch.size)
 
 
 def _of_each(values: Any, samples: int) -> Any:
@@ -196,6 +193,18 @@ def _of_each(values: Any, samples: int) -> Any:
         name: value.expand(samples) if isinstance(value, Tensor) and value.dim() == 0 else value
         for name, value in values.items()
     }
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and its parts back into their own; one may be frozen."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.errors import Ended, EndedHere, Refusal
+from ..common.errors import Ended, EndedHere, Refusal, place_of
 from ..common.naming import kind_of
 from ..data.randomness import derive, seed_computation
 from ..distributed.collectives import no_collectives
 from ..distributed.world import World
+from .evaluation import evaluating, same_tensors
 from .schedulers import plain
 from .staging import Path, map_tensors
 from .task import Task
@@ -90,7 +91,9 @@ class TaskState:
     def commit(self, model: nn.Module, step: int) -> None:
         """Let the task take in a step that all ranks have taken, with its number from 1."""
         seed_computation(derive(self._seed, "after_step", step), self._world.devices)
-        with torch.no_grad(), no_collectives("" if self._task.collectives else "after_step()"):
+        refused = "" if self._task.collectives else "after_step()"
+        # buffers and modes that it left changed would be lost by a stop
+        with torch.no_grad(), no_collectives(refused), same_tensors(model), evaluating(model):
             self._task.after_step(model, step, self.losses)
         if self.now is None:
             return
@@ -109,8 +112,14 @@ class TaskState:
                 )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load what a commit has left, with tensors on the CPU."""
-        self._task.load_state_dict(map_tensors(saved, lambda tensor, _: tensor.clone()))
+        """Load what a commit has left, with tensors on the CPU; raises Ended if that fails."""
+        try:
+            self._task.load_state_dict(map_tensors(saved, lambda tensor, _: tensor.clone()))
+        except Exception as error:
+            raise Ended(
+                f"load_state_dict() of {type(self._task).__name__} fails{place_of(error.__traceback__)}: "
+                f"{type(error).__name__}: {error}; bring back the code that saved the state, or start over with --fresh"
+            ) from error
         self.now = self._read_later()
         self._mark = digest(self.now)
 

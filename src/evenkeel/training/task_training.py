@@ -39,7 +39,7 @@ class TaskTraining:
         gradients, and not for a step that is left out. The place to change what `state_dict` returns.
 
         Args:
-            model: with the new weights.
+            model: with the new weights, in evaluation mode. Its modes and buffers are put back.
             step: steps done.
             losses: "loss", the mean over the global batch, and its parts by name.
         """
