@@ -388,24 +388,10 @@ def make_it(name: str, without: list[str]) -> None:
     print("  make format lint test")
 
 
-def wheel(folder: str) -> Path:
-    """A wheel of this checkout, made in a folder."""
-    source, python = Path(folder, "source"), ROOT / ".venv" / "bin" / "python"
-    leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")  # building in the checkout would leave files there
-    shutil.copytree(ROOT / "src", source / "src", ignore=leave_out)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(source)]
-    done = subprocess.run([python if python.exists() else sys.executable, *words], capture_output=True, text=True)
-    if done.returncode:
-        refuse(f"no wheel of this checkout: {done.stderr.strip().splitlines()[-1]}; run `make setup`, or give --from")
-    return next(Path(folder).glob("*.whl"))
-
-
 def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
     """Write a project of the user's own beside this checkout."""
     try:
-        thin = ours("cli.new.project")
+        thin, origin = ours("cli.new.project"), ours("cli.new.source")
     except ModuleNotFoundError:
         refuse("--thin: cli/new has been deleted from this copy")
     folder = ROOT.parent / name
@@ -413,7 +399,7 @@ def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
     try:
         thin.check(name, folder, parts, INSTALLED)
         with tempfile.TemporaryDirectory() as temporary:
-            found = thin.source_of(source or str(wheel(temporary)))
+            found = origin.source_of(source or str(ROOT), Path(temporary))
             answers = thin.Answers(name, task, tuple(sorted({*parts})), found.requirement, found.kind)
             written = thin.write(answers, version, folder, found.wheel)
     except ours("common.errors").Refusal as refusal:
@@ -430,7 +416,7 @@ def main() -> None:
     thin.add_argument("--thin", action="store_true", help="write a small project beside this checkout")
     thin.add_argument("--task", choices=["classify", "lm", "empty"], help="what its task does to begin with")
     thin.add_argument("--with", dest="parts", choices=["slurm", "docker"], nargs="+", help="launchers to add")
-    thin.add_argument("--from", dest="source", help="evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or a wheel")
+    thin.add_argument("--from", dest="source", help="as of evenkeel new; default: this checkout")
     options = parser.parse_args()
     if options.thin and options.without:
         parser.error("--thin --without: a thin project has no rooms; choose its launchers by --with")

@@ -43,7 +43,7 @@ def test_what_is_refused(run_dir: Path, options: dict[str, Any], said: str) -> N
 
 def test_parquet_without_pyarrow_says_what_to_install(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(Refusal, match=r"needs pyarrow; pip install 'evenkeel\[parquet\]'"):
+    with pytest.raises(Refusal, match=r"needs pyarrow; pip install pyarrow"):
         PredictCommand(run_dir, run_dir.parent / "o.parquet", set="test")._check()
 
 

@@ -91,7 +91,7 @@ class PredictCommand:
         if not self.output.parent.is_dir():
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         if self.output.suffix == ".parquet" and not importlib.util.find_spec("pyarrow"):
-            raise Refusal(f"--output {self.output}: needs pyarrow; pip install 'evenkeel[parquet]', or use .csv")
+            raise Refusal(f"--output {self.output}: needs pyarrow; pip install pyarrow, or use .csv")
         chosen(self.run, self.checkpoint)
 
     def _set(self, task: Task, config: Config) -> SizedDataset:

@@ -70,7 +70,7 @@ def _task_to_keep(arguments: list[str]) -> str:
         typed, _ = some_options(arguments, ("--keeper",), ("--task",), ("--config",))
         recorded = read_config(Path(typed.config)) if typed.config else {}
         launches = launchers.topology_in(arguments)
-        task = str(typed.task or recorded.get("task") or default_task())
+        task = str(typed.task or recorded.get("task") or default_task()[0])
     except Refusal:  # the rank meets it again, and tells of it
         return ""
     wanted = (typed.keeper or recorded.get("keeper", Config.keeper)) == "on" and not launches

@@ -53,7 +53,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     train_set = training_set(task, config)
     validate(config, len(train_set))
     if config.tensorboard and not find_spec("tensorboard"):
-        raise Refusal("--tensorboard: needs the package tensorboard; pip install 'evenkeel[tensorboard]'")
+        raise Refusal("--tensorboard: needs the package tensorboard; pip install tensorboard")
     if config.save_predictions and not isinstance(task, Classification):
         raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
     return world, {TRAINING: train_set} | evaluation_sets(task, config)

@@ -42,8 +42,8 @@ class CheckCommand:
     checks have passed, 1: some have failed. All runs are in a temporary folder.
     """
 
-    task: str = "classify"
-    """What to check, as for train.py: a built-in task, FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
+    task: str = ""
+    """Task to check: a built-in one, FILE.py:CLASS or PACKAGE.MODULE:CLASS. Default: as of train.py."""
     script: Path = Path("train.py")
     """The training script."""
     keep: MaybePath = None
@@ -70,7 +70,7 @@ class CheckCommand:
         self._refuse(options)
         limit = [] if is_typed("limit-batches", options) else [f"--limit-batches={EPOCH}"]
         given = [*options, *limit, "--wandb=disabled", f"--max-steps={STEPS}", "--epochs=1000000"]
-        task = [f"--task={self.task}"]
+        task = [f"--task={self.task}"] if self.task else []
         source = self.task.rpartition(":")[0]
         own = source.endswith(".py") and self.script.resolve() == Path(source).resolve()  # it takes no --task
         folder = Path(tempfile.mkdtemp(prefix="evenkeel-check-")) if self.keep is None else self.keep

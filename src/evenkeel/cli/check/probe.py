@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ...common.errors import Refusal
 from ...common.naming import TRAIN
-from ...config import Config
+from ...config import Config, validate
 from ...data.batch import collate, to_device
 from ...data.data_digest import TRAINING
 from ...data.dataset import Rows, SizedDataset, whole_fetch
@@ -63,6 +63,7 @@ def main() -> int:
     if config.micro_batch == "auto":
         raise Refusal("--micro-batch auto: check compares numbers of ranks at one cut; give a number, or leave it out")
     sets = {TRAINING: training_set(task, config)} | evaluation_sets(task, config)
+    validate(config, len(sets[TRAINING]))
     again = {TRAINING: training_set(task, config)} | evaluation_sets(task, config)
     found = facts(config, task, sets)
     found["sets"] = {name: read(config, task, name, sets[name], again[name]) for name in sets}

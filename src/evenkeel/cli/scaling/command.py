@@ -130,7 +130,7 @@ class ScalingCommand:
         if self.output and not self.output.parent.is_dir():
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         if self.output and not importlib.util.find_spec("matplotlib"):
-            raise Refusal(f"--output {self.output}: matplotlib is not installed: pip install 'evenkeel[report]'")
+            raise Refusal(f"--output {self.output}: matplotlib is not installed: pip install matplotlib")
         return {n * g: n for n in nodes for g in gpus}, most
 
     def _own(self, run_dir: Path) -> dict[str, object]:
