@@ -19,9 +19,9 @@ from rich.console import Console
 from evenkeel.cli.follow import _Follower
 from evenkeel.cli.status import Metrics, Runs, _view, as_json, status_of
 from evenkeel.run.checkpoint import Checkpoints, read_manifest
+from tests.support.components import has
 from tests.support.damage import leave_damaged
 from tests.support.processes import EVENKEEL, evenkeel, read, run
-from tests.support.rooms import has
 from tests.support.small_runs import OLD_RUNS, TASK, options, the_line
 from tests.support.terminal import Terminal
 

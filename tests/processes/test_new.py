@@ -11,11 +11,11 @@ import pytest
 
 from evenkeel.cli.new import project
 from tests.support import needs
-from tests.support.copies import needs_all_rooms
+from tests.support.copies import needs_all_components
 from tests.support.processes import checked, finish, read, run, start
 from tests.support.thin import OFFLINE, borrow, make, make_foreign_wheel, make_wheel
 
-pytestmark = [needs.tools("git", "make"), needs_all_rooms, pytest.mark.timeout(1800)]
+pytestmark = [needs.tools("git", "make"), needs_all_components, pytest.mark.timeout(1800)]
 
 BARE: str = sys._base_executable  # type: ignore[attr-defined]
 """The Python of which the environment of these tests is made, and which lacks the package."""

@@ -16,8 +16,8 @@ import torch
 
 from evenkeel.run.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
 from tests.run.test_checkpoint import unfit
+from tests.support.components import has
 from tests.support.processes import TRAIN, finish, fork, read, run, run_forked, wait_until
-from tests.support.rooms import has
 from tests.support.small_runs import job, starts, wait_for_step, weights_of
 
 OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]

@@ -10,5 +10,5 @@ command, so that it gets signals directly.
     docker/       start a node in a container, and the container's process 1; optional: delete it with docker/
 
 Not here: what a rank does once it runs (`distributed`, `run`), addresses and interfaces (`common.network`), and
-`python -m evenkeel status` (`cli`). The engine never imports this room; only train.py and cli do.
+`python -m evenkeel status` (`cli`). The engine never imports this component; only train.py and cli do.
 """

@@ -155,8 +155,8 @@ def _sources(task: Task) -> Iterator[tuple[str, Path]]:
     """(name, file) of the code that computes: Evenkeel's, the main program, and the task's file with the modules of its
     folder or package that are loaded."""
     package = Path(__file__).parents[1]
-    for room in COMPUTING:
-        yield from ((f"evenkeel/{path.relative_to(package)}", path) for path in package.glob(f"{room}/**/*.py"))
+    for part in COMPUTING:
+        yield from ((f"evenkeel/{path.relative_to(package)}", path) for path in package.glob(f"{part}/**/*.py"))
     if main := getattr(sys.modules["__main__"], "__file__", None):
         yield Path(main).name, Path(main)
     own = sys.modules[type(task).__module__]

@@ -11,8 +11,8 @@ import pytest
 
 from evenkeel.launch.slurm.follow import BACKLOG, Logs
 from evenkeel.launch.slurm.jobs import JobRecord, load
+from tests.support.components import has
 from tests.support.processes import EVENKEEL, LIMIT, evenkeel, start
-from tests.support.rooms import has
 from tests.support.small_runs import the_line
 from tests.support.terminal import Terminal
 

@@ -21,6 +21,8 @@ class NewCommand:
     """Write a small project of your own, with evenkeel as a dependency.
 
     Example: evenkeel new tide --task lm --with slurm docker
+
+    --from evenkeel==VERSION is for an index of your own: the public one has another package of this name.
     """
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
@@ -30,8 +32,7 @@ class NewCommand:
     with_: Annotated[tuple[Literal["slurm", "docker"], ...], tyro.conf.arg(name="with")] = ()
     """Launchers to add: slurm, docker."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SOURCE", help_behavior_hint="")] = ""
-    """A wheel, a checkout, git+https://HOST/evenkeel@REVISION, or evenkeel==VERSION. Default: where this evenkeel came
-    from. The last is for an index of your own: on the public one, this name is a package of somebody else's."""
+    """A wheel, a checkout, git+https://HOST/evenkeel@REVISION or evenkeel==VERSION. Default: as this one was installed."""
 
     def __call__(self) -> int:
         """Write it, and say where it is and what to type next."""
