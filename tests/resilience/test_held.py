@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.common import kept
+from evenkeel.common import keeper_link
 from evenkeel.resilience import held
 from evenkeel.resilience.held import TRIES, Held, Memory, Offer, hold, opened
 from tests.support.processes import wait_until
@@ -30,7 +30,7 @@ def by_a_rank(memory: Memory, act: Callable[[], object]) -> str:
     memory.prepare()
     if not (child := os.fork()):
         try:
-            kept.enter(told, os.getppid(), 0)
+            keeper_link.open_link(told, os.getppid(), 0)
             memory.enter()
             act()
         finally:
@@ -38,7 +38,7 @@ def by_a_rank(memory: Memory, act: Callable[[], object]) -> str:
     os.close(told)
     os.waitpid(child, 0)
     with os.fdopen(heard) as words:
-        return ([""] + words.read().splitlines())[-1].removeprefix("held").strip()
+        return ([""] + words.read().splitlines())[-1].removeprefix("memory").strip()
 
 
 def await_written(memory: Memory) -> None:

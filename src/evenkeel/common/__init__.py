@@ -5,7 +5,7 @@
     display     all text that goes to a terminal, and the live line there
     errors      errors that end a program with one line, and exit codes
     files       files that are whole or absent, JSON as it was written, locks, growing files
-    kept        what a rank knows of the keeper above it, and tells it
+    keeper_link  a rank's messages to its keeper, and what it knows of it
     keyboard    Ctrl-C as a fact that a loop asks for
     memory      freed memory that is kept, and errors that say it has run out
     naming      names of metrics, ranks and types in messages

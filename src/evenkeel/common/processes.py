@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from . import kept
+from . import keeper_link
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """From torchrun's agent or Docker, the keyboard, Slurm (two), and a terminal that is closed."""
@@ -101,9 +101,11 @@ def leave_nothing(seconds: float = 1.0) -> None:
         child.join(max(0.0, until - time.monotonic()))  # or it might put something into the folder yet
     if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
         shutil.rmtree(folder, ignore_errors=True)
-    kept.end()
+    keeper_link.run_before_exit()
     logs = [*Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents][:4]  # of rank, attempt, job and agent
-    if len(logs) == 4 and not kept.is_kept() and logs[-1].name.startswith("torchelastic_"):  # not those of a --log-dir
+    if (
+        len(logs) == 4 and not keeper_link.has_keeper() and logs[-1].name.startswith("torchelastic_")
+    ):  # not those of a --log-dir
         with contextlib.suppress(OSError):  # there is a traceback in it, or another rank has not left yet
             for path in logs:
                 path.rmdir()

@@ -39,7 +39,7 @@ from torch.distributed import DistError, is_torchelastic_launched
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import NODES_REFUSE, EndedHere, Refusal
 from ..common.network import Waiting, reach
 
@@ -72,7 +72,7 @@ def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | 
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     here = rank == 0 and not _agent_hosts()  # in this process, or beside its keeper
-    hosts = here and kept.STORE not in os.environ
+    hosts = here and keeper_link.STORE not in os.environ
     who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
     # a node may not find itself by the name that the others use; and in a container without DNS torch, which looks up
     # who is at the other end, takes ten seconds for localhost
@@ -193,7 +193,9 @@ def _new_call(namespace: Store, world_size: int) -> tuple[str, list[str], float]
     if refused := _refused(namespace):
         raise Refusal(refused)
     nonce = uuid4().hex
-    kept.tell("generation", nonce)  # first: should this rank die, its keeper must be able to tell those who read it
+    keeper_link.send(
+        "generation", nonce
+    )  # first: should this rank die, its keeper must be able to tell those who read it
     namespace.set("call", nonce)
     return nonce, [f"{nonce}/here/{rank}" for rank in range(1, world_size)], time.monotonic()
 
@@ -212,7 +214,7 @@ def _answer(namespace: Store, rank: int, world_size: int, timeout: timedelta) ->
             if namespace.check([f"{call}/{DIED}"]):
                 continue  # all that answered it are leaving
             nonce = call
-            kept.tell("generation", nonce)
+            keeper_link.send("generation", nonce)
             namespace.set(f"{nonce}/here/{rank}", name)
         if nonce and namespace.check([f"{nonce}/go/{name}"]):
             return nonce

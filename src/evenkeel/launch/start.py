@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.arguments import some_options
 from ..common.errors import Refusal
 from ..config import Config
@@ -57,7 +57,7 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
 
     if task := _task_to_keep(sys.argv[1:]):
         if reason := _prepare(task) or unforkable():
-            kept.do_without(reason)
+            keeper_link.note_absence(reason)
         else:
             before = _sources()
             Keeper(train, lambda: _sources() != before, write_held).keep()

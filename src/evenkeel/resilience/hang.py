@@ -28,7 +28,7 @@ from typing import IO
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.naming import name_ranks
 from ..common.phases import COMPILATION, LONGEST, REDUCTION, activity
 from ..common.processes import stat
@@ -171,7 +171,7 @@ class Watch:
             found = stat(beat.pid) if beat.host == socket.gethostname() else None
             above = stat(found.parent) if found else None
             parents = (found and found.parent, above and above.parent)  # torchrun, or the keeper below it
-            if kept.launcher() in parents:  # still that process, and of our torchrun
+            if keeper_link.launcher() in parents:  # still that process, and of our torchrun
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.processes import name_process
 
 TRIES = 3
@@ -83,7 +83,7 @@ def hold(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
     except (OSError, RuntimeError, MemoryError):  # torch makes the second of the first
         release()
         return False
-    kept.tell("held", json.dumps(facts))  # so it is whole
+    keeper_link.send("memory", json.dumps(facts))  # so it is whole
     _facts = facts
     return True
 
@@ -92,7 +92,7 @@ def release() -> None:
     """Let the keeper hold nothing of what this process has written."""
     global _facts
     if _mine >= 0:
-        kept.tell("held")
+        keeper_link.send("memory")
         _facts = {}
         os.ftruncate(_mine, 0)
 
@@ -174,7 +174,7 @@ class Memory:
             if _facts and os.getppid() != keeper:  # it has died before it could do so
                 self._save(Held(_mine, _facts))
 
-        kept.at_the_end(save_orphaned)
+        keeper_link.before_exit(save_orphaned)
 
     def take(self, facts: str) -> None:
         """After the end of that rank: hold what it has left, if that is whole, and begin to write it to the disk.

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from ..common import display, kept
+from ..common import display, keeper_link
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, survives_the_terminal
 
 STOPPED = 75
@@ -59,12 +59,12 @@ class Interruption:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         # under nohup; a torchrun that heeds SIGHUP, as by default, takes its workers with it
-        ignores_hangup = survives_the_terminal(kept.launcher() if launched else os.getpid())
+        ignores_hangup = survives_the_terminal(keeper_link.launcher() if launched else os.getpid())
         for number in STOP_SIGNALS:
             if not (number == signal.SIGHUP and ignores_hangup):
                 _take(number)
-        if kept.is_kept():
-            _take(kept.REGROUP)
+        if keeper_link.has_keeper():
+            _take(keeper_link.REGROUP)
         if launched:
             die_with_parent(signal.SIGTERM)  # workers would outlive a torchrun that dies
         threading.Thread(target=self._watch, name="interruption", daemon=True).start()
@@ -102,7 +102,7 @@ class Interruption:
         first = 0.0
         while True:
             (number,) = os.read(self._heard, 1)
-            if number == kept.REGROUP:
+            if number == keeper_link.REGROUP:
                 self.end(REGROUPING, partial(self._rescue, REGROUPING), STOPPED)
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD

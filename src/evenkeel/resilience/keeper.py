@@ -43,7 +43,7 @@ from typing import NoReturn
 
 import torch
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import REFUSED
 from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
@@ -137,7 +137,7 @@ class Keeper:
             hold_store(self._rank, self._world_size)
         while True:
             code = os.waitstatus_to_exitcode(self._await(self._fork(before)))
-            self._memory.take(self._told.get("held", ""))
+            self._memory.take(self._told.get("memory", ""))
             if code == UNFORKABLE and not self._told:
                 break
             if not self._forks_again(code):
@@ -178,7 +178,7 @@ class Keeper:
         name_process("trainer")
         if self._forks:  # the imports before the first are part of its start
             activity.begin()
-        kept.enter(told, launcher, self._forks)
+        keeper_link.open_link(told, launcher, self._forks)
         self._memory.enter()
         self._train()
         raise AssertionError("the main program has returned")
@@ -204,7 +204,7 @@ class Keeper:
                     os.kill(pid, signal.SIGKILL)
             elif self._peers.has_died():
                 self._asked = time.monotonic()
-                os.kill(pid, kept.REGROUP)
+                os.kill(pid, keeper_link.REGROUP)
 
     def _hear(self) -> None:
         """Read what the trainer has told."""

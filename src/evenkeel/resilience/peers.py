@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import EndedHere
 from ..common.processes import die_with_parent, name_process
 from ..distributed.rendezvous import DIED, UNKEPT, generation_store, job_store
@@ -130,7 +130,7 @@ class Peers:
                 if store.check([UNKEPT]) or stopped(self.interval):
                     return True
             gone, deadline = store.add(GONE, 1), time.monotonic() + 1
-            while kept.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
+            while keeper_link.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
                 time.sleep(self.interval / 4)  # or the others would lose the store that is beside this keeper
                 gone = store.add(GONE, 0)
         except RuntimeError:
@@ -149,14 +149,14 @@ def _sockets() -> set[int]:
 
 def hold_store(rank: int, world_size: int) -> None:
     """Hold the job's store in a process of its own, where it would be a thread of rank 0 and die with it."""
-    if kept.STORE in os.environ:  # this process has replaced itself
+    if keeper_link.STORE in os.environ:  # this process has replaced itself
         return
     keeper = os.getpid()
     ready, told = os.pipe()
     if pid := os.fork():
         os.close(told)
         if os.read(ready, 1):  # else rank 0 tries it again, and says what is wrong
-            os.environ[kept.STORE] = str(pid)
+            os.environ[keeper_link.STORE] = str(pid)
         os.close(ready)
         return
     name_process("store")
@@ -172,16 +172,16 @@ def hold_store(rank: int, world_size: int) -> None:
 
 def holds_store() -> bool:
     """Whether the store that this process has started still runs; True if it has started none."""
-    if kept.STORE not in os.environ:
+    if keeper_link.STORE not in os.environ:
         return True
     with contextlib.suppress(ChildProcessError):
-        return os.waitpid(int(os.environ[kept.STORE]), os.WNOHANG) == (0, 0)
+        return os.waitpid(int(os.environ[keeper_link.STORE]), os.WNOHANG) == (0, 0)
     return False
 
 
 def end_store() -> None:
     """End the process with the store, if there is one."""
     with contextlib.suppress(KeyError, ProcessLookupError, ChildProcessError):
-        server = int(os.environ.pop(kept.STORE))
+        server = int(os.environ.pop(keeper_link.STORE))
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)

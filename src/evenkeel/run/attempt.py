@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import torch
 
-from ..common import display, kept
+from ..common import display, keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.naming import TEST, in_set
@@ -188,7 +188,7 @@ class Attempt:
         facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
         facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
         facts |= {"samples": self.data.samples, "order": self.data.order, "digests": self.data.digests}
-        facts["restarts_in_place"] = status.get("restarts_in_place", 0) + (kept.restarts() > 0)
+        facts["restarts_in_place"] = status.get("restarts_in_place", 0) + (keeper_link.restarts() > 0)
         if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
@@ -202,7 +202,7 @@ class Attempt:
         ready = self._written(lambda: self._start_log(status))
         mine = describe(self.world.device)
         log.info("this rank has %s", mine.line)
-        if reason := kept.why_not():
+        if reason := keeper_link.why_absent():
             log.info("if it dies, torchrun must start it again: %s", reason)
         everywhere = self.world.gather((mine, ready))
         self.hosts = [device.host for device, _ in everywhere]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common import display, kept
+from ..common import display, keeper_link
 from ..common.errors import Refusal
 from ..common.memory import keep_freed_memory
 from ..common.phases import START_UP, activity
@@ -61,8 +61,8 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
 
 def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
     """This process's devices, arithmetic and threads; raises as :func:`prepare`."""
-    kept.tell("limit", str(config.keeper_restarts))
-    kept.tell("grace", str(config.grace))
+    keeper_link.send("limit", str(config.keeper_restarts))
+    keeper_link.send("grace", str(config.grace))
     display.start()
     keep_freed_memory()
     fix_arithmetic(config.exact, config.precision == "tf32")

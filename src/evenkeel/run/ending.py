@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import FAILED, Ended, Refusal
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory
@@ -135,7 +135,7 @@ class Ending:
         self._step_log.await_last_line()
         self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
         more = "" if going_on else "; the same command continues"
-        if more and ends_with_traceback(kept.launcher()):
+        if more and ends_with_traceback(keeper_link.launcher()):
             more += " (torchrun may end with a traceback, which is no error)"
         self._attempt.print(f"stopped by {reason}; {saved}{more}")
 
@@ -155,7 +155,7 @@ class Ending:
         self._failed(error)
 
     def _failed(self, error: BaseException) -> str:
-        lost = kept.is_kept() and is_loss_of_a_rank(error)  # whose keeper tells more
+        lost = keeper_link.has_keeper() and is_loss_of_a_rank(error)  # whose keeper tells more
         if isinstance(error, Ended | Refusal):
             log.info("failed at step %d: %s", self._state.step, error)  # the user is told in a line of its own
         else:
@@ -166,10 +166,10 @@ class Ending:
         """A rank is stuck: save the last finished step, say which rank, and free torchrun of those that cannot end."""
         assert self.watch
         self.watch.look_around()  # meanwhile: nothing that explains the hang may keep the state from being saved
-        saved = self._rescue(in_place=kept.is_kept())
+        saved = self._rescue(in_place=keeper_link.has_keeper())
         explanation = self.watch.explain()
         if self.watch.is_within_reach():
-            kept.tell("hang")
+            keeper_link.send("hang")
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()
         self._end_failed(Ended(explanation), saved)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
@@ -162,7 +162,7 @@ class Resume:
             log.log(logging.WARNING if self._config.init_partial else logging.INFO, "%s", state.origin)
         if state.step < (came := directory.status.get("step", 0)):
             log.warning("the run had come to step %d, but its newest checkpoint is of step %d", came, state.step)
-        if kept.is_kept() and self._config.keeper_memory == "on":
+        if keeper_link.has_keeper() and self._config.keeper_memory == "on":
             size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
             more = "" if state.step else ", and what the optimizers keep"
             log.info("when a rank dies, each other leaves %.1f MB%s in memory (--keeper-memory)", size, more)

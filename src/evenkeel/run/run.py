@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 from torch.utils.data import DataLoader
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.phases import LONGEST, START_UP, activity
 from ..config import Config, profile_window
@@ -224,7 +224,7 @@ class Run:
         state, directory = self.state, self.attempt.directory
         self._steps_here += 1
         if self._steps_here == 1:
-            kept.tell("progress", str(state.step))
+            keeper_link.send("progress", str(state.step))
         # after 1, 4, 16, 64, ... steps of this attempt, so that what it costs goes to nothing, and at the end
         if state.is_over() or self._steps_here in POWERS_OF_FOUR:
             self.attempt.data.refuse_changed()

@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 
 import tomli_w
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
@@ -59,9 +59,9 @@ def launch_token() -> str:
     """
     if known_as := os.environ.get("EVENKEEL_LAUNCH"):
         return known_as
-    if "TORCHELASTIC_RUN_ID" not in os.environ and not kept.is_kept():
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not keeper_link.has_keeper():
         return ""
-    agent = kept.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
+    agent = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
     known = stat(agent)  # without /proc the pid must do
     return f"{socket.gethostname()}:{agent}:{known.started if known else '?'}"
 

@@ -32,7 +32,7 @@ class NewCommand:
     with_: Annotated[tuple[Literal["slurm", "docker"], ...], tyro.conf.arg(name="with")] = ()
     """Launchers to add: slurm, docker."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SOURCE", help_behavior_hint="")] = ""
-    """A wheel, a checkout, git+https://HOST/evenkeel@REVISION or evenkeel==VERSION. Default: as this one was installed."""
+    """A wheel, a checkout, git+https://HOST/evenkeel@REVISION or evenkeel==VERSION. Default: as this was installed."""
 
     def __call__(self) -> int:
         """Write it, and say where it is and what to type next."""
