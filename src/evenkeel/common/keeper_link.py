@@ -1,7 +1,4 @@
-"""A rank's link to its keeper (resilience/keeper.py): a pipe for messages, and what the rank knows of the keeper.
-
-Without a keeper, nothing below has an effect.
-"""
+"""A rank's link to its keeper (resilience/keeper.py): messages, and what it knows of it. No effect without one."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal"]
-"""What a rank can send: the name under which all ranks of this generation meet; how often it may be forked again;
---grace; the first step that it has finished; the facts of its state in memory (`resilience.memory_checkpoint`); that it
-ends because it has lost another rank (with what to print if that is not so), because of a hang, or because it refuses
-its input."""
+"""The name by which all ranks of this generation meet; --keeper-restarts; --grace; the first step that is finished; the
+facts of a state in memory (`resilience.memory_checkpoint`); why the rank ends: it has lost another one (with what to
+print if that is not so), it hangs, or it refuses its input."""
 
 REGROUP = signal.SIGVTALRM
 """From a keeper to its rank: another rank has died. Save the last finished step and leave, to be forked again. It is a
@@ -40,7 +36,7 @@ _why_absent = ""
 
 
 def open_link(pipe: int, launcher: int, restarts: int) -> None:
-    """Note in a fork of a keeper that it has one.
+    """Note that this process is a fork of a keeper.
 
     Args:
         pipe: file descriptor to write to.
@@ -89,7 +85,7 @@ def before_exit(act: Callable[[], object]) -> None:
 
 
 def run_before_exit() -> None:
-    """Do what :func:`before_exit` has registered."""
+    """Do that."""
     if _last_act:
         _last_act()
 

@@ -20,7 +20,7 @@ from ..config import Config
 from ..distributed.exits import exit_code, leave
 from ..resilience.keeper import Keeper, unforkable
 from ..run.records import read_config
-from ..run.saver import write_held
+from ..run.saver import write_memory_checkpoint
 from ..tasks.command_line import options_of
 from ..tasks.registry import default_task, load_task
 from ..training.oom import explaining
@@ -60,7 +60,7 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
             keeper_link.note_absence(reason)
         else:
             before = _sources()
-            Keeper(train, lambda: _sources() != before, write_held).keep()
+            Keeper(train, lambda: _sources() != before, write_memory_checkpoint).keep()
     train()
 
 

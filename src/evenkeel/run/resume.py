@@ -16,7 +16,7 @@ from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..distributed.world import World
-from ..resilience import held
+from ..resilience import memory_checkpoint
 from ..training.checks import left_out
 from ..training.early_stopping import Memory
 from ..training.state import State
@@ -60,7 +60,7 @@ class Resume:
         """
         while True:
             on_disk = self._checkpoints.newest_name() if self._world.local_rank == 0 else 0
-            everywhere = self._world.gather((held.offer(self._checkpoints.place), on_disk))
+            everywhere = self._world.gather((memory_checkpoint.offer(self._checkpoints.place), on_disk))
             newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
             if newest == 0:
                 self._other_bits = self.compare_bits(None)
@@ -80,7 +80,7 @@ class Resume:
                     state.stopping.memory = Memory()
                     self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
                 break
-        held.forget_before()
+        memory_checkpoint.discard_previous()
         activity.enter(START_UP, "first step")
 
     def compare_bits(self, found: Manifest | None) -> Differences:
@@ -120,12 +120,12 @@ class Resume:
         found = self._world.broadcast(self._checkpoints.newest_manifest() if whole else None, holder)
         return found, self._world.broadcast_tensors(saved, holder) if found else {}
 
-    def _receive(self, in_memory: Sequence[held.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
+    def _receive(self, in_memory: Sequence[memory_checkpoint.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
         """What ranks have left in memory, and the manifest of its checkpoint. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = held.before(self._checkpoints.place) if in_memory[world.rank] else None
-        file = Path(before.path).open("rb") if before else held.opened(filter(None, in_memory))  # noqa: SIM115
+        before = memory_checkpoint.previous(self._checkpoints.place) if in_memory[world.rank] else None
+        file = Path(before.path).open("rb") if before else memory_checkpoint.open_first(filter(None, in_memory))  # noqa: SIM115
         everywhere = all(world.gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"
         saved: dict[str, Any] = {}
