@@ -23,10 +23,10 @@ def files(made: Any) -> dict[str, str]:
 
 
 NAMES = {
-    "my-trainer class True 9lives __init__ _mine mine_ MyTrainer Torch größe": "is no name of a package",
+    "my-trainer class True 9lives __init__ _mine mine_ MyTrainer Torch größe": "is not a package name",
     "match case type print len list": "is a word of Python",
     "torch torchvision pil yaml test tests src train json launch slurm docker docs examples tools submit interpreter "
-    "nanogpt run": "there is a module of this name already",
+    "nanogpt run": "a module of this name exists",
     "world rank model name": "which would hide the package",
 }
 

@@ -107,13 +107,13 @@ def test_the_first_thing_typed(
 
 
 REFUSED = {
-    "new Tide": "Tide: is no name of a package; use small letters, digits and _, as in mytrainer",
-    "new ../tide": "../tide: is no name of a package; use small letters, digits and _, as in mytrainer",
-    "new match": "match: is a word of Python; choose another, as mytrainer",
-    "new json": "json: there is a module of this name already; choose another",
-    "new torch": "torch: there is a module of this name already; choose another",
-    "new train": "train: there is a module of this name already; choose another",
-    "new evenkeel": "evenkeel: there is a module of this name already; choose another",
+    "new Tide": "Tide: is not a package name; use small letters, digits and _, as in mytrainer",
+    "new ../tide": "../tide: is not a package name; use small letters, digits and _, as in mytrainer",
+    "new match": "match: is a word of Python; choose another, such as mytrainer",
+    "new json": "json: a module of this name exists; choose another",
+    "new torch": "torch: a module of this name exists; choose another",
+    "new train": "train: a module of this name exists; choose another",
+    "new evenkeel": "evenkeel: a module of this name exists; choose another",
     "new full": "full: exists already, and nothing is overwritten; choose another name, or remove it",
     "new file": "file: exists already, and nothing is overwritten; choose another name, or remove it",
     "new tide --from evenkeel": "--from evenkeel: give the path of a wheel or checkout, git+https://HOST/",

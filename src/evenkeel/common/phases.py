@@ -108,7 +108,7 @@ class Activity:
 
 
 def _age() -> float:
-    """Seconds since this process was started, imports included; 0 without /proc, or if a container has its own uptime."""
+    """Seconds since this process was started, imports included; 0 without /proc, or with a container's own uptime."""
     if (me := stat(os.getpid())) is None:
         return 0.0
     return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - me.started / os.sysconf("SC_CLK_TCK"))

@@ -281,7 +281,7 @@ class Keeper:
         if self._fruitless >= self._limit:
             self._say(f"rank {self._rank} {why or 'lost another rank'} again, without progress; torchrun decides")
             return False
-        if why and not self._peers.tell_death():
+        if why and not self._peers.report_death():
             return False  # the others do not know of the death, and would wait
         self._fruitless += 1
         if why:
@@ -302,7 +302,7 @@ class Keeper:
         if code == REFUSED and "refusal" in self._messages:
             refuse(self._messages["refusal"])
         if code:
-            self._peers.tell_end()
+            self._peers.report_end()
         self._hurried |= code == KEYBOARD
         if not self._await_written():
             code = KEYBOARD
