@@ -27,7 +27,7 @@ def run_dir(tmp_path: Path) -> Path:
     [
         ({}, "give either --input FOLDER or --set NAME"),
         ({"set": "test", "input": Path("x")}, "give either --input FOLDER or --set NAME"),
-        ({"set": "test", "output": Path("o.txt")}, "--output o.txt: is neither .csv nor .parquet"),
+        ({"set": "test", "output": Path("o.txt")}, "--output o.txt: must end in .csv or .parquet"),
         ({"set": "test", "output": Path("nowhere/o.csv")}, "there is no folder nowhere; make it first"),
         ({"set": "test", "checkpoint": "newest"}, "--checkpoint newest: is none of last, best and the steps there"),
         ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: is none of last, best and the steps there are: 3"),

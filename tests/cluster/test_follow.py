@@ -165,7 +165,7 @@ def test_jobs_that_wait_and_are_cancelled_and_forgotten(cluster: Cluster, tmp_pa
             assert terminal.text.endswith(f"job {ids[name]}: {last}; submit it again to continue the run\n")
     assert [(it.state, it.why) for it in Runs([tmp_path]).look()] == [
         ("stopped", f"job {alone}: cancelled"),
-        ("unknown", f"job {array}_0 has left nothing, and Slurm does not know it"),
+        ("unknown", f"job {array}_0 left no files, and Slurm does not know it"),
         ("queued", ""),
     ]
 

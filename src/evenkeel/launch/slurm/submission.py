@@ -184,8 +184,8 @@ def _members(typed: Submit, train_args: list[str], run_dir: Path) -> list[list[s
     bounds = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", typed.array_seeds)
     if not bounds or not 0 < int(bounds[2]) - int(bounds[1]) <= MOST_SEEDS:
         raise Refusal(
-            f"--array-seeds {typed.array_seeds}: give FIRST:END with FIRST < END, {MOST_SEEDS} at most; 0:4 means seeds "
-            "0, 1, 2 and 3"
+            f"--array-seeds {typed.array_seeds}: give FIRST:END with FIRST < END, {MOST_SEEDS} at most; 0:4 means "
+            "seeds 0, 1, 2 and 3"
         )
     if any(word == "--seed" or word.startswith("--seed=") for word in train_args):
         raise Refusal("--seed: leave it out with --array-seeds, which gives each run its own")
