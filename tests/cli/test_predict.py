@@ -29,9 +29,9 @@ def run_dir(tmp_path: Path) -> Path:
         ({"set": "test", "input": Path("x")}, "give either --input FOLDER or --set NAME"),
         ({"set": "test", "output": Path("o.txt")}, "--output o.txt: must end in .csv or .parquet"),
         ({"set": "test", "output": Path("nowhere/o.csv")}, "there is no folder nowhere; make it first"),
-        ({"set": "test", "checkpoint": "newest"}, "--checkpoint newest: is none of last, best and the steps there"),
-        ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: is none of last, best and the steps there are: 3"),
-        ({"set": "test", "checkpoint": "best"}, "--checkpoint best: none of this run has the metric"),
+        ({"set": "test", "checkpoint": "newest"}, "--checkpoint newest: give last, best or one of the steps "),
+        ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: give last, best or one of the steps 3"),
+        ({"set": "test", "checkpoint": "best"}, "--checkpoint best: no checkpoint of this run has the metric"),
         ({"set": "test", "run": Path("nowhere")}, "nowhere: no checkpoint there; name a run directory"),
     ],
 )

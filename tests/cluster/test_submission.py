@@ -56,7 +56,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(cluster: Cluster, tmp_path: Path)
     done = submit(cluster, "-n", 2, "-g", 1, "--", *recorded(other, "--seed", 1), expect=2)
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    assert "holds another run: --seed was 0 and is now 1" in done.stderr or "--max-steps" in done.stderr
+    assert "has another run: --seed was 0 and is now 1" in done.stderr or "--max-steps" in done.stderr
     assert cluster.slurm("squeue", "--noheader") == ""
 
 

@@ -173,4 +173,4 @@ def test_a_task_of_ones_own_says_what_is_predicted(tmp_path: Path) -> None:
     ):
         assert line in predict(run_dir, *given, "-o", tmp_path / "w.csv", expect=code)
     said = train(tmp_path / "new" / "Own", "--save-predictions", expect=2)
-    assert "--save-predictions: is for tasks derived from Classification" in the_line(said)
+    assert "--save-predictions: needs a task derived from Classification" in the_line(said)

@@ -1,4 +1,4 @@
-"""What a run is made of, before anything is loaded or written: this process, the data, the model, the state."""
+"""The parts of a run before anything is loaded or written: this process, the data, the model, the state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     Args:
         config: the options.
         task: whose data it is.
-        recorded: what the run has settled of the options that were left open.
+        recorded: values that the run has recorded for options that were left open.
 
     Raises:
         Refusal: the environment is not torchrun's, or the options contradict it or the data.
@@ -55,7 +55,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     if config.tensorboard and not find_spec("tensorboard"):
         raise Refusal("--tensorboard: needs the package tensorboard; pip install tensorboard")
     if config.save_predictions and not isinstance(task, Classification):
-        raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
+        raise Refusal(f"--save-predictions: needs a task derived from Classification; {type(task).__name__} is not")
     return world, {TRAINING: train_set} | evaluation_sets(task, config)
 
 
@@ -89,7 +89,7 @@ def build_state(
 ) -> State:
     """The state before the first step: weights from a file if asked for, the model on its devices, the optimizers.
 
-    ``sets`` are the training data and, by name, those of the evaluation; --patience goes by the first of these.
+    ``sets`` are the training data and, by name, those of the evaluation; --patience uses the first of these.
 
     Raises:
         Refusal: the weights do not fit, or an option does not fit this model.
