@@ -2,7 +2,7 @@
 """Evenkeel's `train.py` as shipped, beside a bare DDP loop, Accelerate, Lightning Fabric and the Lightning Trainer.
 
     python benchmarks/peers.py --rounds 5
-    pip install 'evenkeel[bench]'      # the peers
+    pip install -e '.[bench]'      # the peers
 
 All sides train the same network on the same data with the same batch, optimizer and number of steps, in float32, on so
 many CPU processes of one thread each, joined by gloo. Each is written as its own documentation has it (sides/). The
@@ -190,7 +190,7 @@ def installed(sides: Sequence[SideName]) -> list[SideName]:
     """The sides that can run; says which cannot."""
     missing = [side for side in sides if side in PEERS and not importlib.util.find_spec(PEERS[side])]
     for side in missing:
-        print(f"{side}: not installed and left out: pip install 'evenkeel[bench]'", flush=True)
+        print(f"{side}: not installed and left out: pip install -e '.[bench]'", flush=True)
     return [side for side in sides if side not in missing]
 
 

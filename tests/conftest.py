@@ -51,7 +51,7 @@ KINDS = {"promises": "promise"} | dict.fromkeys(("processes", "bare", "nodes", "
 """The marker of the tests of a folder. Tests in any other folder run in the process of pytest alone, and fast."""
 
 
-LONGEST = """nodes/test_train processes/test_optional_rooms processes/test_readme processes/test_compile
+LONGEST = """nodes/test_train processes/test_optional_components processes/test_readme processes/test_compile
 promises/test_faults processes/test_chaos nodes/test_nodes nodes/test_doctor processes/test_doctor
 processes/test_stragglers"""
 LONG = (*TOGETHER, *(f"tests/{name}.py" for name in LONGEST.split()))

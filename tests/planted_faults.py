@@ -193,12 +193,12 @@ a part of a line stays in a file when the disk is full
     + pass
 
 a process that writes the last step and is killed is not followed by another
-    resilience/held.py | tests/resilience | tests/promises/test_held.py
+    resilience/memory_checkpoint.py | tests/resilience | tests/promises/test_memory_checkpoint.py
     - if os.WIFSIGNALED(status) and tries:
     + if os.WIFSIGNALED(status) and tries < 0:
 
 a state in memory is read by its path alone, which another container may have as well
-    resilience/held.py | tests/resilience | tests/promises/test_held.py
+    resilience/memory_checkpoint.py | tests/resilience | tests/promises/test_memory_checkpoint.py
     - if _identity(each.path) == each.identity:
     + if _identity(each.path):
 

@@ -31,7 +31,7 @@ def test_the_installed_command(
 
 
 @pytest.mark.parametrize(
-    ("room", "typed", "said"),
+    ("component", "typed", "said"),
     [
         ("status", "statsu", "unknown command statsu; did you mean status? (--help lists all commands)"),
         ("status", "stats --watch", "unknown command stats; did you mean status? (--help lists all commands)"),
@@ -42,9 +42,9 @@ def test_the_installed_command(
     ],
 )
 def test_a_command_that_does_not_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: str, typed: str, said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], component: str, typed: str, said: str
 ) -> None:
-    pytest.importorskip(f"evenkeel.cli.{room}")
+    pytest.importorskip(f"evenkeel.cli.{component}")
     monkeypatch.setattr(sys, "argv", ["evenkeel", *typed.split()])
     assert run() == 2
     captured = capsys.readouterr()

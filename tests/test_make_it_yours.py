@@ -1,4 +1,4 @@
-"""What tools/make_it_yours.py computes before it writes: the names it takes, what goes with a room, what names it."""
+"""What tools/make_it_yours.py computes before it writes: valid names, what goes with a component, what names it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.copies import dangling, how_many, needs_all_rooms, rooms, some_rooms, taken_out, tool
+from tests.support.copies import components, dangling, how_many, needs_all_components, some_components, taken_out, tool
 
-pytestmark = needs_all_rooms
+pytestmark = needs_all_components
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,10 @@ def files(made: Any) -> dict[str, str]:
 
 
 NAMES = {
-    "my-trainer class True 9lives __init__ _mine mine_ MyTrainer Torch größe": "is no name of a package",
+    "my-trainer class True 9lives __init__ _mine mine_ MyTrainer Torch größe": "is not a package name",
     "match case type print len list": "is a word of Python",
     "torch torchvision pil yaml test tests src train json launch slurm docker docs examples tools submit interpreter "
-    "nanogpt run": "there is a module of this name already",
+    "nanogpt run": "a module of this name exists",
     "world rank model name": "which would hide the package",
 }
 
@@ -47,7 +47,7 @@ def test_a_name_that_a_package_can_have(name: str, made: Any, files: dict[str, s
     made.check_name(name, files)
 
 
-@pytest.mark.parametrize("without", some_rooms(3), ids=how_many)
+@pytest.mark.parametrize("without", some_components(3), ids=how_many)
 def test_nothing_that_is_left_imports_or_names_what_goes(without: list[str], made: Any, files: dict[str, str]) -> None:
     gone, left = taken_out(made, files, without)
     assert dangling(left, made.tracked() - gone, gone) == []
@@ -61,8 +61,8 @@ def test_the_index_of_the_documentation_lists_what_is_left(made: Any, files: dic
     assert [line.partition("]")[0] for line in missing] == ["- [Slurm", "- [Chaos"]
 
 
-def test_the_order_of_rooms_does_not_matter(made: Any, files: dict[str, str]) -> None:
-    names = some_rooms(1)[-1]
+def test_the_order_of_components_does_not_matter(made: Any, files: dict[str, str]) -> None:
+    names = some_components(1)[-1]
     assert taken_out(made, files, names) == taken_out(made, files, names[::-1])
 
 
@@ -75,7 +75,7 @@ def test_a_package_goes_with_the_last_file_that_imports_it(made: Any, files: dic
     assert "matplotlib" not in without
     assert '"evenkeel[tensorboard,parquet,text,examples,docs]"' in without
     assert "submitit>=" not in listed("slurm")
-    bare = listed(*rooms())
+    bare = listed(*components())
     assert '"evenkeel[tensorboard,parquet,docs]"' in bare
     assert "bench = [" not in bare
     assert 'files = ["src", "tools", "train.py", "launch"]' in bare
@@ -86,8 +86,8 @@ def test_a_file_of_the_users_that_imports_a_room_is_refused(
 ) -> None:
     mine = files | {"src/evenkeel/tasks/mine.py": "from .lm import LM\n"}
     with pytest.raises(SystemExit, match="2"):
-        made.goes({"lm": rooms()["lm"]}, mine)
-    said = "src/evenkeel/tasks/mine.py imports evenkeel.tasks.lm, which would go; change it, or keep that room"
+        made.goes({"lm": components()["lm"]}, mine)
+    said = "src/evenkeel/tasks/mine.py imports evenkeel.tasks.lm, which would go; change it, or keep that component"
     assert capsys.readouterr().err == f"make_it_yours: {said}\n"
     maybe = mine | {"src/evenkeel/tasks/mine.py": "try:\n    from .lm import LM\nexcept ImportError:\n    pass\n"}
-    made.goes({"lm": rooms()["lm"]}, maybe)
+    made.goes({"lm": components()["lm"]}, maybe)

@@ -22,8 +22,8 @@ from evenkeel.tasks import command_line as cli
 from evenkeel.tasks.registry import built_in, load_task
 from evenkeel.training.cut import settle
 from evenkeel.training.determinism import threads_of_a_rank
+from tests.support.components import has, optional
 from tests.support.processes import ROOT, TRAIN
-from tests.support.rooms import has, optional
 
 EXTREMES = ("inf", "nan", "-1", "0", "1e400", str(10**30), "9" * 5000, "", "\u00b2", "1_0")
 NUMBERS: tuple[Any, ...] = (float("inf"), float("-inf"), float("nan"), -1, 0, 1e300, 10**30)

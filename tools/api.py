@@ -98,7 +98,7 @@ def _parameter(it: griffe.Parameter) -> str:
     stars = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
     annotation = f": {it.annotation}" if it.annotation else ""
     default = f" = {it.default}" if it.default is not None and it.kind not in stars else ""
-    return stars.get(it.kind or griffe.ParameterKind.positional_or_keyword, "") + it.name + annotation + default
+    return stars.get(it.kind or griffe.ParameterKind.positional_or_keyword, "") + str(it.name) + annotation + default
 
 
 def _text(member: griffe.Object) -> str:

@@ -3,7 +3,7 @@
 
     tools/make_it_yours.py mytrainer --thin --with slurm    a project beside this checkout, which has it as a dependency
     tools/make_it_yours.py mytrainer                        this checkout, with your name for the package
-    tools/make_it_yours.py mytrainer --without slurm docker the same without the rooms that you do not need
+    tools/make_it_yours.py mytrainer --without slurm docker the same without the components that you do not need
 
 --thin is `evenkeel new` (docs/thin.md), from a wheel of this checkout unless --from names another source. All else
 works on this checkout itself and commits nothing. All is computed before anything is written, and a failure or Ctrl-C
@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "evenkeel"
 
-ROOMS = {
+COMPONENTS = {
     "plan": "src/evenkeel/cli/plan.py",
     "checkpoint": "src/evenkeel/cli/checkpoint.py tests/cli/test_checkpoint.py tests/*/test_checkpoint_command.py",
     "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
@@ -176,19 +176,19 @@ def closure(gone: set[str], names: set[str], imports: Mapping[str, set[str]]) ->
     return gone
 
 
-def goes(rooms: Mapping[str, str], files: Texts) -> set[str]:
-    """All files that go with some rooms; refuses if anything else would be left with an import of them."""
+def goes(components: Mapping[str, str], files: Texts) -> set[str]:
+    """All files that go with some components; refuses if anything else would be left with an import of them."""
     gone = set[str]()
-    for room, patterns in rooms.items():
+    for component, patterns in components.items():
         if not (own := tracked(*patterns.split())):
-            refuse(f"--without {room}: has been taken out already")
+            refuse(f"--without {component}: has been taken out already")
         gone |= own
     imports = {name: needed(name, text) for name, text in files.items() if name.endswith(".py")}
     gone = closure(gone, tracked(), imports)
     modules = {module(name) for name in gone if name.endswith(".py")}
     for name in sorted(imports.keys() - gone):
         if wanted := imports[name] & modules:
-            refuse(f"{name} imports {min(wanted)}, which would go; change it, or keep that room")
+            refuse(f"{name} imports {min(wanted)}, which would go; change it, or keep that component")
     return gone
 
 
@@ -200,8 +200,8 @@ FENCE = re.compile(r"^((?:(?!```|[#|]).+\n)*(?!```|[#|]).+:\n\n)?```(.*)\n((?:.*
 class Gone:
     """What goes, and how text names it."""
 
-    def __init__(self, rooms: Iterable[str], gone: set[str], files: Texts) -> None:
-        self.rooms = set(rooms)
+    def __init__(self, components: Iterable[str], gone: set[str], files: Texts) -> None:
+        self.components = set(components)
         self.paths = gone | (folders(gone) - folders(tracked() - gone))
         spelled = "|".join(re.escape(path) for path in sorted(self.paths) if "/" in path or path in gone)
         self.path = re.compile(rf"(?<![\w./-])(?:\./)?(?:{spelled or '(?!)'})/?(?![\w-]|[./]\w)")
@@ -243,7 +243,7 @@ def page(name: str, text: str, gone: Gone) -> str:
         language, *about = match[2].split() or [""]
         commands = re.findall(r"(?:.*\\\n)*.*\n", match[3])
         left = [command for command in commands if not gone.named(command)]
-        if gone.rooms & set(about):
+        if gone.components & set(about):
             return ""
         if language not in ("", "bash") or left == commands:
             return match[0]
@@ -318,9 +318,10 @@ def renamed(files: Texts, name: str) -> dict[str, str]:
     changed = {file: text.replace(NAME, name) for file, text in files.items()}
     if len(name) > len(NAME) and (project := changed.get("pyproject.toml")):  # accept lines that become too long
         changed["pyproject.toml"] = project.replace("\nignore = [\n", '\nignore = [\n  "E501",\n', 1)
-    if len(name) > len(NAME) and (budgets := changed.get("tests/test_rooms.py")):  # `make format` breaks some of them
+    budgets = changed.get("tests/test_components.py")
+    if len(name) > len(NAME) and budgets:  # `make format` breaks some lines
         more = re.compile(r'^(    "\w+": )(\d+),$', re.MULTILINE)
-        changed["tests/test_rooms.py"] = more.sub(lambda it: f"{it[1]}{int(it[2]) + 100},", budgets)
+        changed["tests/test_components.py"] = more.sub(lambda it: f"{it[1]}{int(it[2]) + 100},", budgets)
     return changed
 
 
@@ -369,18 +370,18 @@ def tidy(empty: Iterable[str]) -> None:
 
 def make_it(name: str, without: list[str]) -> None:
     """Check, compute, write, and say what has been done."""
-    for room in without:
-        if room not in ROOMS:
-            refuse(f"--without {room}: unknown; choose from {', '.join(ROOMS)}")
+    for component in without:
+        if component not in COMPONENTS:
+            refuse(f"--without {component}: unknown; choose from {', '.join(COMPONENTS)}")
     check_git()
-    files, rooms = texts(), {room: ROOMS[room] for room in without}
+    files, components = texts(), {component: COMPONENTS[component] for component in without}
     if name != NAME:
         check_name(name, files)
-    gone = goes(rooms, files)
-    left = edited(files, Gone(rooms, gone, files)) if gone else files
+    gone = goes(components, files)
+    left = edited(files, Gone(components, gone, files)) if gone else files
     count = apply(files, gone, renamed(left, name) if name != NAME else left, name)
     if gone:
-        print(f"took out {', '.join(rooms)}: {len(gone)} files")
+        print(f"took out {', '.join(components)}: {len(gone)} files")
     if name != NAME:
         print(f"renamed {NAME} to {name}")
     print(f"{count} files are new or changed. Nothing is committed; git reset --hard undoes it. Next:")
@@ -388,24 +389,10 @@ def make_it(name: str, without: list[str]) -> None:
     print("  make format lint test")
 
 
-def wheel(folder: str) -> Path:
-    """A wheel of this checkout, made in a folder."""
-    source, python = Path(folder, "source"), ROOT / ".venv" / "bin" / "python"
-    leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")  # building in the checkout would leave files there
-    shutil.copytree(ROOT / "src", source / "src", ignore=leave_out)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(source)]
-    done = subprocess.run([python if python.exists() else sys.executable, *words], capture_output=True, text=True)
-    if done.returncode:
-        refuse(f"no wheel of this checkout: {done.stderr.strip().splitlines()[-1]}; run `make setup`, or give --from")
-    return next(Path(folder).glob("*.whl"))
-
-
 def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
     """Write a project of the user's own beside this checkout."""
     try:
-        thin = ours("cli.new.project")
+        thin, origin = ours("cli.new.project"), ours("cli.new.source")
     except ModuleNotFoundError:
         refuse("--thin: cli/new has been deleted from this copy")
     folder = ROOT.parent / name
@@ -413,7 +400,7 @@ def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
     try:
         thin.check(name, folder, parts, INSTALLED)
         with tempfile.TemporaryDirectory() as temporary:
-            found = thin.source_of(source or str(wheel(temporary)))
+            found = origin.source_of(source or str(ROOT), Path(temporary))
             answers = thin.Answers(name, task, tuple(sorted({*parts})), found.requirement, found.kind)
             written = thin.write(answers, version, folder, found.wheel)
     except ours("common.errors").Refusal as refusal:
@@ -425,15 +412,15 @@ def main() -> None:
     """Do it, or say in a line why not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", metavar="NAME", help="what you will import, e.g. mytrainer")
-    parser.add_argument("--without", metavar="ROOM", nargs="+", default=[], help=", ".join(ROOMS))
+    parser.add_argument("--without", metavar="COMPONENT", nargs="+", default=[], help=", ".join(COMPONENTS))
     thin = parser.add_argument_group("with --thin")
     thin.add_argument("--thin", action="store_true", help="write a small project beside this checkout")
     thin.add_argument("--task", choices=["classify", "lm", "empty"], help="what its task does to begin with")
     thin.add_argument("--with", dest="parts", choices=["slurm", "docker"], nargs="+", help="launchers to add")
-    thin.add_argument("--from", dest="source", help="evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or a wheel")
+    thin.add_argument("--from", dest="source", help="as of evenkeel new; default: this checkout")
     options = parser.parse_args()
     if options.thin and options.without:
-        parser.error("--thin --without: a thin project has no rooms; choose its launchers by --with")
+        parser.error("--thin --without: a thin project has no components; choose its launchers by --with")
     if not options.thin and (options.task or options.parts or options.source):
         parser.error("--task, --with and --from are for --thin")
     try:

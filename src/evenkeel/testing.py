@@ -20,11 +20,11 @@ from .cli.check.rows import FAILED
 __all__ = ["check"]
 
 
-def check(task: str, options: Sequence[str] = (), script: str | Path = "train.py") -> None:
+def check(task: str = "", options: Sequence[str] = (), script: str | Path = "train.py") -> None:
     """Check that the promises hold for a task, as `evenkeel check` does: with real runs, kills and resumes.
 
     Args:
-        task: as in --task: FILE.py:CLASS, PACKAGE.MODULE:CLASS or a built-in one.
+        task: as in --task: FILE.py:CLASS, PACKAGE.MODULE:CLASS or a built-in one; default: the task of train.py.
         options: of train.py, for example ["--batch-size", "32"].
         script: the training script.
 
@@ -35,4 +35,4 @@ def check(task: str, options: Sequence[str] = (), script: str | Path = "train.py
     rows = CheckCommand(task=task, script=Path(script)).rows(options)
     failed = [row for row in rows if row.result == FAILED]
     if failed:
-        raise AssertionError(f"{task}: {len(failed)} of {len(rows)} checks failed\n{as_table(failed)}")
+        raise AssertionError(f"{task or 'the task'}: {len(failed)} of {len(rows)} checks failed\n{as_table(failed)}")

@@ -152,7 +152,7 @@ def test_an_export_that_does_not_fit_leaves_nothing(run_dir: Path) -> None:
     limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "bash"]
     output = run_dir / "model.pt"
     done = run([*limited, *EVENKEEL, "checkpoint", "export", run_dir, "-o", output], expect=1)
-    assert the_line(done.stderr) == f"--output {output}: cannot be written: File too large"
+    assert the_line(done.stderr) == f"--output {output}: cannot write it: File too large"
     assert not list(run_dir.glob("*model.pt*"))
 
 
@@ -166,7 +166,7 @@ def test_refusals(run_dir: Path, tmp_path: Path) -> None:
     for action in (["list"], ["inspect"], ["verify"], ["export", "-o", model]):
         assert refusal(*action, missing) == f"{missing}: No such file or directory; {places}"
         assert refusal(*action, empty) == f"{empty}: no checkpoint there; {places}"
-    there_are = f"--step 6: {run_dir} has no such checkpoint; there are 5, 10, 200, 210"
+    there_are = f"--step 6: {run_dir} has no such checkpoint; it has 5, 10, 200, 210"
     for words, line in (
         (["verify", file], f"{file}: Not a directory; {places}"),
         (["verify", absent], f"{absent}: No such file or directory; {places}"),

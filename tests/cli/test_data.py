@@ -21,7 +21,7 @@ def test_index_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert data(monkeypatch, "index", tmp_path) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path}/shards.index.json: 30 samples, tar, shards: 2, ")
     assert data(monkeypatch, "verify", tmp_path) == 0
-    assert capsys.readouterr().out == "2 of 2 shards are as they were indexed\n"
+    assert capsys.readouterr().out == "2 of 2 shards match the index\n"
 
     path = tmp_path / "train-001.tar"
     content = bytearray(path.read_bytes())
@@ -29,7 +29,7 @@ def test_index_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     path.write_bytes(content)
     assert data(monkeypatch, "verify", tmp_path) == 1
     told = capsys.readouterr().out.splitlines()
-    assert told == [f"{path}: DAMAGED: its sha256 is not that of the index", "1 of 2 shards are as they were indexed"]
+    assert told == [f"{path}: DAMAGED: its sha256 differs from the index", "1 of 2 shards match the index"]
 
     tars(tmp_path, [20, 10])
     (table,) = tmp_path.glob("*.npy")
@@ -37,7 +37,7 @@ def test_index_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     content[-1] ^= 1
     table.write_bytes(content)
     assert data(monkeypatch, "verify", tmp_path) == 1
-    assert capsys.readouterr().out == f"{table}: DAMAGED: it is not what its name says; index the folder again\n"
+    assert capsys.readouterr().out == f"{table}: DAMAGED: its contents do not match its name; index the folder again\n"
 
 
 def test_bad_folders_are_refused_in_a_line(

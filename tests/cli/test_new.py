@@ -16,10 +16,13 @@ import pytest
 from evenkeel import __version__
 from evenkeel.__main__ import run
 from evenkeel.cli.new import project
-from evenkeel.cli.new.project import PARTS, RECORD, TASKS, Answers, render, source_of, write
+from evenkeel.cli.new import source as source_module
+from evenkeel.cli.new.project import PARTS, RECORD, TASKS, Answers, render, write
+from evenkeel.cli.new.source import own_source, source_of
 from evenkeel.common.errors import Refusal
 from tests.support import needs
 from tests.support.processes import ROOT, contents_of
+from tests.support.thin import OFFLINE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,7 +41,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, words: str) -> int:
 
 
 def answers(task: str = "classify", parts: tuple[str, ...] = HERE, source: str = "evenkeel==0.1.0") -> Answers:
-    found = source_of(source)
+    found = source_of(source, Path())
     return Answers("tide", task, parts, found.requirement, found.kind)
 
 
@@ -65,7 +68,7 @@ def test_it_is_small(task: str, parts: tuple[str, ...], tmp_path: Path) -> None:
 def test_its_texts_are_complete(task: str, parts: tuple[str, ...], tmp_path: Path) -> None:
     for path, text in render(answers(task, parts)).items():
         assert text.endswith("\n")
-        assert not any(f"@{word}@" in text for word in ("name", "class", "requirement", "find", "end")), path
+        assert not any(f"@{word}@" in text for word in ("name", "class", "requirement", "wheel", "end")), path
         assert "@if " not in text, path
         if path.endswith(".py"):
             ast.parse(text, path)
@@ -88,27 +91,33 @@ def test_the_first_thing_typed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
     assert typed(monkeypatch, "new tide --task empty") == 0
-    assert capsys.readouterr().out == "wrote 12 files to tide. Next:\n  cd tide\n  make train test\n"
+    here = tmp_path / "tide"
+    said = f"wrote 13 files to {here}. Next:\n  cd {here} && make train\n  make test\n"
+    assert capsys.readouterr().out == said
+    (wheel,) = (here / "wheels").iterdir()
+    with zipfile.ZipFile(wheel) as file:  # by default of this checkout, and not of an index
+        assert file.read("evenkeel/cli/new/source.py") == Path(source_module.__file__).read_bytes()
     table = tomllib.loads((tmp_path / "tide" / "pyproject.toml").read_text())
-    assert table["project"]["dependencies"] == [f"evenkeel=={__version__}"]
     assert table["tool"]["evenkeel"]["task"] == "tide.task:MyTask"
     assert os.access(tmp_path / "tide" / "launch" / "single_node.py", os.X_OK)
     assert [path.name for path in tmp_path.iterdir()] == ["tide"]
 
 
 REFUSED = {
-    "new Tide": "Tide: is no name of a package; use small letters, digits and _, as in mytrainer",
-    "new ../tide": "../tide: is no name of a package; use small letters, digits and _, as in mytrainer",
-    "new match": "match: is a word of Python; choose another, as mytrainer",
-    "new json": "json: there is a module of this name already; choose another",
-    "new torch": "torch: there is a module of this name already; choose another",
-    "new train": "train: there is a module of this name already; choose another",
-    "new evenkeel": "evenkeel: there is a module of this name already; choose another",
+    "new Tide": "Tide: is not a package name; use small letters, digits and _, as in mytrainer",
+    "new ../tide": "../tide: is not a package name; use small letters, digits and _, as in mytrainer",
+    "new match": "match: is a word of Python; choose another, such as mytrainer",
+    "new json": "json: a module of this name exists; choose another",
+    "new torch": "torch: a module of this name exists; choose another",
+    "new train": "train: a module of this name exists; choose another",
+    "new evenkeel": "evenkeel: a module of this name exists; choose another",
     "new full": "full: exists already, and nothing is overwritten; choose another name, or remove it",
     "new file": "file: exists already, and nothing is overwritten; choose another name, or remove it",
-    "new tide --from evenkeel": "--from evenkeel: give evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or the ",
-    "new tide --from evenkeel==1';": "--from evenkeel==1';: give evenkeel==VERSION, git+https://HOST/evenkeel@REVISION",
+    "new tide --from evenkeel": "--from evenkeel: give the path of a wheel or checkout, git+https://HOST/",
+    "new tide --from evenkeel==1';": "--from evenkeel==1';: give the path of a wheel or checkout, git+https",
     "new tide --from git+https://host/evenkeel": "--from git+https://host/evenkeel: name the revision, as in git+https",
     "new tide --from git+ssh://git@host/evenkeel": "--from git+ssh://git@host/evenkeel: name the revision, as in git+",
     "new tide --from git+https://me:secret@host/x@v1": "--from: the address has a password, which would stand in files",
@@ -143,21 +152,64 @@ def test_what_is_refused_leaves_nothing(
 )
 def test_where_the_package_comes_from(source: str) -> None:
     texts = render(answers(source=source))
-    (requirement,) = tomllib.loads(texts["pyproject.toml"])["project"]["dependencies"]
+    project = tomllib.loads(texts["pyproject.toml"])["project"]
+    (requirement,) = project["dependencies"]
     assert requirement == (source if source.startswith("evenkeel") else f"evenkeel @ {source}")
+    assert not any("evenkeel" in it for it in project["optional-dependencies"]["dev"]), "by name, from an index"
     if "docker" in HERE:
         assert ("install -y --no-install-recommends git" in texts["docker/Dockerfile"]) == source.startswith("git")
 
 
 def test_a_wheel_is_copied(tmp_path: Path) -> None:
     zipfile.ZipFile(tmp_path / WHEEL, "w").close()
-    source = source_of(str(tmp_path / WHEEL))
+    source = source_of(str(tmp_path / WHEEL), tmp_path)
     written = write(
         Answers("tide", "lm", (), source.requirement, source.kind), "0.1.0", tmp_path / "tide", source.wheel
     )
     assert (tmp_path / "tide" / "wheels" / WHEEL).read_bytes() == (tmp_path / WHEEL).read_bytes()
     assert f"wheels/{WHEEL}" in written
-    assert "--find-links wheels " in (tmp_path / "tide" / "Makefile").read_text()
+    assert "pip install wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
+
+
+DIRECT = {
+    '{"url": "https://host/me/evenkeel", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}}': "git+https://host/me/ev"
+    "enkeel@0123abc",
+    '{"url": "file:///tmp", "dir_info": {}}': "/tmp",
+    '{"url": "file:///gone/evenkeel-0.1.0-py3-none-any.whl", "archive_info": {}}': "",
+    "": "",  # of an index
+}
+"""What pip records of an installation -> what `new` takes by default."""
+
+
+@pytest.mark.parametrize("record", DIRECT)
+def test_the_default_is_where_this_package_came_from(
+    record: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "evenkeel-0.1.0.dist-info").mkdir()
+    (tmp_path / "evenkeel-0.1.0.dist-info" / "METADATA").write_text("Name: evenkeel\nVersion: 0.1.0\n")
+    (tmp_path / "evenkeel-0.1.0.dist-info" / "direct_url.json").write_text(record)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert own_source() == str(ROOT), "the control: it runs from a checkout"
+    monkeypatch.setattr(source_module, "__file__", str(tmp_path / "evenkeel" / "cli" / "new" / "source.py"))
+    if DIRECT[record]:
+        assert own_source() == DIRECT[record]
+    else:
+        with pytest.raises(Refusal, match="no record of a wheel, a checkout or git; name one: --from, the path of"):
+            own_source()
+
+
+def test_the_torchrun_lines_restart_ranks() -> None:
+    lines = [line for line in render(answers())["README.md"].splitlines() if line.startswith("torchrun ")]
+    assert lines
+    assert all("--max-restarts=3" in line for line in lines)
+
+
+def test_the_tests_of_a_project_do_not_repeat_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    for testing in (project.TESTING, Path("/gone")):
+        monkeypatch.setattr(project, "TESTING", testing)
+        text = render(answers())["tests/test_task.py"]
+        assert "tide" not in text
+        assert "Digits" not in text
 
 
 def test_a_failure_half_way_leaves_nothing(tmp_path: Path) -> None:

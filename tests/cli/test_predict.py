@@ -27,11 +27,11 @@ def run_dir(tmp_path: Path) -> Path:
     [
         ({}, "give either --input FOLDER or --set NAME"),
         ({"set": "test", "input": Path("x")}, "give either --input FOLDER or --set NAME"),
-        ({"set": "test", "output": Path("o.txt")}, "--output o.txt: is neither .csv nor .parquet"),
+        ({"set": "test", "output": Path("o.txt")}, "--output o.txt: must end in .csv or .parquet"),
         ({"set": "test", "output": Path("nowhere/o.csv")}, "there is no folder nowhere; make it first"),
-        ({"set": "test", "checkpoint": "newest"}, "--checkpoint newest: is none of last, best and the steps there"),
-        ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: is none of last, best and the steps there are: 3"),
-        ({"set": "test", "checkpoint": "best"}, "--checkpoint best: none of this run has the metric"),
+        ({"set": "test", "checkpoint": "newest"}, "--checkpoint newest: give last, best or one of the steps "),
+        ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: give last, best or one of the steps 3"),
+        ({"set": "test", "checkpoint": "best"}, "--checkpoint best: no checkpoint of this run has the metric"),
         ({"set": "test", "run": Path("nowhere")}, "nowhere: no checkpoint there; name a run directory"),
     ],
 )
@@ -43,7 +43,7 @@ def test_what_is_refused(run_dir: Path, options: dict[str, Any], said: str) -> N
 
 def test_parquet_without_pyarrow_says_what_to_install(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(Refusal, match=r"needs pyarrow; pip install 'evenkeel\[parquet\]'"):
+    with pytest.raises(Refusal, match=r"needs pyarrow; pip install pyarrow"):
         PredictCommand(run_dir, run_dir.parent / "o.parquet", set="test")._check()
 
 

@@ -43,7 +43,7 @@ def test_what_is_missing_or_old_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert ProfileCommand(tmp_path)() == 0
     said = capsys.readouterr().out
     assert "ranks 0-1, steps 4:7" in said
-    assert "left out: rank-2.json, of another window" in said
+    assert "left out: rank-2.json, from another window" in said
     assert "no trace of rank 2" in said
 
 

@@ -95,5 +95,5 @@ def test_the_plot_is_written(tmp_path: Path) -> None:
 
 def test_without_matplotlib_a_plot_is_refused_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    with pytest.raises(Refusal, match=r"plot.svg: matplotlib is not installed: pip install 'evenkeel\[report\]'"):
+    with pytest.raises(Refusal, match=r"plot.svg: matplotlib is not installed: pip install matplotlib"):
         ScalingCommand("1,2", output=tmp_path / "plot.svg")([])

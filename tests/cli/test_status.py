@@ -19,9 +19,9 @@ from rich.console import Console
 from evenkeel.cli.follow import _Follower
 from evenkeel.cli.status import Metrics, Runs, _view, as_json, status_of
 from evenkeel.run.checkpoint import Checkpoints, read_manifest
+from tests.support.components import has
 from tests.support.damage import leave_damaged
 from tests.support.processes import EVENKEEL, evenkeel, read, run
-from tests.support.rooms import has
 from tests.support.small_runs import OLD_RUNS, TASK, options, the_line
 from tests.support.terminal import Terminal
 
@@ -76,8 +76,8 @@ def test_a_run_on_another_machine(tmp_path: Path) -> None:
     write_run(tmp_path / "here", host=socket.gethostname(), time=time.time())
     found = facts(tmp_path)
     assert {name: it["state"] for name, it in found.items()} == {"fresh": "unknown", "old": "lost", "here": "lost"}
-    assert found["fresh"]["why"].startswith("it runs on elsewhere, which cannot be seen from here; last sign of life ")
-    assert found["old"]["why"] == "it ran on elsewhere, and gave no sign of life for 3 h"
+    assert found["fresh"]["why"].startswith("it runs on elsewhere, which is not visible from here; last output ")
+    assert found["old"]["why"] == "it ran on elsewhere, and has written nothing for 3 h"
 
 
 def test_without_slurm_a_job_is_unknown_and_the_run_is_not(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_without_slurm_a_job_is_unknown_and_the_run_is_not(tmp_path: Path) -> No
     submitted(write_run(tmp_path / "done", state="finished", step=5, total_steps=5))
     submitted(tmp_path / "waiting")
     done = evenkeel("status", tmp_path, "--json", env=NO_SLURM)
-    asked = "Slurm cannot be asked: squeue: not found: is this a login node of the cluster?"
+    asked = "Slurm does not answer: squeue: not found: is this a login node of the cluster?"
     assert the_line(done.stderr) == asked
     found = {Path(it["run"]).name: it for it in json.loads(done.stdout)}
     assert {name: it["state"] for name, it in found.items()} == {"done": "finished", "waiting": "unknown"}
@@ -156,7 +156,7 @@ def test_a_folder_that_grows_while_it_is_watched(tmp_path: Path) -> None:
     [
         (["missing"], "missing: no such folder; name run directories, or folders with runs below"),
         (["Makefile"], "Makefile: no such folder; name run directories, or folders with runs below"),
-        (["docs", "--watch", "--json"], "--watch --json: one is for people, the other for programs; choose one"),
+        (["docs", "--watch", "--json"], "--watch --json: a table for people, or JSON for programs; choose one"),
         (["docs", "--", "--lr", "1"], "-- --lr 1: `status` takes no options of train.py; leave them out"),
     ],
 )

@@ -16,8 +16,8 @@ import pytest
 from evenkeel import __main__ as program
 from evenkeel.common.display import UNSEEN, Lines, plain
 from evenkeel.distributed.exits import exit_code
+from tests.support.components import has
 from tests.support.processes import ROOT
-from tests.support.rooms import has
 from tests.support.small_runs import OLD_RUNS
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\ud800\u202e\x9b1A\rx"

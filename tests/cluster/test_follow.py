@@ -123,7 +123,7 @@ def test_a_bug_is_shown_and_a_kill_is_told_from_a_run_at_work(cluster: Cluster, 
     with follow(cluster, killed) as terminal:
         assert terminal.end() == 1
         (last,) = terminal.text.splitlines()[-1:]
-    assert f"job {kill}: failed: Slurm says failed (NonZeroExitCode), and the run nothing; its log" in last
+    assert f"job {kill}: failed: Slurm says failed (NonZeroExitCode); the run recorded no reason; its log" in last
     assert read(killed, "status.json")["state"] == "running", "the control"
     it = look(killed)
     assert (it.state, it.why) == ("lost", f"job {kill}: failed (NonZeroExitCode)")
@@ -156,7 +156,7 @@ def test_jobs_that_wait_and_are_cancelled_and_forgotten(cluster: Cluster, tmp_pa
         assert terminal.end() == 130
         assert f"job {alone}: continues; " in terminal.text
     assert ask([alone])[alone].is_waiting
-    lasts = ("was cancelled", "has left the queue without a start, so it was cancelled")
+    lasts = ("was cancelled", "left the queue without a start, so it was cancelled")
     for name, last in zip(("alone", "seed-0"), lasts, strict=True):
         with follow(cluster, tmp_path / name) as terminal:
             terminal.read_until("JobHeldUser")
@@ -165,7 +165,7 @@ def test_jobs_that_wait_and_are_cancelled_and_forgotten(cluster: Cluster, tmp_pa
             assert terminal.text.endswith(f"job {ids[name]}: {last}; submit it again to continue the run\n")
     assert [(it.state, it.why) for it in Runs([tmp_path]).look()] == [
         ("stopped", f"job {alone}: cancelled"),
-        ("unknown", f"job {array}_0 has left nothing, and Slurm does not know it"),
+        ("unknown", f"job {array}_0 left no files, and Slurm does not know it"),
         ("queued", ""),
     ]
 

@@ -29,10 +29,10 @@ REFUSED = {
     "requeued and continues",
     "--time soon": "--time soon: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d",
     "--mem plenty": "--mem plenty: give a number with K, M, G or T, such as 64G",
-    "--array-seeds 3": "--array-seeds 3: give FIRST:END with FIRST < END, 10000 at most; 0:4 are seeds 0, 1, 2 and 3",
-    "--nodelist node9": "Slurm does not take the job: .*[Ii]nvalid node name",
-    "--constraint none": "Slurm does not take the job: .*feature",
-    "--mem 900G": "Slurm does not take the job: .*([Mm]emory|not available)",
+    "--array-seeds 3": "--array-seeds 3: give FIRST:END with FIRST < END, 10000 at most; 0:4 means seeds 0, 1, 2 and 3",
+    "--nodelist node9": "Slurm refuses the job: .*[Ii]nvalid node name",
+    "--constraint none": "Slurm refuses the job: .*feature",
+    "--mem 900G": "Slurm refuses the job: .*([Mm]emory|not available)",
     "-- --batch-size 0": "--batch-size 0: must be at least 1",
     "-- --epoch 3": "Unrecognized options: --epoch, 3; did you mean --epochs",
 }
@@ -56,7 +56,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(cluster: Cluster, tmp_path: Path)
     done = submit(cluster, "-n", 2, "-g", 1, "--", *recorded(other, "--seed", 1), expect=2)
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    assert "holds another run: --seed was 0 and is now 1" in done.stderr or "--max-steps" in done.stderr
+    assert "has another run: --seed was 0 and is now 1" in done.stderr or "--max-steps" in done.stderr
     assert cluster.slurm("squeue", "--noheader") == ""
 
 
@@ -176,7 +176,7 @@ def test_a_run_directory_of_each_node_and_a_folder_that_some_do_not_see(cluster:
     job = cluster.submit(script, "-N2", "--nodelist=node[1-2]")
     assert cluster.wait_for(job, "FAILED")["ExitCode"] == "2:0"
     (line,) = (tmp_path / f"blind.{job}.log").read_text().splitlines()
-    assert line.startswith(f"evenkeel: {cluster.local}/only-here: cannot be seen on node2; name a --run-dir or")
+    assert line.startswith(f"evenkeel: {cluster.local}/only-here: is not visible on node2; name a --run-dir or")
 
 
 def test_an_interactive_allocation(cluster: Cluster, tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def test_a_dead_answer_is_found_out_though_all_others_are_there(join: Join) -> N
 
 
 def test_of_two_rank_0s_the_later_is_followed(join: Join, store: Store) -> None:
-    room = PrefixStore("evenkeel/rendezvous/3", store)
+    namespace = PrefixStore("evenkeel/rendezvous/3", store)
 
     def call() -> bytes:
-        return room.get("call") if room.check(["call"]) else b""
+        return namespace.get("call") if namespace.check(["call"]) else b""
 
     def rank_0_that_has_called() -> Future[Store]:
         before, rank_0 = call(), join(0, 3)
@@ -166,16 +166,16 @@ def test_the_missing_are_named_while_they_are_awaited(join: Join, capfd: pytest.
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_refusal_of_another_node_ends_the_waiting(join: Join, store: TCPStore, first: int) -> None:
     """Whoever was there before it; and without it they wait on."""
-    room = PrefixStore("evenkeel/rendezvous/3", store)
+    namespace = PrefixStore("evenkeel/rendezvous/3", store)
     waiting = [join(rank, 3) for rank in range(first)]
     time.sleep(0.2)
     assert not any(future.done() for future in waiting)
-    room.set("call", "refused by rank 2: no")
+    namespace.set("call", "refused by rank 2: no")
     waiting += [join(rank, 3) for rank in range(first, 2)]
     for future in waiting:
         with pytest.raises(Refusal, match="refused by rank 2: no"):
             future.result()
-    room.delete_key("call")
+    namespace.delete_key("call")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
@@ -199,18 +199,18 @@ def test_where_nobody_listens_is_said_soon_and_at_the_end(
 
 def test_a_refusal_outlives_the_call_that_comes_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    room = PrefixStore("evenkeel/rendezvous/2", store)
+    namespace = PrefixStore("evenkeel/rendezvous/2", store)
     place = {"RANK": 1, "WORLD_SIZE": 2, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2}
     of_the_agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     for name, value in (place | of_the_agent).items():
         monkeypatch.setenv(name, str(value))
     with ThreadPoolExecutor(1) as threads:
         refusing = threads.submit(rendezvous.refuse_together, "no")
-        wait_until(lambda: room.check(["call"]), "the refusal")
-        room.set("call", "that of a rank 0 which saw no refusal just before")
+        wait_until(lambda: namespace.check(["call"]), "the refusal")
+        namespace.set("call", "that of a rank 0 which saw no refusal just before")
         try:
             with pytest.raises(Refusal, match="refused by rank 1: no"):
                 fresh_store(store, 0, 2, timedelta(seconds=2))
         finally:
-            room.add("refused", 1)
+            namespace.add("refused", 1)
         refusing.result()

@@ -12,7 +12,7 @@ from evenkeel.common.errors import Refusal
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.sync_batchnorm import SyncBatchNorm, peers_of, synchronise
 from evenkeel.distributed.world import World
-from tests.support.rooms import optional
+from tests.support.components import optional
 
 CPU = torch.device("cpu")
 

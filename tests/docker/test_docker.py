@@ -169,7 +169,7 @@ def test_a_frozen_rank_is_told_and_a_stop_saves_and_a_start_goes_on(built: Built
     os.kill(victim, signal.SIGSTOP)
     told = wait_for(lambda: health("unhealthy"), "illness", more=more)
     print(told)
-    assert re.search(r"rank 1 is frozen: nothing heard for \d+ s, last seen in .* of step \d+; process \d+: ", told)
+    assert re.search(r"rank 1 is frozen: no heartbeat for \d+ s, last seen in .* of step \d+; process \d+: ", told)
     assert "it has been stopped (SIGSTOP)" in told
     os.kill(victim, signal.SIGCONT)
     wait_for(lambda: health("healthy"), "recovery", more=more)

@@ -61,6 +61,22 @@ def test_a_mistake_is_in_its_row_with_its_line(task: str, row: str, tmp_path: Pa
     assert FAILED not in {it.result for it in others.values()}, "only there"
 
 
+def test_what_the_jobs_would_refuse_is_refused_before_them(tmp_path: Path) -> None:
+    """A batch above the data, and a task that pyproject.toml names and that does not exist."""
+    words = ["-m", "evenkeel", "check", "--script", str(TRAIN), "--keep", str(tmp_path / "jobs")]
+    done = checked(finish(fork(*words, "--task", "regress", "--", "--batch-size", "100000")), 2)
+    *_, line = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"evenkeel: --batch-size 100000: the training data has only \d+ samples; use at most that", line
+    )
+    assert not [path for path in (tmp_path / "jobs").iterdir() if path.is_dir()], "no job has begun"
+    (tmp_path / "pyproject.toml").write_text('[tool.evenkeel]\ntask = "evenkeel.tasks:Gone"\n')
+    done = checked(finish(start([sys.executable, *words[:-1], str(tmp_path / "more")], cwd=tmp_path)), 2)
+    *_, line = done.stderr.splitlines()
+    place = tmp_path / "pyproject.toml"
+    assert line == f"evenkeel: {place}: task = 'evenkeel.tasks:Gone': Gone does not exist in evenkeel.tasks"
+
+
 GOOD: Any = [
     (f"{BAD}:Good", ()),
     ("lm", ("--width=16", "--seq-len=16")),

@@ -55,7 +55,7 @@ def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tm
         (line,) = "".join(rank.stderr for rank in ended).splitlines()
         assert line == (
             f"evenkeel: --run-dir {run_dir}: cannot be written on {socket.gethostname()}: No space left on device; "
-            "make room or mend that, and run the same command again"
+            "free space or fix that, and run the same command again"
         )
         (folder / "filler").unlink()
         finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 4))

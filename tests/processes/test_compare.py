@@ -72,7 +72,7 @@ def test_without_digests_the_end_and_the_checkpoints_are_compared(undisturbed: P
     same, other = tmp_path / "same", tmp_path / "other"
     train(same, "--digest-every", 0)
     first, *rest = compare(undisturbed, same, expect=0)
-    told = "no digests of a common step (--digest-every), so only one step: "
+    told = "no digests of a common step (--digest-every), so only one step is compared: "
     assert first == f"{told}the weights at the end, step 6, are equal"
     assert "  --digest-every: 1 | 0 (may change within a run)" in rest
     train(other, "--digest-every", 0, "--lr", 0.001)

@@ -75,7 +75,7 @@ def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
     started = [fork(TRAIN, *job(tmp_path / "run", "--seed", rank), env=variables[rank]) for rank in range(2)]
     refused = checked(finish(started[0]), 2)
     kill_group(started[1])  # which leaves the speaking to the first
-    assert "--seed is 0 on rank 0 and 1 on rank 1; type it, and the same on all nodes" in refused.stderr
+    assert "--seed is 0 on rank 0 and 1 on rank 1; type the same on all nodes" in refused.stderr
 
 
 def test_plan_prints_the_cut_and_why(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import ROOT
 
-pytest.importorskip("material", reason="needs pip install 'evenkeel[docs]'")
+pytest.importorskip("material", reason="needs pip install -e '.[docs]'")
 
 
 def build(project: Path) -> subprocess.CompletedProcess[str]:

@@ -69,7 +69,7 @@ def test_strict_bits_refuses_on_all_ranks_and_changes_nothing(tmp_path: Path) ->
     done = run(torchrun(2, *small(run_dir, 4, "--strict-bits")), env=OTHER, expect=-REFUSAL)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]
     assert line.startswith("evenkeel: --strict-bits: from step 2 on the bits might differ: cpu_capability ")
-    assert line.endswith(" -> DEFAULT; continue with what it was before, or without --strict-bits")
+    assert line.endswith(" -> DEFAULT; restore that, or continue without --strict-bits")
     assert contents_of(run_dir) == before
     refused = elsewhere(run_dir, 4, "--strict-bits", expect=2)
     assert refused.stderr.splitlines() == [line]

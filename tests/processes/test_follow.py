@@ -77,7 +77,7 @@ def test_runs_that_have_ended(tmp_path: Path) -> None:
     assert contents_of(finished) == before, "it only looks"
     stop_at(killed, 3, fork(TRAIN, *endless(killed)), signal.SIGKILL)
     *_, last = evenkeel("follow", killed, expect=1).stdout.splitlines()
-    assert re.fullmatch(rf"evenkeel: lost at step \d+: its process is gone and gave no reason.* -> {killed}", last)
+    assert re.fullmatch(rf"evenkeel: lost at step \d+: its process is gone and recorded no reason.* -> {killed}", last)
     assert read(killed, "status.json")["state"] == "running", "the control"
     hints = {"data": "data wait 38 %: try --num-workers 4", "evaluation": ""}
     run_dir = write_run(tmp_path / "run", state="stopped", step=5, total_steps=9, reason="SIGTERM", hints=hints)

@@ -81,7 +81,7 @@ def test_ctrl_c_on_a_terminal_explains_the_traceback_that_torchrun_ends_with(tmp
     assert re.search(r"evenkeel: stopped by SIGINT; step \d+ is saved", ours)
     assert "Traceback" not in ours
     if plain:
-        assert after.startswith(" (torchrun may end with a traceback, which is no error)\nTraceback (most recent")
+        assert after.startswith(" (torchrun may print a traceback; that is not an error)\nTraceback (most recent")
     else:
         assert "raceback" not in after
 
@@ -260,11 +260,11 @@ def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Pa
     done = run(torchrun(1, TRAIN, *job(run_dir, "--fail-at", 1), restarts=4), expect=1)
     status = read(run_dir, "status.json")
     assert status["state"] == "failed"
-    assert "3 attempts in a row have died before they finished a step" in status["reason"]
+    assert "3 consecutive attempts died before they finished a step" in status["reason"]
     assert "ZeroDivisionError: a bug in the user's loss" in status["reason"]
     assert len(records(run_dir, "start")) == 3, "torchrun goes on restarting, but nothing is started any more"
-    assert "3 attempts in a row" in done.stderr
+    assert "3 consecutive attempts" in done.stderr
 
     again = run_forked(TRAIN, *job(run_dir, "--fail-at", 1), expect=1)
-    assert "3 attempts in a row" not in again.stderr, "a command that is typed again is a new beginning"
+    assert "3 consecutive attempts" not in again.stderr, "a command that is typed again is a new beginning"
     assert len(records(run_dir, "start")) == 4

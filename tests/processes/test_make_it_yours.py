@@ -1,5 +1,5 @@
-"""tools/make_it_yours.py: a copy by another name and without optional rooms trains, continues and passes its tests; a
-failure changes nothing."""
+"""tools/make_it_yours.py: a copy by another name and without optional components trains, continues and passes its
+tests; a failure changes nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.copies import copy_of_the_template, needs_all_rooms, rooms, some_rooms
+from tests.support.copies import components, copy_of_the_template, needs_all_components, some_components
 from tests.support.processes import TRAIN, finish, read, records, run, start, torchrun
 
-pytestmark = needs_all_rooms
+pytestmark = needs_all_components
 
 SMALL = ["--batch-size", 16, "--limit-batches", 4, "--log-every", 1, "--wandb", "disabled", "--schedule", "constant"]
 
@@ -34,10 +34,10 @@ def state(copy: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(copy)): (path.stat().st_mode, path.read_bytes()) for path in files}
 
 
-def test_a_renamed_copy_without_most_rooms(copy: Path, tmp_path: Path) -> None:
+def test_a_renamed_copy_without_most_components(copy: Path, tmp_path: Path) -> None:
     run_dir = ["--run-dir", tmp_path / "run"]
     run(torchrun(2, TRAIN, *SMALL, *run_dir, "--max-steps", 2))  # begun under the old name
-    without = some_rooms(0)[1]
+    without = some_components(0)[1]
     left_by_python = copy / "src" / "evenkeel" / "cli" / "chaos" / "__pycache__"
     left_by_python.mkdir()
     said = run(command(copy, "mytrainer", "--without", *without), cwd=copy).stdout
@@ -55,7 +55,7 @@ def test_a_renamed_copy_without_most_rooms(copy: Path, tmp_path: Path) -> None:
     assert plan.stdout.startswith("usage: python -m mytrainer plan ")
     for words in ("check --fix -q", "format -q", "check"):  # as `make format lint` does
         run([sys.executable, "-m", "ruff", *words.split(), "."], cwd=copy)
-    tests = ["tests/common", "tests/data/test_plan.py", "tests/test_main.py", "tests/test_rooms.py"]
+    tests = ["tests/common", "tests/data/test_plan.py", "tests/test_main.py", "tests/test_components.py"]
     run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], cwd=copy, env=own)
 
 
@@ -79,7 +79,10 @@ def test_what_cannot_be_undone_or_imported_is_refused(copy: Path) -> None:
     before = state(copy)
     for name in ("match", "print", "__init__", "torch", "tests", "src", "train"):
         assert refusal(copy, name).startswith(f"{name}: ")
-    assert refusal(copy, "mine", "--without", "tests") == f"--without tests: unknown; choose from {', '.join(rooms())}"
+    assert (
+        refusal(copy, "mine", "--without", "tests")
+        == f"--without tests: unknown; choose from {', '.join(components())}"
+    )
     assert state(copy) == before
     (copy / "new.py").touch()
     said = refusal(copy, "mytrainer")
@@ -101,7 +104,7 @@ def in_the_way(copy: Path) -> None:
 def test_a_failure_in_the_middle_changes_nothing(trouble, said: str, copy: Path) -> None:  # type: ignore[no-untyped-def]
     trouble(copy)
     before = state(copy)
-    line = refusal(copy, "mytrainer", "--without", *rooms())
+    line = refusal(copy, "mytrainer", "--without", *components())
     assert said in line
     assert line.endswith("; nothing has been changed")
     assert state(copy) == before
@@ -113,7 +116,7 @@ def test_a_failure_in_the_middle_changes_nothing(trouble, said: str, copy: Path)
 @pytest.mark.parametrize("moment", ["after", "before"], ids=["while it is written", "while it is moved"])
 def test_a_signal_leaves_all_or_nothing_done(number: signal.Signals, moment: str, copy: Path) -> None:
     before = state(copy)
-    process: subprocess.Popen[str] = start(command(copy, "mytrainer", "--without", *rooms()), cwd=copy)
+    process: subprocess.Popen[str] = start(command(copy, "mytrainer", "--without", *components()), cwd=copy)
     while not [*copy.glob(f".make_it_yours-*/{moment}")] and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(number)

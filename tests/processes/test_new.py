@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,11 @@ import pytest
 
 from evenkeel.cli.new import project
 from tests.support import needs
-from tests.support.copies import needs_all_rooms
+from tests.support.copies import needs_all_components
 from tests.support.processes import checked, finish, read, run, start
-from tests.support.thin import borrow, make, make_wheel
+from tests.support.thin import OFFLINE, borrow, make, make_foreign_wheel, make_wheel
 
-pytestmark = [needs.tools("git", "make"), needs_all_rooms, pytest.mark.timeout(1800)]
+pytestmark = [needs.tools("git", "make"), needs_all_components, pytest.mark.timeout(1800)]
 
 BARE: str = sys._base_executable  # type: ignore[attr-defined]
 """The Python of which the environment of these tests is made, and which lacks the package."""
@@ -51,7 +52,9 @@ def made(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.T
     words = ["-m", "evenkeel", "new", name, "--task", task, *(["--with", *parts] if parts else [])]
     run([sys.executable, *words, "--from", str(wheel)], cwd=home)
     borrow(home / name, home / "site")
-    make(home / name, "setup")
+    for version in (wheel.name.split("-")[1], "9.9"):
+        make_foreign_wheel(home / "index", version)
+    make(home / name, "setup", PIP_FIND_LINKS=str(home / "index"))
     return Made(name, home / name)
 
 
@@ -65,6 +68,15 @@ def test_make_train(made: Made) -> None:
         [str(made.folder / ".venv/bin/python"), "-c", "import evenkeel; print(evenkeel.__file__)"], cwd=made.folder
     )
     assert where.stdout.startswith(str(made.folder / ".venv")), "the control: it is not this checkout's"
+
+
+def test_the_control_by_its_name_pip_takes_the_package_of_an_index(made: Made) -> None:
+    """In place of the wheel by its path."""
+    words = ["-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-"]
+    env = {**OFFLINE, "PIP_FIND_LINKS": str(made.folder.parent / "index")}
+    named = [*words, "--find-links", "wheels", "evenkeel"]
+    found = json.loads(run([str(made.folder / ".venv/bin/python"), *named], cwd=made.folder, env=env).stdout)
+    assert "/index/" in found["install"][0]["download_info"]["url"]
 
 
 def test_make_test_and_make_lint(made: Made) -> None:

@@ -67,7 +67,7 @@ def test_each_sample_comes_once_and_in_order_with_the_same_bytes_on_1_2_and_3_ra
     right = sum(row["prediction"] == row["target"] for row in found) / SAMPLES
     assert right == pytest.approx(read(trained)["metrics"]["test/accuracy"], abs=1e-12)
     assert f"{SAMPLES} predictions of {trained} at step-" in said
-    assert f"{right:.4f} of them right" in said
+    assert f"accuracy {right:.4f}" in said
     assert list(found[0])[4:] == ["prediction_2", "confidence_2", "prediction_3", "confidence_3"]
     assert all(float(r["confidence"]) >= float(r["confidence_2"]) >= float(r["confidence_3"]) for r in found)
 
@@ -168,9 +168,9 @@ def test_a_task_of_ones_own_says_what_is_predicted(tmp_path: Path) -> None:
     images(tmp_path / "images", 1)
     for run_dir, given, code, line in (
         (wrong, ["--set", "test"], 1, "predict() returned [] as 'prediction' for a batch of 16 samples: it must be"),
-        (own, ["--input", ROOT / "tools"], 2, "has no images; it takes .jpg"),
+        (own, ["--input", ROOT / "tools"], 2, "has no images; supported: .jpg"),
         (own, ["--input", tmp_path / "images"], 2, "the task Own has no read_image(path)"),
     ):
         assert line in predict(run_dir, *given, "-o", tmp_path / "w.csv", expect=code)
     said = train(tmp_path / "new" / "Own", "--save-predictions", expect=2)
-    assert "--save-predictions: is for tasks derived from Classification" in the_line(said)
+    assert "--save-predictions: needs a task derived from Classification" in the_line(said)

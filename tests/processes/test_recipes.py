@@ -11,6 +11,7 @@ import torch
 from evenkeel.run.checkpoint import load
 from evenkeel.training.ema import averaged
 from evenkeel.training.state import sha256
+from tests.support.components import optional
 from tests.support.processes import (
     TRAIN,
     checked,
@@ -23,7 +24,6 @@ from tests.support.processes import (
     run_forked,
     wait_until,
 )
-from tests.support.rooms import optional
 from tests.support.small_runs import recipe_job, saved_step, the_line, weights_of
 
 

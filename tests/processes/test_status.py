@@ -56,7 +56,7 @@ def test_every_state_is_told(runs: Path) -> None:
         "finished": ("finished", ""),
         "failed": ("failed", "ZeroDivisionError: a bug in the user's loss"),
         "stopped": ("stopped", "SIGTERM"),
-        "killed": ("lost", "its process is gone and gave no reason: killed, perhaps"),
+        "killed": ("lost", "its process is gone and recorded no reason; perhaps it was killed"),
         "working": ("running", ""),
     }
     assert read(runs / "killed", "status.json")["state"] == "running", "the control: its folder alone tells a lie"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.components import has
 from tests.support.processes import (
     ROOT,
     TRAIN,
@@ -23,7 +24,6 @@ from tests.support.processes import (
     torchrun,
     wait_beside,
 )
-from tests.support.rooms import has
 from tests.support.small_runs import options
 
 RANKS = 3

@@ -17,8 +17,8 @@ from tests.run.test_tracking import (
     KEY,
     no_credentials,  # noqa: F401  (a fixture, for all tests)
 )
+from tests.support.components import has
 from tests.support.processes import ROOT, TRAIN, evenkeel, finish, kill_group, read, records, run, start
-from tests.support.rooms import has
 from tests.support.small_runs import wait_for_step
 
 

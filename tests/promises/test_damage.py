@@ -16,8 +16,8 @@ import torch
 
 from evenkeel.run.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
 from tests.run.test_checkpoint import unfit
+from tests.support.components import has
 from tests.support.processes import TRAIN, finish, fork, read, run, run_forked, wait_until
-from tests.support.rooms import has
 from tests.support.small_runs import job, starts, wait_for_step, weights_of
 
 OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]
@@ -139,7 +139,7 @@ def test_a_run_whose_status_and_metrics_were_ruined_ends_with_the_same_weights(
     status, metrics = (line for line in done.stderr.splitlines() if not line.startswith("wandb"))
     assert status.startswith(f"evenkeel: WARNING: {run_dir}/status.json cannot be read: ")
     assert status.endswith("; the run goes on from its checkpoints")
-    lines = "some of its lines are not as they were written, and are left out"
+    lines = "some of its lines are damaged and are left out"
     assert metrics == f"evenkeel: WARNING: {run_dir}/metrics.jsonl: {lines}"
     assert (read(run_dir)["weights_sha256"], read(run_dir)["restarts"]) == (undisturbed, 1)
     for command in (["status", run_dir], ["compare", run_dir, killed], ["checkpoint", "list", run_dir]):
@@ -195,4 +195,4 @@ def test_a_run_that_may_not_read_its_newest_checkpoint_ends_with_the_same_weight
 def test_checkpoints_that_are_gone_are_missed(killed: Path, tmp_path: Path) -> None:
     shutil.copytree(killed, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     came = read(killed, "status.json")["step"]
-    assert f"the run had come to step {came}, but its newest checkpoint is of step 0" in train(tmp_path / "run").stderr
+    assert f"the run had reached step {came}, but its newest checkpoint is of step 0" in train(tmp_path / "run").stderr

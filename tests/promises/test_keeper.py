@@ -178,4 +178,4 @@ def test_a_task_that_starts_a_thread_when_it_is_imported_has_no_keeper(tmp_path:
     assert not any(runs.ranks_of(pid, "trainer") for pid in keepers_of(process).values())
     ended(process)
     (log,) = run_dir.glob("logs/attempt-*/rank-0.log")
-    assert "if it dies, torchrun must start it again: it has 2 threads" in log.read_text()
+    assert "no keeper, so torchrun restarts this rank if it dies: it has 2 threads" in log.read_text()

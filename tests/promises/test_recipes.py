@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from evenkeel.run.checkpoint import Checkpoints, load
+from tests.support.components import has
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until
-from tests.support.rooms import has
 from tests.support.small_runs import (
     recipe_job,
     saved_step,

@@ -147,10 +147,12 @@ def test_a_change_of_any_file_of_a_room_that_computes_counts(tmp_path: Path, mon
     for file in files:
         file.write_text(f"{file.read_text()}# changed")
     changed = differences(before, fingerprint(Classify(), CPU))
-    rooms = {room: [file for file in files if file.is_relative_to(package / room)] for room in COMPUTING}
-    assert all(rooms.values())
+    components = {
+        component: [file for file in files if file.is_relative_to(package / component)] for component in COMPUTING
+    }
+    assert all(components.values())
     assert list(changed) == sorted(
-        f"code:evenkeel/{file.relative_to(package)}" for room in rooms.values() for file in room
+        f"code:evenkeel/{file.relative_to(package)}" for component in components.values() for file in component
     )
     assert {"code:evenkeel/data/shuffle.py", "code:evenkeel/training/deeper/more.py"} <= changed.keys()
 

@@ -40,7 +40,7 @@ def test_whole_lines_come_through_and_no_others(tmp_path: Path, caplog: pytest.L
     path.write_bytes(b"\n".join([whole, *RUINED, whole, b""]))
     assert list(read_records(path)) == [WHOLE, WHOLE] == list(read_records(path))
     (line,) = caplog.messages
-    assert line == f"{path}: some of its lines are not as they were written, and are left out"
+    assert line == f"{path}: some of its lines are damaged and are left out"
     assert list(read_records(path, tail=len(whole) + 5)) == [WHOLE]
     assert ledger([WHOLE, {**WHOLE, "spent": {"of a later version": 5.0}}])["productive"] == 0
 

@@ -149,7 +149,7 @@ def project(path: Path) -> None:
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_project_with_a_config_is_no_run(path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     project(path)
-    told = "is not empty and not a run's: holds checkpoints and 2 more; name another folder"
+    told = "is not empty and not a run: it has checkpoints and 2 more; name another folder"
     assert refusal(path, fresh=fresh) == told
     monkeypatch.chdir(path)
     before = contents(path)
@@ -158,7 +158,7 @@ def test_a_project_with_a_config_is_no_run(path: Path, fresh: bool, monkeypatch:
     assert contents(path) == before
     (path / "status.json").write_text("{}")  # of another program, as is then the config.toml
     (path / "config.toml").write_text("task = 1\n")
-    assert refusal(path, fresh=fresh).startswith("is not empty and not a run's: holds checkpoints and 3 more")
+    assert refusal(path, fresh=fresh).startswith("is not empty and not a run: it has checkpoints and 3 more")
 
 
 @pytest.mark.parametrize("entry", ["thesis.tex", "logs/mine.txt", "precious.tmp", ".precious.tmp", "slurm/a.out"])
@@ -166,7 +166,7 @@ def test_a_project_with_a_config_is_no_run(path: Path, fresh: bool, monkeypatch:
 def test_a_folder_with_files_of_others_is_no_runs(path: Path, entry: str, fresh: bool) -> None:
     (path / entry).parent.mkdir(parents=True)
     (path / entry).write_text("precious")
-    told = f"is not empty and not a run's: holds {entry.partition('/')[0]}; name another folder"
+    told = f"is not empty and not a run: it has {entry.partition('/')[0]}; name another folder"
     assert refusal(path, fresh=fresh) == told
 
 
@@ -187,7 +187,7 @@ def test_a_run_without_its_config_is_not_continued_blindly(path: Path) -> None:
     (path / "config.toml").unlink()
     claim(path, OPTIONS, fresh=False)  # killed before it was written: there is no step to continue
     (path / "checkpoints" / "step-00000003").mkdir(parents=True)
-    message = "holds a run without its config.toml, which says what run it is; put that back, name another folder"
+    message = "has a run without its config.toml, which identifies it; restore that file, name another folder"
     assert refusal(path) == f"{message}, or start over with --fresh"
     assert claim(path, OPTIONS, fresh=True).start_over([""])
 
@@ -223,7 +223,7 @@ def closed() -> Iterator[Path]:
 
 
 def test_a_folder_that_cannot_be_written_or_read(closed: Path) -> None:
-    mend = "Permission denied; mend that or name another folder"
+    mend = "Permission denied; fix that or name another folder"
     with unprivileged():
         assert refusal(closed) == f"cannot be written: {mend}"
         assert refusal(closed / "run") == f"cannot be written: {mend}"
@@ -242,7 +242,7 @@ def test_a_run_whose_checkpoints_are_hidden_is_refused_and_not_started_over(clos
     (closed / "checkpoints").mkdir()
     (closed / "checkpoints").chmod(mode)
     with unprivileged():
-        hidden = "its checkpoints cannot be read: Permission denied; mend that or name another folder"
+        hidden = "its checkpoints cannot be read: Permission denied; fix that or name another folder"
         assert refusal(closed) == hidden
     (closed / "checkpoints").chmod(0o777)
     with unprivileged():
@@ -272,7 +272,7 @@ def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
     started(path)
     message = refusal(path, OPTIONS | {"batch_size": 32, "seed": 1})
     assert message == (
-        "holds another run: --batch-size was 64 and is now 32, --seed was 0 and is now 1; "
+        "has another run: --batch-size was 64 and is now 32, --seed was 0 and is now 1; "
         "continue it with the old values, name another folder, or start over with --fresh"
     )
     assert "--task was digits and is now mine.py:Mine" in refusal(path, OPTIONS | {"task": "mine.py:Mine"})
@@ -566,7 +566,7 @@ def test_a_folder_that_is_deleted_under_a_run_is_a_run_again(path: Path, caplog:
     shutil.rmtree(path)
     directory.update("running", step=7)
     (told,) = caplog.messages
-    assert told == f"{path} was deleted while the run is at work; what is written from now on is there again"
+    assert told == f"{path} was deleted during the run and has been made again"
     with pytest.raises(Refusal, match="is in use"):
         claim(path, OPTIONS, fresh=False)
     directory.update("finished", step=9)

@@ -46,9 +46,9 @@ def tool() -> Any:
     return module
 
 
-def rooms() -> dict[str, str]:
-    """What tools/make_it_yours.py can take out: the files and folders of each room."""
-    found: dict[str, str] = tool().ROOMS
+def components() -> dict[str, str]:
+    """What tools/make_it_yours.py can take out: the files and folders of each component."""
+    found: dict[str, str] = tool().COMPONENTS
     return found
 
 
@@ -56,16 +56,20 @@ def lacking() -> str:
     """Why the tool cannot be tried here, or nothing."""
     if not shutil.which("git") or not (ROOT / ".git").exists():
         return "needs git, and a checkout of it"
-    gone = [room for room, files in rooms().items() if not any(any(ROOT.glob(part)) for part in files.split())]
+    gone = [
+        component
+        for component, files in components().items()
+        if not any(any(ROOT.glob(part)) for part in files.split())
+    ]
     return f"this copy has left out {', '.join(gone)}" if gone else ""
 
 
-needs_all_rooms = pytest.mark.skipif(bool(lacking()), reason=lacking())
+needs_all_components = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
-def some_rooms(count: int, seed: int = 26) -> list[list[str]]:
-    """Random choices of rooms, and before them all rooms, and those with which the tool once failed half-way."""
-    draw, names = random.Random(seed), list(rooms())
+def some_components(count: int, seed: int = 26) -> list[list[str]]:
+    """Random choices of components, and before them all, and those with which the tool once failed half-way."""
+    draw, names = random.Random(seed), list(components())
     once = [name for name in names if name not in ("plan", "checkpoint")]
     return [names, once, *(draw.sample(names, draw.randint(3, len(names) - 2)) for _ in range(count))]
 
@@ -74,13 +78,13 @@ def how_many(names: list[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more"
 
 
-def pairs_of_rooms() -> list[list[str]]:
-    return [list(pair) for pair in combinations(rooms(), 2)]
+def pairs_of_components() -> list[list[str]]:
+    return [list(pair) for pair in combinations(components(), 2)]
 
 
 def taken_out(made: Any, files: Mapping[str, str], without: Sequence[str]) -> tuple[set[str], dict[str, str]]:
-    """What the tool would delete without these rooms, and the texts that it would leave."""
-    gone = made.goes({room: made.ROOMS[room] for room in without}, files)
+    """What the tool would delete without these components, and the texts that it would leave."""
+    gone = made.goes({component: made.COMPONENTS[component] for component in without}, files)
     return gone, made.edited(files, made.Gone(without, gone, files))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, get_worker_info
 
-from evenkeel.common import kept
+from evenkeel.common import keeper_link
 from evenkeel.common.phases import CHECKPOINT, START_UP, activity
 from evenkeel.data.loader import Seeded
 from evenkeel.training.task import Task
@@ -23,7 +23,7 @@ SAMPLES = 101
 
 def first_attempt_of_the_last_rank() -> bool:
     last = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
-    return last and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not kept.restarts()
+    return last and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not keeper_link.restarts()
 
 
 def is_compared() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 from tests.support.copies import copy_of_the_template
@@ -22,6 +23,18 @@ def make_wheel(folder: Path) -> Path:
     run([sys.executable, "tools/make_it_yours.py", "first", "--thin"], cwd=folder / "copy", env=OFFLINE)
     (made,) = (folder / "first" / "wheels").glob("*.whl")
     return made
+
+
+def make_foreign_wheel(folder: Path, version: str) -> Path:
+    """A wheel of somebody else's package of the same name, as an index may have it."""
+    folder.mkdir(exist_ok=True)
+    path, info = folder / f"evenkeel-{version}-py3-none-any.whl", f"evenkeel-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("evenkeel/__init__.py", "raise SystemExit('this is another package')\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: evenkeel\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
 
 
 def borrow(project: Path, site: Path) -> None:
@@ -47,10 +60,10 @@ def borrow(project: Path, site: Path) -> None:
     (scripts / "ruff").symlink_to(Path(sys.executable).parent / "ruff")
 
 
-def make(project: Path, *words: str) -> str:
+def make(project: Path, *words: str, **variables: str) -> str:
     """What make prints in a project."""
     command = ["make", *words]
-    env = {**environment(), **OFFLINE, "PYTHON": sys.executable}
+    env = {**environment(), **OFFLINE, "PYTHON": sys.executable, **variables}
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout

@@ -30,10 +30,10 @@ from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.command_line import BY_NAME, SYNONYMS, parse
 from evenkeel.tasks.registry import built_in, load_task
 from evenkeel.training.task import option_name
+from tests.support.components import optional
 from tests.support.processes import (
     wait_until,
 )
-from tests.support.rooms import optional
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch asks for a real stderr
 
@@ -361,7 +361,7 @@ def test_a_task_may_have_an_option_of_that_name(folder: Path) -> None:
     assert parse([*mine("Rich"), "--arch", "7"])[1].options()["arch"] == 7
 
 
-OF_ROOMS = (
+OF_COMPONENTS = (
     "cli.checkpoint.ExportModel",
     "launch.docker.docker_run.ContainerNode",
     "launch.slurm.node.NodeCommand",
@@ -371,7 +371,7 @@ OF_ROOMS = (
 
 COMMANDS = (
     MultiNode,
-    *(it for name in OF_ROOMS for it in optional(name)),
+    *(it for name in OF_COMPONENTS for it in optional(name)),
     *subcommands().values(),
 )
 

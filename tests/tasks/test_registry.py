@@ -12,6 +12,7 @@ import torch
 from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.tasks import registry
+from evenkeel.tasks.command_line import parse
 from evenkeel.tasks.registry import built_in, default_task, load_task
 from evenkeel.training.task import Classification
 
@@ -81,21 +82,21 @@ def test_the_task_of_a_project(where: str, write: Write, tmp_path: Path, monkeyp
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr(sys, "argv", ["/nowhere/near/x.py"])
-    assert default_task() == Config.task, "the control: no project is here"
+    assert default_task()[0] == Config.task, "the control: no project is here"
     if where == "working folder":
         monkeypatch.chdir(tmp_path)
     elif where == "copy of a job":
         monkeypatch.setenv("EVENKEEL_CODE", str(tmp_path))
     else:
         monkeypatch.setattr(sys, "argv", [str(tmp_path / ("train.py" if where == "script" else "launch/x.py"))])
-    assert default_task() == "tide.task:Mine"
-    assert load_task(default_task()).__module__ == "tide.task"
+    assert default_task()[0] == "tide.task:Mine"
+    assert load_task(*default_task()).__module__ == "tide.task"
 
 
 @pytest.mark.parametrize(("text", "task"), [("[tool.evenkeel]", "classify"), ("[tool]", "classify"), ("", "classify")])
 def test_a_project_without_a_task(text: str, task: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write("pyproject.toml", text).parent)
-    assert default_task() == task
+    assert default_task()[0] == task
 
 
 @pytest.mark.parametrize("text", ["tool = ", "[tool.evenkeel]\ntask = 3"])
@@ -103,6 +104,18 @@ def test_a_projects_task_that_cannot_be_read(text: str, write: Write, monkeypatc
     monkeypatch.chdir(write("pyproject.toml", text).parent)
     with pytest.raises(Refusal, match=r"pyproject.toml: (not TOML|task of \[tool.evenkeel\] is 3; give)"):
         default_task()
+
+
+def test_a_projects_task_that_does_not_exist_is_refused_by_the_file_that_names_it(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("reef/task.py", GOOD)
+    path = write("pyproject.toml", '[tool.evenkeel]\ntask = "reef.task:Gone"\n')
+    monkeypatch.chdir(path.parent)
+    with pytest.raises(Refusal, match=rf"^{path}: task = 'reef.task:Gone': Gone does not exist in reef.task$"):
+        parse([])
+    with pytest.raises(Refusal, match=r"^--task reef.task:Gone: Gone does not exist in reef.task$"):
+        parse(["--task", "reef.task:Gone"])  # the control: it is typed
 
 
 def test_the_old_name_of_the_default_task_says_what_it_is_now() -> None:

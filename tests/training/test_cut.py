@@ -29,8 +29,8 @@ from evenkeel.training.cut import (
     takes_one_sample,
 )
 from evenkeel.training.freezing import freeze
+from tests.support.components import optional
 from tests.support.processes import TRAIN
-from tests.support.rooms import optional
 
 
 def cut(

@@ -13,7 +13,7 @@ from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.task_data import evaluation_sets, training_set
-from tests.support.rooms import optional
+from tests.support.components import optional
 from tests.support.validated_task import Validated, samples
 
 OTHERS = [task() for name in ("regress.Regress", "segment.Segment") for task in optional(f"tasks.{name}")]

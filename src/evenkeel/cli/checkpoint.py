@@ -1,6 +1,6 @@
 """`python -m evenkeel checkpoint`: list, inspect, verify and export the checkpoints of a run.
 
-Nothing in the run changes: a damaged checkpoint is named and stays where it is.
+Nothing in the run changes: a damaged checkpoint is reported and stays where it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLACES = "name a run directory, its checkpoints folder or one step-* folder"
 Place = Annotated[
     tyro.conf.Positional[Path], tyro.conf.arg(help="A run directory, its checkpoints folder, or one step-* folder.")
 ]
-Step = Annotated[int | None, tyro.conf.arg(metavar="N", help="Take the checkpoint of this step, not the newest one.")]
+Step = Annotated[int | None, tyro.conf.arg(metavar="N", help="Step of the checkpoint. Default: the newest one.")]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ListCheckpoints:
 
 @dataclass(frozen=True)
 class InspectCheckpoint:
-    """Print what the newest checkpoint holds: files, the model's tensors, the size of the optimizer state."""
+    """Print the contents of the newest checkpoint: files, the model's tensors, the size of the optimizer state."""
 
     path: Place
     step: Step = option(None, 0)
@@ -85,9 +85,9 @@ class InspectCheckpoint:
         for name, tensor in model.items():
             say(f"  {name.ljust(width)}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
         for name in [name for name in state if name not in ("step", "model")]:
-            held = named_tensors(state[name]).values()
-            size = f"{len(held)} tensors, {sum(tensor.nbytes for tensor in held):,} bytes"
-            say(f"{name}: {size if held else state[name]}")
+            tensors = named_tensors(state[name]).values()
+            size = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors):,} bytes"
+            say(f"{name}: {size if tensors else state[name]}")
         return 0
 
 
@@ -117,8 +117,8 @@ class ExportModel:
 
     Example: python -m evenkeel checkpoint export runs/classify -o model.pt
 
-    torch.load("model.pt", weights_only=True) then returns the state dict, on the CPU. Of a run with --ema the averaged
-    weights are written. The sha256 is that of the weights; at the last step summary.json has the same.
+    torch.load("model.pt", weights_only=True) then returns the state dict, on the CPU. For a run with --ema it has the
+    averaged weights. The sha256 is that of the weights; at the last step summary.json has the same.
     """
 
     path: Place
@@ -146,7 +146,7 @@ class ExportModel:
         try:
             write_atomically(self.output, lambda file: write(weights, self.form, file))
         except OSError as error:
-            raise Ended(f"--output {self.output}: cannot be written: {error.strerror or error}") from None
+            raise Ended(f"--output {self.output}: cannot write it: {error.strerror or error}") from None
         say(f"{path} -> {self.output}, sha256 of the weights {sha256(weights)}")
         return 0
 
@@ -202,7 +202,7 @@ def choose(path: Path, step: int | None) -> Path:
     """
     by_step = {step_of(found): found for found in find(path)}
     if step is not None and step not in by_step:
-        raise Refusal(f"--step {step}: {path} has no such checkpoint; there are {', '.join(map(str, by_step))}")
+        raise Refusal(f"--step {step}: {path} has no such checkpoint; it has {', '.join(map(str, by_step))}")
     return by_step[max(by_step) if step is None else step]
 
 
@@ -221,7 +221,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         return load(path)
     except Damaged as damage:
-        raise Ended(f"damaged: {damage}; --step chooses another one") from None
+        raise Ended(f"damaged: {damage}; choose another one by --step") from None
 
 
 def _when(manifest: Manifest) -> str:

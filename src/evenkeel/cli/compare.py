@@ -1,6 +1,6 @@
-"""`python -m evenkeel compare`: whether two runs are equal bit for bit; if not, since which step, where and why.
+"""`python -m evenkeel compare`: whether two runs are equal bit for bit; if not, from which step, where and why.
 
-Reads what the runs have left and changes nothing. Imports torch only to read checkpoints.
+Reads the files of the runs and changes nothing. Imports torch only to read checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CompareCommand:
     """The run directory to compare it with."""
 
     def __call__(self) -> int:
-        """Print the first difference and what could have caused it."""
+        """Print the first difference and its possible causes."""
         for path in (self.run_a, self.run_b):
             if not (path / "config.toml").is_file():
                 raise Refusal(f"{path}: no run there (no config.toml); name two run directories")
@@ -61,15 +61,15 @@ def compare(a: Path, b: Path) -> Verdict:
         equal = end["weights_sha256"] == other["weights_sha256"]
         verdict = equal, f"the weights at the end, step {end['step']}, are {'equal' if equal else 'different'}"
     if not (verdict and verdict[0]):
-        verdict = _compare_checkpoints(a, b) or verdict  # these tell which tensors differ
+        verdict = _compare_checkpoints(a, b) or verdict  # these show which tensors differ
     if verdict is None:
-        missing = "no digests, ends or checkpoints of the same step; run both with --digest-every 1"
+        missing = "they have no digests, final weights or checkpoints of the same step; run both with --digest-every 1"
         raise Refusal(f"{a} {b}: nothing to compare: {missing}")
-    return verdict[0], f"no digests of a common step (--digest-every), so only one step: {verdict[1]}"
+    return verdict[0], f"no digests of a common step (--digest-every), so only one step is compared: {verdict[1]}"
 
 
 def causes(a: Path, b: Path) -> list[str]:
-    """Lines that say what else differs between the runs: options, numbers of ranks, machine, libraries and code."""
+    """Lines about other differences between the runs: options, numbers of ranks, machine, libraries and code."""
     options, others = (read_config(run / "config.toml") for run in (a, b))
     lines = [
         f"  {flag(name)}: {options.get(name, 'unset')} | {others.get(name, 'unset')}"

@@ -22,7 +22,7 @@ Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="A folder of .
 
 @dataclass(frozen=True)
 class IndexShards:
-    """Read all shards of a folder and write what `Shards` reads them by: shards.index.json and a table beside it."""
+    """Read all shards of a folder and write the index for `Shards`: shards.index.json and a table beside it."""
 
     folder: Folder
 
@@ -36,15 +36,15 @@ class IndexShards:
 
 @dataclass(frozen=True)
 class VerifyShards:
-    """Read every shard of a folder and compare its sha256 with that of the index. Exit code 1: one differs."""
+    """Read every shard of a folder and compare its sha256 with the index. Exit code 1: one differs."""
 
     folder: Folder
 
     def __call__(self) -> int:
-        """Print a line for each that differs, and how many do not."""
+        """Print a line for each shard that differs, and the number of those that do not."""
         index = read_index(self.folder)
         if not table_is_whole(self.folder, index):
-            say(f"{self.folder / index.table}: DAMAGED: it is not what its name says; index the folder again")
+            say(f"{self.folder / index.table}: DAMAGED: its contents do not match its name; index the folder again")
             return 1
         shards = index.shards
         found = zip(
@@ -52,8 +52,8 @@ class VerifyShards:
         )
         damaged = [shard.name for shard, digest in found if digest != shard.sha256]
         for name in damaged:
-            say(f"{self.folder / name}: DAMAGED: its sha256 is not that of the index")
-        say(f"{len(shards) - len(damaged)} of {len(shards)} shards are as they were indexed")
+            say(f"{self.folder / name}: DAMAGED: its sha256 differs from the index")
+        say(f"{len(shards) - len(damaged)} of {len(shards)} shards match the index")
         return int(bool(damaged))
 
 

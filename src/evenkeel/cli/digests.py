@@ -6,20 +6,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 MOST = 12
-"""Tensor names to print; the rest is counted."""
+"""Tensor names to print; the others are only counted."""
 
 Digests = Mapping[str, str]
 """Tensor name -> digest of its bits."""
 
 Verdict = tuple[bool, str]
-"""Whether two runs are equal, and the text that says so."""
+"""Whether two runs are equal, and a text about it."""
 
 
 def last_digests(records: Iterable[Mapping[str, Any]]) -> dict[int, Digests]:
-    """Step -> digests from the last attempt that did the step, out of the lines of metrics.jsonl."""
+    """Step -> digests from the last attempt that did the step, from the lines of metrics.jsonl."""
     found: dict[int, Digests] = {}
     for record in records:
-        if record["kind"] == "start":  # steps after this one are done again, or never were done in this line
+        if record["kind"] == "start":  # later steps are done again, or were lost
             found = {step: digests for step, digests in found.items() if step <= record["step"]}
         elif record["kind"] == "digest" and "digests" in record:
             found[record["step"]] = record["digests"]

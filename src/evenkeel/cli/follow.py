@@ -1,4 +1,4 @@
-"""`python -m evenkeel follow`: one run as its own console shows it, until it ends. Only reads."""
+"""`python -m evenkeel follow`: show one run live until it ends. Only reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..run.records import YOUNG, is_run, read_config, values_of
 from .status import STYLES, Metrics, RunStatus, headline, status_of
 
 POLL = 0.5  # seconds between two looks at the run
-SURE = 3.0  # seconds for which a run must look lost: torchrun may just be starting its ranks again
+SURE = 3.0  # seconds a run must look lost, because torchrun may be restarting its ranks
 CODES = {"finished": 0, "stopped": STOPPED, "failed": FAILED, "lost": FAILED}
 
 
@@ -56,7 +56,7 @@ class FollowCommand:
 
 
 class Records(Metrics):
-    """The figures of a run, and its records that nobody has taken yet."""
+    """The figures of a run, and its new records."""
 
     def reset(self) -> None:
         """The file is a new one."""
@@ -76,7 +76,7 @@ class _Follower:
         self.console = Console(highlight=False, soft_wrap=True)
         # on a terminal training moves a bar; elsewhere it prints lines
         self.drawn = self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
-        self.values: dict[str, float | None] = {}  # as they were at the record that is told
+        self.values: dict[str, float | None] = {}  # at the record that is printed
         self.hints: list[str] = []
         self.begun = False
 
@@ -86,7 +86,7 @@ class _Follower:
         with Live(console=self.console, auto_refresh=False) as live:
             while not ctrl_c.wait(POLL * self.begun):
                 run = status_of(self.path, self.metrics)
-                self.tell(run)
+                self.report(run)
                 if self.drawn:
                     live.update(self.panel(run), refresh=True)
                 lost_since = min(lost_since, time.monotonic()) if run.state == "lost" else math.inf
@@ -96,8 +96,8 @@ class _Follower:
         self.say(f"evenkeel: continues; `python -m evenkeel follow {shlex.quote(str(self.path))}` follows it again")
         return KEYBOARD
 
-    def tell(self, run: RunStatus) -> None:
-        """Print what is new. At first that is only the last line of training, so that something is there."""
+    def report(self, run: RunStatus) -> None:
+        """Print what is new; at first only the last line of training."""
         new, self.metrics.new = self.metrics.new, []
         self.values = self.values or headline(run.metrics)
         for record in new if self.begun else [record for record in new if record["kind"] == TRAIN][-1:]:
@@ -109,7 +109,7 @@ class _Follower:
         self.hints, self.begun = run.hints, True
 
     def line(self, record: dict[str, Any], run: RunStatus) -> str:
-        """What the job's console says of a record; empty for most kinds."""
+        """The line that the job's console prints for a record; empty for most kinds."""
         step, kind = record["step"], record["kind"]
         self.values |= headline(values_of(record))
         if kind == TRAIN:
@@ -122,7 +122,7 @@ class _Follower:
         return f"step {step}: {kind}: {record['reason']}" if isinstance(record.get("reason"), str) else ""
 
     def facts(self, record: dict[str, Any], run: RunStatus) -> tuple[str, list[str], list[str], list[str]]:
-        """Epoch, metrics, speed, and what becomes of the time, at a record of training."""
+        """Epoch, metrics, speed and shares of the time, at a training record."""
         epoch, steps = record.get("epoch"), self.config.get("max_steps")
         epochs = None if steps and steps == run.total_steps else self.config.get("epochs")
         at = in_epoch(math.ceil(epoch), epochs) if isinstance(epoch, int | float) and epoch > 0 else ""
@@ -130,7 +130,7 @@ class _Follower:
         return at, figures(self.values), rates(record), shares(record, productive)
 
     def panel(self, run: RunStatus) -> Group:
-        """The line with the bar, as on the job's own terminal; below it why the run is in its state, and the hints."""
+        """The line with the bar, as on the job's own terminal; below it the reason of the state, and hints."""
         latest = self.metrics.latest.get(TRAIN)
         at, metrics, speed, more = self.facts(latest, run) if latest else ("", [], [], [])
         notes = [(run.why, STYLES.get(run.state, "red"))] * bool(run.why) + [(f"hint: {it}", "") for it in run.hints]

@@ -1,6 +1,6 @@
 """`python -m evenkeel predict`: a run's model on a folder of images or a set of its task, to a CSV or Parquet file.
 
-Any number of ranks: each computes its own micro-batches, and rank 0 writes all rows in order. Only reads the run.
+On any number of ranks: each computes its own micro-batches, and rank 0 writes all rows in order. Only reads the run.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class PredictCommand:
     checkpoint: str = "last"
     """last, best or a step, e.g. 460."""
     top: int = option(1, 1, 1000)
-    """How many of the likeliest classes to write, each with its probability."""
+    """Number of most likely classes to write, each with its probability."""
     overwrite: Flag = False
     """Replace the output file if there is one."""
 
     def __call__(self, train_options: list[str]) -> int:
         """Predict, and let rank 0 write the file."""
         self._check()
-        from ..common.errors import no_exit  # what follows needs torch, which the help does without
+        from ..common.errors import no_exit  # the following imports torch, which the help does not need
         from ..distributed.exits import leave
         from ..resilience.interruption import Interruption
         from ..run.build import prepare_process
@@ -81,17 +81,17 @@ class PredictCommand:
         return 0
 
     def _check(self) -> None:
-        """Refuse what can be refused before torch is imported."""
+        """Checks that do not need torch."""
         if (self.input is None) == (not self.set):
             raise Refusal("predict: give either --input FOLDER or --set NAME")
         if self.output.suffix not in FORMATS:
-            raise Refusal(f"--output {self.output}: is neither .csv nor .parquet; name such a file")
+            raise Refusal(f"--output {self.output}: must end in .csv or .parquet")
         if self.output.exists() and not (self.overwrite and self.output.is_file()):
             raise Refusal(f"--output {self.output}: exists already; name another file, or add --overwrite")
         if not self.output.parent.is_dir():
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         if self.output.suffix == ".parquet" and not importlib.util.find_spec("pyarrow"):
-            raise Refusal(f"--output {self.output}: needs pyarrow; pip install 'evenkeel[parquet]', or use .csv")
+            raise Refusal(f"--output {self.output}: needs pyarrow; pip install pyarrow, or use .csv")
         chosen(self.run, self.checkpoint)
 
     def _set(self, task: Task, config: Config) -> SizedDataset:
@@ -101,7 +101,7 @@ class PredictCommand:
             return training_set(task, config, unchanged=True)
         sets = evaluation_sets(task, config)
         if self.set not in sets:
-            raise Refusal(f"--set {self.set}: the task has no such set; there are {', '.join(['train', *sets])}")
+            raise Refusal(f"--set {self.set}: the task has no such set; it has {', '.join(['train', *sets])}")
         return sets[self.set]
 
     def _predict(self, config: Config, task: Task, world: World, dataset: SizedDataset) -> None:
@@ -118,7 +118,9 @@ class PredictCommand:
         with world.connected():
             for rank, names in enumerate(world.gather(getattr(dataset, "digest", ""))):
                 if names != getattr(dataset, "digest", ""):
-                    raise Ended(f"--input {self.input}: other files on rank {rank} than on rank {world.rank}")
+                    raise Ended(
+                        f"--input {self.input}: the files on rank {rank} differ from those on rank {world.rank}"
+                    )
             own = TaskState.of(task, config.seed, world)
             source = read_for_all(model, world, lambda: read_chosen(model, self.run, self.checkpoint, own), 0, own)
             place(model, config, world.devices)
@@ -126,8 +128,8 @@ class PredictCommand:
             rows = predictions(Evaluation(task, model, batches, config, world, self.set or "input"), self.top)
         if world.rank == 0:
             self._write(table(rows, dataset, task.class_names()))
-            told = rows.get("target") if self.set else None
-            right = "" if told is None or "confidence" not in rows else f", {_share_right(rows):.4f} of them right"
+            targets = rows.get("target") if self.set else None
+            right = "" if targets is None or "confidence" not in rows else f", accuracy {_share_right(rows):.4f}"
             say(f"evenkeel: {len(dataset)} predictions of {source}{right} -> {self.output}")
 
     def _write(self, columns: dict[str, list[Any]]) -> None:
@@ -144,7 +146,7 @@ class PredictCommand:
         try:
             write_atomically(self.output, lambda file: file.write(content.getvalue()))
         except OSError as error:
-            raise Ended(f"--output {self.output}: cannot be written: {error.strerror or error}") from None
+            raise Ended(f"--output {self.output}: cannot write it: {error.strerror or error}") from None
 
 
 class Images:
@@ -158,7 +160,7 @@ class Images:
         found = (path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
         self.folder, self.task, self.paths = folder, task, sorted(it.relative_to(folder).as_posix() for it in found)
         if not self.paths:
-            raise Refusal(f"--input {folder}: has no images; it takes {' '.join(IMG_EXTENSIONS)}")
+            raise Refusal(f"--input {folder}: has no images; supported: {' '.join(IMG_EXTENSIONS)}")
         names = "\n".join(self.paths).encode(errors="surrogateescape")
         self.digest = hashlib.sha256(names).hexdigest()
 
@@ -176,10 +178,10 @@ class Images:
 
 
 def table(rows: dict[str, Tensor], dataset: Any, classes: Any) -> dict[str, list[Any]]:
-    """The columns of the file: path or index, what is predicted, and the target if it is known."""
+    """The columns of the file: path or index, predictions, and the target if it is known."""
     columns = {"path": dataset.paths} if isinstance(dataset, Images) else {"index": [*range(len(dataset))]}
     by_class = "confidence" in rows
-    later: dict[str, list[Any]] = {}  # the second likeliest class and so on
+    later: dict[str, list[Any]] = {}  # the second most likely class and so on
     for name, values in rows.items():
         if name == "target" and "path" in columns:
             continue

@@ -1,4 +1,4 @@
-"""`python -m evenkeel profile`: the traces of a run's ranks as one, on one clock.
+"""`python -m evenkeel profile`: merge the traces of a run's ranks onto one clock.
 
 Each trace holds its rank's name, and by how much its clock is ahead of rank 0's (`run/profiling.py`). Does not import
 torch.
@@ -25,7 +25,7 @@ FACTS = "evenkeel"
 """The key of our facts in a trace."""
 
 PIDS = 100
-"""Rows of a rank in the merged trace, at most: its process, and its GPUs."""
+"""Maximum number of rows of a rank in the merged trace: its process and its GPUs."""
 
 Trace = dict[str, Any]
 """Chrome's Trace Event Format; `ts` and `dur` of its "traceEvents" are in microseconds."""
@@ -46,7 +46,7 @@ class ProfileCommand:
     """File to write. Default: profile/merged.json in the run directory."""
 
     def __call__(self) -> int:
-        """Write the merged trace and say what is in it."""
+        """Write the merged trace and print what it contains."""
         if self.output and self.output.exists():
             raise Refusal(f"--output {self.output}: exists already; name another file")
         traces, older = newest(read_traces(self.run / "profile"))
@@ -60,11 +60,11 @@ class ProfileCommand:
         say(f"{name_ranks([each[FACTS]['rank'] for each in traces])}, steps {first['steps']} -> {output}")
         for host, ahead in {each[FACTS]["host"]: each[FACTS]["clock_ahead_ns"] for each in traces}.items():
             if ahead:
-                say(f"the clock of {host} is put right by {-ahead / 1e6:+.3f} ms")
+                say(f"the clock of {host} is corrected by {-ahead / 1e6:+.3f} ms")
         if older:
-            say(f"left out: {', '.join(older)}, of another window")
+            say(f"left out: {', '.join(older)}, from another window")
         if absent := sorted(set(range(first["world_size"])) - {each[FACTS]["rank"] for each in traces}):
-            say(f"no trace of {name_ranks(absent)}; copy theirs here from the disk of their node")
+            say(f"no trace of {name_ranks(absent)}; copy it here from the disk of their node")
         say("open it in https://ui.perfetto.dev or chrome://tracing")
         return 0
 
@@ -73,7 +73,7 @@ def read_traces(folder: Path) -> dict[str, Trace]:
     """The ranks' traces by file name, in the order of ranks.
 
     Raises:
-        Refusal: there is none, or one is not as train.py has written it.
+        Refusal: there is none, or one was not written by train.py.
     """
     found = {int(name[1]): path for path in folder.glob("*") if (name := re.fullmatch(r"rank-(\d+)\.json", path.name))}
     if not found:
@@ -88,11 +88,11 @@ def _read(path: Path) -> Trace:
         good = isinstance(trace["traceEvents"], list) and type(trace["baseTimeNanoseconds"]) is int
         numbers = all(type(facts[name]) is int for name in ("rank", "world_size", "clock_ahead_ns", "session"))
         if not (good and numbers and isinstance(facts["host"], str) and isinstance(facts["steps"], str)):
-            raise ValueError("its facts have been changed")
+            raise ValueError("its facts were changed")
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise Refusal(f"{path}: not a trace that train.py --profile has written: {str(error)[:80]}") from None
+        raise Refusal(f"{path}: not a trace of train.py --profile: {str(error)[:80]}") from None
     return trace
 
 

@@ -1,4 +1,4 @@
-"""`python -m evenkeel sample`: a run's language model continues a text. Only reads the run."""
+"""`python -m evenkeel sample`: continue a text with a run's language model. Only reads the run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SampleCommand:
     run: tyro.conf.Positional[Path]
     """The run directory."""
     text: tyro.conf.Positional[str] = ""
-    """Beginning of the text. Default: the model begins one."""
+    """Beginning of the text. Default: empty."""
     tokens: int = option(200, 1, 10**6)
-    """Maximum number of tokens to add; a document may end before."""
+    """Maximum number of tokens to add; the document may end earlier."""
     temperature: float = option(0.8, 0, FINITE)
-    """Randomness: below 1 prefers likelier tokens, 0 always takes the likeliest."""
+    """Randomness: below 1 prefers likely tokens, 0 always takes the most likely one."""
     top_k: int = option(0, 0)
-    """Draw from the K likeliest tokens only (0: from all)."""
+    """Draw from the K most likely tokens only (0: from all)."""
     seed: int = option(0, *SEEDS)
     """Seed of the random draws."""
     checkpoint: str = "last"

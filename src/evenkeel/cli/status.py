@@ -1,7 +1,7 @@
 """`python -m evenkeel status`: all runs below some folders, one line each. Only reads; Slurm is optional.
 
-A run's folder cannot tell everything: the status.json of a run that was killed says "running" for ever. So the state of
-a run also depends on the lock that its process holds, on torchrun's process, and on what Slurm says of its job.
+A run's folder is not enough: the status.json of a run that was killed says "running" for ever. So the state of a run
+also depends on the lock of its process, on torchrun's process, and on Slurm's state of its job.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..launch.slurm.jobs import JobStatus
 
 State = Literal["queued", "running", "finished", "stopped", "failed", "lost", "unknown"]
-"""lost: it was running, and no process of it is alive any more. unknown: this machine cannot see whether one is."""
+"""lost: it was running, and none of its processes is alive. unknown: this machine cannot see whether one is."""
 
 STYLES = {"queued": "yellow", "running": "green", "finished": "bold", "stopped": "yellow", "unknown": "magenta"}
 LEFT_ALIGNED = ("RUN", "STATE", "JOB", "METRICS")
@@ -70,7 +70,7 @@ class StatusCommand:
     def __call__(self) -> int:
         """Print the table or the list."""
         if self.watch and self.json:
-            raise Refusal("--watch --json: one is for people, the other for programs; choose one")
+            raise Refusal("--watch --json: a table for people, or JSON for programs; choose one")
         for folder in self.folders:
             if not folder.is_dir():
                 raise Refusal(f"{folder}: no such folder; name run directories, or folders with runs below")
@@ -80,7 +80,7 @@ class StatusCommand:
             if runs.trouble:
                 say(f"evenkeel: {runs.trouble}", to_stderr=True)
             return 0
-        piped = not (os.isatty(1) or os.environ.get("COLUMNS"))  # then no line has to be cut
+        piped = not (os.isatty(1) or os.environ.get("COLUMNS"))  # then lines need not be cut
         console = Console(highlight=False, width=1000 if piped else None)
         if not self.watch:
             console.print(_view(runs, console))
@@ -107,19 +107,19 @@ class RunStatus:
     starts: int  # attempts so far
     seconds: float  # of the run's time, over all its starts
     goodput: float | None  # productive share of it, 0 .. 1
-    hints: list[str]  # what would help it; see run/hints.py
+    hints: list[str]  # see run/hints.py
     heard: float | None  # when the run last wrote something, in seconds since the epoch
     job_id: str | None
     job: JobStatus | None  # the state of the Slurm job; None: there is no job, or Slurm cannot be asked
 
 
 class Runs:
-    """All runs below some existing folders; `look` may be called again and again."""
+    """All runs below some existing folders; `look` may be called repeatedly."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self.folders = list(folders)
         self.trouble = ""
-        """Why Slurm cannot be asked, if there are jobs to ask for."""
+        """Why Slurm does not answer, if there are jobs."""
         self._metrics: dict[Path, Metrics] = {}
         self._jobs: dict[str, JobStatus] = {}
         self._ask_at = 0.0
@@ -151,7 +151,7 @@ class Runs:
             try:
                 self._jobs, self.trouble = ask(sorted(set(ids.values()))), ""
             except SlurmError as error:
-                self._jobs, self.trouble = {}, f"Slurm cannot be asked: {error}"
+                self._jobs, self.trouble = {}, f"Slurm does not answer: {error}"
         return {run: (job_id, self._jobs.get(job_id)) for run, job_id in ids.items()}
 
 
@@ -162,7 +162,7 @@ class Metrics(Tail):
         """The file is a new one: the run was started over."""
         self.last: dict[str, Any] = {}
         self.latest: dict[str, dict[str, Any]] = {}
-        """The last record of each kind; `last` is that of all."""
+        """The last record of each kind; `last` is the last of all."""
         self._ends: list[dict[str, Any]] = []  # the first and the last of each attempt, which the ledger needs
         self._points: deque[tuple[float, int]] = deque(maxlen=RECENT)  # (time, step) in this attempt
 
@@ -184,7 +184,7 @@ class Metrics(Tail):
         return ledger(self._ends)
 
     def pace(self) -> float | None:
-        """Seconds for each of the last steps."""
+        """Seconds per step, over the last steps."""
         points = list(self._points)
         points = points[1:] if len(points) > 2 else points  # the first step of an attempt takes longer
         steps = points[-1][1] - points[0][1] if points else 0
@@ -192,7 +192,7 @@ class Metrics(Tail):
 
 
 def find(folder: Path) -> Iterator[Path]:
-    """All runs at or below a folder, in order of their names, but for those that --fresh has moved aside."""
+    """All runs at or below a folder, by name, except those that --fresh has moved aside."""
     for path, below, files in os.walk(folder):
         if {"config.toml", "status.json"} <= set(files) or Path(path, "slurm", "job.json").is_file():
             below.clear()
@@ -240,7 +240,7 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
 
 
 def headline(metrics: dict[str, float | None]) -> dict[str, float | None]:
-    """Of a run's metrics the training loss, and what the last evaluation has measured besides a loss."""
+    """The training loss, and the metrics of the last evaluation except its losses."""
     return {name: it for name, it in metrics.items() if name.startswith(f"{TRAIN}/") == name.endswith("/loss")}
 
 
@@ -249,11 +249,11 @@ def _judge(
 ) -> tuple[State, str]:
     """The state, and why."""
     said, reason, host = status.get("state"), str(status.get("reason") or ""), status.get("host")
-    held, silent = _is_locked(run), time.time() - (heard or 0)
+    locked, silent = _is_locked(run), time.time() - (heard or 0)
     if said == "finished":
         return "finished", reason if status.get("stopped_early") else ""
-    if held and said not in ("stopped", "failed"):
-        return "running", f"no sign of life for {_duration(silent)}" if heard and silent > SILENCE else ""
+    if locked and said not in ("stopped", "failed"):
+        return "running", f"no output for {_duration(silent)}" if heard and silent > SILENCE else ""
     if said in ("running", "failed") and any(map(_is_living_agent, status.get("launch", ()))):
         return "running", f"torchrun restarts it after: {reason}" if reason else "torchrun restarts its ranks"
     if job and job.is_waiting:
@@ -265,17 +265,19 @@ def _judge(
     if job and job.is_over:
         return ("lost" if said else "stopped" if job.state == "CANCELLED" else "failed"), f"job {job_id}: {job}"
     if not said:
-        return "unknown", f"job {job_id} has left nothing, and Slurm {'does not know it' if job else 'cannot be asked'}"
+        return "unknown", f"job {job_id} left no files, and Slurm {'does not know it' if job else 'does not answer'}"
     if host == socket.gethostname():
-        alive = held is None and stat(status.get("pid", 0))
-        return ("running", "") if alive else ("lost", "its process is gone and gave no reason: killed, perhaps")
+        alive = locked is None and stat(status.get("pid", 0))
+        return (
+            ("running", "") if alive else ("lost", "its process is gone and recorded no reason; perhaps it was killed")
+        )
     if silent > SILENCE:
-        return "lost", f"it ran on {host}, and gave no sign of life for {_duration(silent)}"
-    return "unknown", f"it runs on {host}, which cannot be seen from here; last sign of life {_duration(silent)} ago"
+        return "lost", f"it ran on {host}, and has written nothing for {_duration(silent)}"
+    return "unknown", f"it runs on {host}, which is not visible from here; last output {_duration(silent)} ago"
 
 
 def _is_locked(run: Path) -> bool | None:
-    """Whether a process holds the run, here or on a machine that shares the folder; None: that cannot be seen.
+    """Whether a process has locked the run, here or on a machine that shares the folder; None: not known.
 
     Takes the lock as a reader for a moment; a start of the run waits longer than that.
     """
@@ -305,7 +307,7 @@ def _duration(seconds: float) -> str:
 
 
 def as_json(run: RunStatus) -> dict[str, Any]:
-    """A run for programs. Unknown facts are null; times are in seconds, shares between 0 and 1."""
+    """A run as JSON. Unknown facts are null; times are in seconds, shares between 0 and 1."""
     facts = asdict(run)
     job, job_id = facts.pop("job") or {}, facts.pop("job_id")
     known = {name: job.get(name) for name in ("state", "reason", "nodes", "requeues")}
@@ -313,7 +315,7 @@ def as_json(run: RunStatus) -> dict[str, Any]:
 
 
 def _view(runs: Runs, console: Console) -> Group:
-    """The table, and below it a line for each run whose state needs a reason."""
+    """The table, and below it a line for each run with a reason for its state."""
     found = runs.look()
     if not found:
         return Group(styled(f"no run below {', '.join(map(str, runs.folders))}"))

@@ -1,16 +1,16 @@
 """What any other part may use. Nothing here knows of models, data or ranks.
 
     arguments   command lines: empty words, tyro's errors as one line
-    deadlines   moments until which somebody waits
+    deadlines   points in time at which a wait ends
     display     all text that goes to a terminal, and the live line there
     errors      errors that end a program with one line, and exit codes
     files       files that are whole or absent, JSON as it was written, locks, growing files
-    kept        what a rank knows of the keeper above it, and tells it
-    keyboard    Ctrl-C as a fact that a loop asks for
-    memory      freed memory that is kept, and errors that say it has run out
+    keeper_link  a rank's messages to its keeper, and what it knows of it
+    keyboard    Ctrl-C as a flag that a loop checks
+    memory      reuse of freed memory, and out-of-memory errors
     naming      names of metrics, ranks and types in messages
     network     this node's address, and whether node 0 answers
-    package_name  names that a package of a user's may have; for tools without torch
+    package_name  valid names for a user's package; for tools without torch
     phases      what this process is doing, and where its seconds went
     processes   other processes of this machine: state, signals, torchrun
 

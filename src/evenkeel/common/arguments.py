@@ -1,4 +1,4 @@
-"""Command lines and environment variables: their names, numbers and errors, and a stdout that nobody reads."""
+"""Command lines and environment variables: names, numbers, errors, and a stdout without a reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .errors import REFUSED, Refusal
 T = TypeVar("T")
 
 LARGEST_WORLD = "EVENKEEL_LARGEST_WORLD"
-"""The environment variable that tells the ranks of an elastic job how many they may become."""
+"""The environment variable with the maximum number of ranks of an elastic job."""
 
 
 def flag(name: str) -> str:
@@ -33,7 +33,7 @@ def is_typed(name: str, words: Sequence[str]) -> bool:
 
 
 def number_in(variable: str, least: int, most: int) -> int:
-    """The whole number in an environment variable that is set; refused if it is none, or beyond its bounds."""
+    """The whole number in an environment variable that is set; refused if it is not one, or out of bounds."""
     text = os.environ[variable]
     number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
     if number is None or not least <= number <= most:
@@ -42,14 +42,14 @@ def number_in(variable: str, least: int, most: int) -> int:
 
 
 def lose_stdout() -> None:
-    """Send what is still written to stdout nowhere: its reader has gone, as with `--help | head`."""
+    """Discard further output to stdout, because its reader has closed it, as in `--help | head`."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)
 
 
 def some_options(words: Sequence[str], *options: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of some options, each given by its names, and the words that belong to others.
+    """The values of some options, each given by its names, and the other words.
 
     Raises:
         Refusal: one of them has no value.
@@ -64,7 +64,7 @@ def some_options(words: Sequence[str], *options: Sequence[str]) -> tuple[argpars
 
 
 def refuse_empty(words: Sequence[str], *classes: Any) -> None:
-    """Refuse an empty word, as an unset shell variable leaves one, unless the option is empty by default.
+    """Refuse an empty word, usually from an unset shell variable, unless the option is empty by default.
 
     `classes` are dataclasses with the options; other options on the command line are not checked.
     """
@@ -82,7 +82,7 @@ def refuse_empty(words: Sequence[str], *classes: Any) -> None:
 
 
 def refuse_unknown_command(word: str, known: Collection[str]) -> None:
-    """Refuse a command that does not exist, and suggest the one that is spelled alike.
+    """Refuse a command that does not exist, and suggest one of similar spelling.
 
     >>> refuse_unknown_command("statsu", ["status", "plan"])
     Traceback (most recent call last):
@@ -99,7 +99,7 @@ def one_line_errors(
 ) -> T:
     """Run a tyro command line and turn its framed error message into a :class:`Refusal` of one line.
 
-    tyro suggests options that are spelled alike. Where it has none, so do `synonyms`: other names -> what to type.
+    tyro suggests options of similar spelling. If it finds none, `synonyms` do: other names -> what to type.
     """
     captured = io.StringIO()
     try:

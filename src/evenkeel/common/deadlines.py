@@ -1,4 +1,4 @@
-"""Deadlines for those who wait: times of `time.monotonic`, so that several waits can share one."""
+"""Deadlines: times of `time.monotonic`, so that several waits can share one."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """All text that goes to a terminal, and the live line of a run there: step, bar, phase, speed and time left, metrics.
 
-What commands and runs say goes through `say`, `styled` or `Lines`: names of folders, metrics and samples are other
-people's, and a terminal does what is asked in them.
+All output goes through `say`, `styled` or `Lines`: names of folders, metrics and samples come from other people, and a
+terminal would execute control characters in them.
 
-A thread draws it from plain Python values, so it costs a step nothing and asks no device. rich is imported only where
-there is a terminal, because that takes as long as all of our modules.
+A thread draws the line from plain Python values, so it costs a step nothing and needs no device. rich is imported only
+where there is a terminal, because that takes as long as all of our modules.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 BAR, NARROW_BAR, NARROW = 16, 8, 100
-"""Columns of the bar, and those of a terminal in which it is the narrow one."""
+"""Columns of the bar, of the narrow bar, and of a terminal below which the bar is narrow."""
 
 BRIEF = 0.3
-"""Seconds for which a wait for data or for a checkpoint still shows as training."""
+"""Seconds below which a wait for data or a checkpoint is shown as training."""
 
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What moves the cursor, changes colours or the order of letters, or cannot be written: control characters but line
-breaks and tabs, directions of writing, halves of characters."""
+"""Characters that move the cursor, change colours or the order of letters, or cannot be encoded: control characters
+except line breaks and tabs, writing directions, surrogates."""
 
 WORDS = {
     COMPILATION: "compiling",
@@ -47,11 +47,11 @@ WORDS = {
     DATA: "waiting for data",
     HANGING: "hanging",
 }
-"""Words for phases; all others of a step are "training"."""
+"""How phases are shown; all others of a step are "training"."""
 
 
 def plain(text: str) -> str:
-    """Text as a terminal may have it: what would act there, or cannot be written, is escaped.
+    """Text that is safe for a terminal: control characters and what cannot be encoded are escaped.
 
     >>> plain("runs/\\x1b[2Jmine")
     'runs/\\\\x1b[2Jmine'
@@ -60,7 +60,7 @@ def plain(text: str) -> str:
 
 
 def say(text: str, to_stderr: bool = False) -> None:
-    """Print text of our own, whatever names are in it."""
+    """Print a text; control characters in it are escaped."""
     print(plain(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
@@ -80,16 +80,16 @@ class Lines(logging.Formatter):
 
 
 def announce() -> None:
-    """Say, before the imports that take seconds, that the program has started. The next line overwrites it.
+    """Print that the program has started, before imports that take seconds. The next line overwrites it.
 
-    >>> announce()  # nothing, where nobody looks at a terminal
+    >>> announce()  # nothing, if stdout is no terminal
     """
     if _is_seen():
         print("starting: importing", end="\r", flush=True)
 
 
 def start() -> None:
-    """Show the line from now on, on rank 0 and if stdout is a terminal."""
+    """Start to show the line, on rank 0 and if stdout is a terminal."""
     global shown
     if _is_seen() and not shown:
         shown = Display()
@@ -108,7 +108,7 @@ def _is_seen() -> bool:
 
 
 class Display:
-    """The line, below whatever is printed meanwhile."""
+    """The line, below all other output."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -120,14 +120,14 @@ class Display:
                 lose_stdout()  # without a reader the training goes on
 
             def show_cursor(self, show: bool = True) -> bool:
-                return False  # nor hide it: a process that is killed could not bring it back
+                return False  # nor hide it: a killed process could not show it again
 
         # no colours for numbers, and no line breaks of rich's own
         console = Terminal(highlight=False, soft_wrap=True)
         self.metrics = list[str]()
         """The last metrics, as text."""
         self.more = list[str]()
-        """What else is known of the speed and the time, as text."""
+        """More about the speed and the time, as text."""
         self._plan: Any = None
         self._end = ""
         self._seen = 0  # the step of the last redraw
@@ -141,12 +141,12 @@ class Display:
         self._plan, self._seen, self._live.transient = plan, activity.step, False
 
     def stop(self, end: str = "stopped") -> None:
-        """Leave the line as it is, with a word for the end of the run; erase it if no step has been counted."""
+        """Leave the line as it is, with how the run ended; erase it if no step was counted."""
         self._end = self._end or end * bool(self._plan)
         self._live.stop()
 
     def _leave_to_parent(self) -> None:
-        """A loader process may print, but not draw, nor wait for the lock that the thread held when it was forked."""
+        """In a loader process: print, but do not draw, nor wait for a lock that the thread had at the fork."""
         console = self._live.console
         console._lock = threading.RLock()
         if self._live.is_started:
@@ -180,7 +180,7 @@ class Line:
     step: int
     total: int  # 0: unknown, and no bar
     facts: list[str]
-    """The most important first. Those that do not fit are left out; the first one is cut if need be."""
+    """The most important first. Those that do not fit are left out; the first one may be cut."""
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Table]:
         from rich.cells import cell_len
@@ -202,7 +202,7 @@ class Line:
 
 
 def _doing() -> str:
-    """The present phase in words, and its seconds if it has lasted longer than 2."""
+    """The present phase in words, with its seconds from 2 on."""
     phase, detail, seconds = activity.phase, activity.detail, activity.seconds_in_phase()
     if phase == START_UP:
         word = f"starting: {detail}"

@@ -17,7 +17,7 @@ REFUSED = 2
 """Exit code of a refused input."""
 
 NODES_REFUSE = 30.0
-"""Seconds for which a node that refuses its input waits for the other nodes, which may start more slowly."""
+"""Seconds that a node which refuses its input waits for the other nodes, which may start more slowly."""
 
 
 class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error of ours)
@@ -29,7 +29,7 @@ class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error o
 
 
 class Ended(Exception):  # noqa: N818
-    """The run cannot go on, and one line says why. All ranks raise it, rank 0 prints it; exit code 1."""
+    """The run cannot go on; the text is one line that says why. All ranks raise it, rank 0 prints it; exit code 1."""
 
 
 class EndedHere(Ended):
@@ -37,7 +37,7 @@ class EndedHere(Ended):
 
 
 class EndedByData(EndedHere):
-    """The same because of a sample. A loader process sends its traceback with the line; only the line is kept."""
+    """The same because of a sample. A loader process sends a traceback and the line; only the line is printed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.strip().rpartition(f"{type(self).__module__}.{type(self).__qualname__}: ")[2])
@@ -45,7 +45,7 @@ class EndedByData(EndedHere):
 
 @contextlib.contextmanager
 def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
-    """Turn a `sys.exit` in a task's code into an error of this kind: exit code 0 would pass for a finished run."""
+    """Turn a `sys.exit` in a task's code into an error of this kind: with exit code 0 the run would look finished."""
     try:
         yield
     except SystemExit as exit_:

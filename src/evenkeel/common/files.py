@@ -1,4 +1,4 @@
-"""Files that are whole or absent, locks that end with their process, and files that grow while they are read."""
+"""Files that are whole or absent, locks that end with their process, and files that are read while they grow."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 MOST = 1e11
-"""What is beyond it is no number that a run has written: a time in the year 5138, a duration of 3,000 years."""
+"""The largest number that a run writes: a time in the year 5138, a duration of 3,000 years."""
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: bool = False) -> None:
-    """Write a file so that a crash leaves the old file or the new one, never a part.
+    """Write a file so that a crash leaves the old file or the new one, never a partial one.
 
     `write` is called with the open, empty file; `private`: see :func:`close_to_others`. The steps and their order are
     those of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014).
@@ -48,7 +48,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk; a rename is not durable before."""
+    """Sync a folder's entries to the disk; without that a rename is not durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -57,7 +57,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def close_to_others(path: Path) -> None:
-    """Make a file readable for its owner only, and for the group if the umask (002) lets that write to it."""
+    """Make a file readable for its owner only, and for the group if the umask (002) lets the group write."""
     path.chmod(0o660 if path.stat().st_mode & 0o020 else 0o600)
 
 
@@ -86,10 +86,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def alike(value: Any, example: Any) -> bool:
-    """Whether a value from JSON has the type of an example, and all that is in it too.
+    """Whether a value from JSON has the type of an example, and so have all values in it.
 
-    The example's first item stands for all of a list or object. A pair is one of two; an object with several names has
-    just these. Numbers are at most `MOST`, whole ones fit into 64 bits; they are negative only if the example is.
+    The first item of a list or object is the example for all its items. A list of two matches only a list of two; an
+    object with several names matches only one with these names. Numbers are at most `MOST`, integers fit into 64 bits;
+    negative ones match only a negative example.
     """
     if isinstance(example, float):
         return type(value) in (int, float) and MOST * min(0, example) <= value <= MOST
@@ -123,7 +124,7 @@ def unused(path: Path) -> Path:
 
 
 def make_unused(path: Path) -> Path:
-    """Make a folder with such a name; two processes that ask at once get different ones."""
+    """Make a folder with such a name; two processes that do so at once get different ones."""
     while True:
         with contextlib.suppress(FileExistsError):
             (free := unused(path)).mkdir(parents=True)
@@ -131,7 +132,7 @@ def make_unused(path: Path) -> Path:
 
 
 def lock(file: IO[Any] | int, until: float = 0.0) -> bool:
-    """Lock an open file or folder against other processes; return whether that was possible.
+    """Lock an open file or folder against other processes; return whether that succeeded.
 
     Tries until a time of `time.monotonic`; 0: once. The kernel releases the lock when the file is closed, or when the
     process dies.
@@ -146,7 +147,7 @@ def lock(file: IO[Any] | int, until: float = 0.0) -> bool:
 
 
 class HashingWriter:
-    """A file that knows its size and sha256 when it is written, without being read again."""
+    """A file that computes its size and sha256 while it is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -156,7 +157,7 @@ class HashingWriter:
         self.flush = file.flush
 
     def write(self, data: bytes) -> int:
-        """Write, and keep the error if that fails: who calls this may report another in its place."""
+        """Write, and store the error if that fails, because the caller may report another one instead."""
         self.digest.update(data)
         self.bytes += len(data)
         try:

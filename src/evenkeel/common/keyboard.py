@@ -1,4 +1,4 @@
-"""Ctrl-C as a fact that a loop asks for.
+"""Ctrl-C as a flag that a loop checks.
 
 A KeyboardInterrupt can be raised anywhere, also in a destructor or a callback that swallows it.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class CtrlC:
-    """A context in which Ctrl-C interrupts nothing and is remembered. For the main thread."""
+    """A context in which Ctrl-C only sets a flag. For the main thread."""
 
     pressed = False
 
@@ -23,7 +23,7 @@ class CtrlC:
         signal.signal(signal.SIGINT, self._before)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until Ctrl-C is pressed, at most so long; return whether it has been."""
+        """Wait until Ctrl-C is pressed, at most so long; return whether it was."""
         until = time.monotonic() + seconds
         while not self.pressed and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, 0.1))

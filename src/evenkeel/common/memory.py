@@ -1,4 +1,4 @@
-"""Memory of the C library that is kept for the next step, and errors that say that memory has run out."""
+"""Keep the memory that the C library frees for the next step; recognise out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt in <malloc.h>."""
 
 KEPT = 1 << 30
-"""Bytes of freed memory that the process keeps; also the size from which a block is not kept."""
+"""Bytes of freed memory that the process keeps; also the size from which a block goes back to the kernel."""
 
 SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
@@ -25,7 +25,7 @@ OUT_OF_MEMORY = (
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory; return whether it will. No number depends on it, and loader processes inherit it.
+    """Let glibc keep freed memory; return whether it will. No result depends on it, and loader processes inherit it.
 
     glibc returns a large block to the kernel as soon as it is freed, and each step asks for the same blocks again. The
     kernel then has to clear every page, which takes a tenth to a third of a step on a CPU.
@@ -37,7 +37,7 @@ def keep_freed_memory() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device's or the host's memory has run out; torch has no common type for that."""
+    """Whether an error says that the device or the host is out of memory; torch has no common type for that."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):

@@ -14,7 +14,7 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
 
 def in_set(part: str, name: str) -> str:
-    """The full name of a metric that a task has given any name."""
+    """The full name of a metric of a task."""
     return name if name.startswith(f"{part}/") else f"{part}/{name}"
 
 
@@ -40,29 +40,29 @@ def shown(values: Mapping[str, Any]) -> str:
 
 
 def progress(step: int, total: int | None, *facts: str) -> str:
-    """A line about a step: how far the run is, and what there is to say."""
+    """A line about a step: how far the run is, and some facts."""
     return "  ".join([f"step {step}/{total or '?'}", *filter(None, facts)])
 
 
 def eta(seconds: float | None) -> str:
-    """The time left: "ETA 0:00:57"; empty if it is not known."""
+    """The remaining time: "ETA 0:00:57"; empty if it is not known."""
     return "" if seconds is None else f"ETA {timedelta(seconds=round(seconds))}"
 
 
 def rates(values: Mapping[str, Any]) -> list[str]:
-    """How fast a run is, from the figures of a training line: ["504 samples/s"]."""
+    """The speed of a run, from a training record: ["504 samples/s"]."""
     known = {unit: values.get(f"{TRAIN}/{unit}_per_s") for unit in ("samples", "tokens")}
     return [f"{rate:,.0f} {unit}/s" for unit, rate in known.items() if rate is not None]
 
 
 def shares(values: Mapping[str, Any], goodput: float | None) -> list[str]:
-    """What a run makes of its time, from the figures of a training line: ["data wait 3 %", "goodput 71 %"]."""
+    """How a run spends its time, from a training record: ["data wait 3 %", "goodput 71 %"]."""
     known = {"MFU": values.get(f"{TRAIN}/mfu"), "data wait": values.get(f"{TRAIN}/data_wait"), "goodput": goodput}
     return [f"{name} {100 * share:.0f} %" for name, share in known.items() if share is not None]
 
 
 def in_epoch(epoch: int, epochs: int | None) -> str:
-    """Where a run is, from 1 on: "epoch 3/20"; without a total if it ends in the midst of an epoch."""
+    """The epoch, from 1: "epoch 3/20"; without a total if the run ends in mid-epoch."""
     return f"epoch {epoch}" + f"/{epochs}" * (epochs is not None)
 
 
@@ -80,7 +80,7 @@ def count_ranks(number: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Names in a line, only the first few of many."""
+    """Names in a line, at most the first few."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

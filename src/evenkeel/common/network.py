@@ -1,7 +1,7 @@
 """This node on the network: its address for the others, and whether node 0 answers.
 
-Torch takes the host name for the address. On many machines that resolves to 127.0.1.1, or only on the machine itself,
-and then two nodes on a healthy network never meet. The kernel's routing table knows better.
+Torch uses the host name as the address. On many machines that resolves to 127.0.1.1, or only on the machine itself, and
+then two nodes on a healthy network never meet. So the address comes from the kernel's routing table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Link(NamedTuple):
 
 
 def find_link(master: str, port: int, *, is_master: bool) -> Link:
-    """Ask the kernel by which address and interface this node talks to ``master``. Sends nothing."""
+    """The address and interface by which this node sends to ``master``, from the kernel's routes. Sends nothing."""
     try:
         family, _, _, _, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
         address = _source_address(family, target)
@@ -48,7 +48,7 @@ def find_link(master: str, port: int, *, is_master: bool) -> Link:
 def meet(master: str, port: int, *, is_master: bool, patience: float) -> None:
     """Wait until node 0 answers, `patience` seconds at most; on node 0, check that the port is free.
 
-    Torch answers either with a stack trace, on the other nodes after a minute.
+    Torch would print a stack trace in either case, on the other nodes after a minute.
     """
     if is_master:
         with socket.socket() as probe:
@@ -67,7 +67,7 @@ def meet(master: str, port: int, *, is_master: bool, patience: float) -> None:
 
 
 class Waiting:
-    """Says on stderr what this process waits for: after 3 seconds, and then every 20 seconds."""
+    """Prints on stderr what this process waits for: after 3 seconds, and then every 20 seconds."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -83,7 +83,7 @@ class Waiting:
 def reach(host: str, port: int, patience: float, what: str) -> str:
     """Wait until something listens on a TCP port; return "", or why nothing did for `patience` seconds.
 
-    Says on stderr `what` is being done.
+    Prints `what` is being done on stderr.
     """
     deadline, waiting = time.monotonic() + patience, Waiting()
     while True:
@@ -106,7 +106,7 @@ def _source_address(family: int, target: Any) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, not a name, is one that every machine has for itself."""
+    """Whether this is a loopback address; False for a host name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -114,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 
 def interfaces() -> dict[str, str]:
-    """This node's interfaces and their IPv4 addresses; empty where Linux does not tell."""
+    """This node's interfaces and their IPv4 addresses."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -1,4 +1,4 @@
-"""Names that a package of a user's may have. Imports the standard library only, for tools that run without torch."""
+"""Valid names for a user's package. Imports the standard library only, for tools that run without torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def why_not(name: str, taken: Iterable[str] = (), path: Iterable[str] = ()) -> s
     """Why a package cannot have this name, and the remedy; "" if it can.
 
     Args:
-        name: what is to be imported.
+        name: of the package.
         taken: names of modules and distributions that it must not hide.
         path: folders with installed modules, besides `sys.path`.
     """
     if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
-        return "is no name of a package; use small letters, digits and _, as in mytrainer"
+        return "is not a package name; use small letters, digits and _, as in mytrainer"
     if keyword.issoftkeyword(name) or name in dir(builtins):
-        return "is a word of Python; choose another, as mytrainer"
+        return "is a word of Python; choose another, such as mytrainer"
     installed = (module.name for module in pkgutil.iter_modules([*sys.path, *path]))
     known = {other.lower().replace("-", "_") for other in (*sys.stdlib_module_names, *taken, *installed)}
     if name in known or importlib.util.find_spec(name):
-        return "there is a module of this name already; choose another"
+        return "a module of this name exists; choose another"
     return ""

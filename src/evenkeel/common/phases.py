@@ -1,7 +1,7 @@
-"""What this process is doing, and where its seconds went.
+"""What this process is doing, and how it has spent its time.
 
 The main thread marks each change of phase, in less than a microsecond. The ledger adds up the seconds, the watch for
-hangs looks for marks that do not come, and the display shows the phase.
+hangs notices missing marks, and the display shows the phase.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class Activity:
         self.begin()
 
     def begin(self) -> None:
-        """Count from the start of this process; for a fork, which has its parent's counts."""
+        """Reset the counts to the start of this process; also for a fork, which inherits its parent's."""
         self.step = 0
         """Optimizer steps done."""
         self.redo_until = 0
         """The last step that an earlier attempt had done."""
         self.phase = START_UP
         self.detail = "importing"
-        """What is done within the phase, for the display."""
+        """The part of the phase, for the display."""
         self.changes = 0
-        """Marks so far. If this stands still, so does the process."""
+        """Marks so far. If this does not change, the process is stuck."""
         self._since = time.monotonic() - _age()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, phase: str, detail: str = "") -> None:
-        """Mark that another phase begins, or the next piece of the same one."""
+        """Mark the start of a phase, or of the next part of the same one."""
         now = time.monotonic()
         self._seconds[self._account()] += now - self._since
         self.phase, self.detail, self._since = phase, detail, now
@@ -84,7 +84,7 @@ class Activity:
         self.phase = HANGING
 
     def note(self, error: BaseException) -> None:
-        """Keep the present phase in an error, for :meth:`phase_of`, unless an inner one is there."""
+        """Store the present phase in an error, for :meth:`phase_of`, unless it has an inner one."""
         if not hasattr(error, "evenkeel_phase"):
             with suppress(AttributeError):  # one with __slots__
                 error.evenkeel_phase = self.phase  # type: ignore[attr-defined]
@@ -108,8 +108,7 @@ class Activity:
 
 
 def _age() -> float:
-    """Seconds since this process was started, imports included; 0 where there is no /proc, or a container has an uptime
-    of its own."""
+    """Seconds since this process was started, imports included; 0 without /proc, or with a container's own uptime."""
     if (me := stat(os.getpid())) is None:
         return 0.0
     return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - me.started / os.sysconf("SC_CLK_TCK"))

@@ -1,4 +1,4 @@
-"""Other processes of this machine: their state, signals, torchrun's agent, and children that must not stay behind."""
+"""Other processes of this machine: their state, signals, torchrun's agent, and children to end at exit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from . import kept
+from . import keeper_link
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """From torchrun's agent or Docker, the keyboard, Slurm (two), and a terminal that is closed."""
 
 AGENT_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
-"""What torchrun is to pass on to its ranks."""
+"""Signals that torchrun should pass on to its ranks."""
 
 REFUSAL = signal.SIGALRM
 """From a rank to its agent: the input is refused, and a restart would not change that."""
 
 
 class Stat(NamedTuple):
-    """What the kernel says of a process; see proc_pid_stat(5)."""
+    """A process as the kernel describes it; see proc_pid_stat(5)."""
 
     state: str
     """R running, S sleeping, T stopped, Z a zombie, ..."""
@@ -75,22 +75,22 @@ def name_process(name: str) -> None:
 
 
 def process_name(pid: int) -> str:
-    """What :func:`name_process` has set, or the program's name; "" if there is no such process, or no /proc."""
+    """The name by :func:`name_process`, else the program's; "" if there is no such process, or no /proc."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
 
 
 def adopt_orphans() -> None:
-    """From now on processes below this one become its children when their own parent dies. Linux only."""
+    """Make this process the new parent of descendants whose own parent dies. Linux only."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER in <linux/prctl.h>
 
 
 def leave_nothing(seconds: float = 1.0) -> None:
     """Kill the `multiprocessing` children of this process, wait for them, and delete its temporary folders.
 
-    For a process that ends by `os._exit`, which skips what `multiprocessing` does at exit. Takes milliseconds. Empty
-    folders that torchrun has made for tracebacks go as well.
+    For a process that ends by `os._exit`, which skips the exit handlers of `multiprocessing`. Takes milliseconds. Empty
+    folders that torchrun has made for tracebacks are deleted too.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error about each loader process
@@ -98,12 +98,13 @@ def leave_nothing(seconds: float = 1.0) -> None:
     for child in children:
         child.kill()
     for child in children:
-        child.join(max(0.0, until - time.monotonic()))  # or it might put something into the folder yet
+        child.join(max(0.0, until - time.monotonic()))  # or it might still write into the folder
     if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
         shutil.rmtree(folder, ignore_errors=True)
-    kept.end()
+    keeper_link.run_before_exit()
     logs = [*Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents][:4]  # of rank, attempt, job and agent
-    if len(logs) == 4 and not kept.is_kept() and logs[-1].name.startswith("torchelastic_"):  # not those of a --log-dir
+    made = len(logs) == 4 and logs[-1].name.startswith("torchelastic_")  # not the folders of a --log-dir
+    if made and not keeper_link.has_keeper():
         with contextlib.suppress(OSError):  # there is a traceback in it, or another rank has not left yet
             for path in logs:
                 path.rmdir()
@@ -131,7 +132,7 @@ def torchrun_agent() -> int | None:
 
 
 def ends_with_traceback(launcher: int) -> bool:
-    """Whether a process is torchrun, which prints a traceback when a signal stops it, and not our agent around it."""
+    """Whether a process is plain torchrun, which prints a traceback when a signal stops it, and not our agent."""
     return process_name(launcher) == "pt_elastic" and not _in_mask(launcher, "SigCgt", REFUSAL)
 
 
@@ -144,11 +145,11 @@ def can_lose_a_node(agent: int) -> bool:
 
 
 def end_agent(agent: int, failed: bool = False) -> None:
-    """End torchrun without a restart of its workers, and wait until it is gone, 5 seconds at most.
+    """End torchrun without a restart of its workers, and wait for its end, 5 seconds at most.
 
-    The signal is one that torchrun does not handle, because it answers the others with a traceback. Some torchruns need
-    SIGTERM: process 1 of a container, which nothing else ends, one with --redirects or --tee, which has yet to show
-    what it captured, and one that is to end with exit code 1 (`failed`).
+    The signal is one that torchrun does not handle, because it prints a traceback for the others. Some torchruns need
+    SIGTERM: process 1 of a container, which no other signal ends; one with --redirects or --tee, which has still to
+    print what it captured; and one that should end with exit code 1 (`failed`).
     """
     with contextlib.suppress(OSError):  # it has just ended
         children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
@@ -156,10 +157,10 @@ def end_agent(agent: int, failed: bool = False) -> None:
         shown = os.path.samestat(Path(f"/proc/{agent}/fd/2").stat(), os.fstat(2))
         quiet = (shown and agent != 1 and not failed) or _in_mask(agent, "SigCgt", REFUSAL)  # our agent handles it
         if os.getppid() != agent:
-            return  # it has ended meanwhile, and its pid may be another process's
+            return  # it has ended, and its pid may now be another process's
         os.kill(agent, REFUSAL if quiet else signal.SIGTERM)
         for worker in workers:
-            with contextlib.suppress(ProcessLookupError):  # one that ends by itself must not spare the others
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself; go on with the others
                 os.kill(worker, signal.SIGTERM)
     orphaned_within(5, agent)
 
@@ -172,7 +173,7 @@ def _is_of_torchrun(pid: int) -> bool:
 
 
 def orphaned_within(seconds: float, parent: int) -> bool:
-    """Wait for the parent's death, at most so long; return whether it has come."""
+    """Wait for the parent's death, at most so long; return whether it has died."""
     deadline = time.monotonic() + seconds
     while os.getppid() == parent and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -180,7 +181,7 @@ def orphaned_within(seconds: float, parent: int) -> bool:
 
 
 def count_cores() -> int:
-    """Cores that this process may use, by its affinity and by the quota of its container."""
+    """Cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())

@@ -28,16 +28,16 @@ def check_numbers(options: Any) -> None:
 
 
 def validate(config: Config, samples: int | None = None) -> None:
-    """Refuse options that cannot be meant or exclude each other. Sizes of the data are checked where they are given."""
+    """Refuse impossible options and contradictions; with `samples`, also a batch above the training data."""
     check_numbers(config)
     if not (FLOOR <= config.loss_scale < 2**127 and math.frexp(config.loss_scale)[0] == 0.5):
         raise Refusal(f"--loss-scale {config.loss_scale:g}: must be a power of two from 2**-14 to 2**126, e.g. 65536")
     if config.eval_only and config.fresh:
-        raise Refusal("--eval-only --fresh: one looks at a run, the other starts over; choose one")
+        raise Refusal("--eval-only --fresh: one evaluates a run, the other starts over; choose one")
     size, parts = config.batch_size, {"--micro-batch": config.micro_batch, "--micro-batches": config.micro_batches}
     if all(parts.values()):
         typed = " ".join(f"{name} {value}" for name, value in parts.items())
-        raise Refusal(f"{typed}: the size and the number of a step's parts; leave one of them out")
+        raise Refusal(f"{typed}: these are the size and the number of a step's parts; leave one of them out")
     for name, value in parts.items():
         if value != "auto" and value > size:
             raise Refusal(f"{name} {value}: is above --batch-size {size}; a micro-batch is a part of the batch")
@@ -52,12 +52,12 @@ def validate(config: Config, samples: int | None = None) -> None:
     shares_of(config)
     window = profile_window(config)
     if config.memory_snapshot and not window:
-        raise Refusal("--memory-snapshot: of which steps? name them too, for example --profile 20:25")
+        raise Refusal("--memory-snapshot: needs the steps too, for example --profile 20:25")
     _check_devices(config)
 
 
 def profile_window(config: Config) -> range:
-    """The steps of --profile, counted from 0; empty without it. Refused if it is no FIRST:LAST with a step in it."""
+    """The steps of --profile, counted from 0; empty without it. Refused unless it is FIRST:LAST with FIRST < LAST."""
     numbers = re.fullmatch("([0-9]{1,12}):([0-9]{1,12})", config.profile)
     window = range(int(numbers[1]), int(numbers[2])) if numbers else range(0)
     if config.profile and not window:
@@ -77,7 +77,7 @@ def shares_of(config: Config) -> list[int]:
 
 
 def _check_devices(config: Config) -> None:
-    """Refuse what cannot be laid out together on the devices of a process."""
+    """Refuse combinations that do not fit on the devices of a process."""
     dp, synced, k = config.strategy == "dp", config.sync_batchnorm, config.model_parallel
     placed_networks(config)
     if config.place and k > 1:
@@ -106,7 +106,7 @@ def _check_devices(config: Config) -> None:
 
 
 def placed_networks(config: Config) -> dict[str, int]:
-    """Network -> number of its device within the process, as --place says; refused if it does not say that."""
+    """Network -> number of its device within the process, from --place; refused if that is malformed."""
     found: dict[str, int] = {}
     for item in filter(None, config.place.split(",")):
         name, _, number = (part.strip() for part in item.partition("="))

@@ -1,4 +1,4 @@
-"""The options of `train.py`. All of them describe the job as a whole, none of them a single rank."""
+"""The options of `train.py`. They describe the whole job, never a single rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEDS: Bounds = (0, 2**63 - 1)
 WEEK = 7 * 86400
 
 FLOOR = 2.0**-14
-"""The least loss scale, float16's smallest normal number. A gradient that overflows even so needs another remedy."""
+"""Minimum loss scale, float16's smallest normal number. If a gradient still overflows, another remedy is needed."""
 
 
 def option(
@@ -40,7 +40,7 @@ def option(
         change: whether it may change when a run is continued. "refused": no, it shapes the result. "warned": yes, with
             a warning, because a run that is out of memory must be able to go on. It decides how a batch is cut, not
             which samples it has, so dropout, mixing, BatchNorm's groups and the last bits change. "free": yes.
-            "unsaved": it concerns one start and not the run, and is not written to config.toml.
+            "unsaved": it is for one start, not for the run, and is not written to config.toml.
     """
     bounds = {} if least is None else {"bounds": (least, most)}
     return field(default=default, metadata={"change": change} | bounds)
@@ -75,7 +75,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How the data is cut and loaded. What it is, the task says."""
+    """How the data is cut and loaded. The task defines the data."""
 
     batch_size: int = option(64, 1)
     """Samples of one optimizer step, over all processes."""
@@ -90,9 +90,9 @@ class DataOptions:
     num_workers: int = option(0, 0, 1024, change="free")
     """Data-loading processes per training process, e.g. 4 (0: load in the training process)."""
     other_data: Flag = option(False, change="unsaved")
-    """Continue although the samples differ from those at the start of the run, or between processes."""
+    """Continue even if the samples differ from those at the start of the run, or between processes."""
     validation: float = option(0.0, 0, BELOW_1)
-    """Share of the training data to hold out for validation, e.g. 0.1; the test data is then for the end (0: none)."""
+    """Share of the training data for validation, e.g. 0.1; the test data is then used at the end only (0: none)."""
     drop_last: Flag = False
     """Leave out the end of each epoch that does not fill a batch: other samples in each epoch."""
     limit_batches: int = option(0, 0)
@@ -124,7 +124,7 @@ class ModelOptions:
     strategy: Annotated[Literal["ddp", "dp"], NAME] = option("ddp", change="warned")
     """ddp: one process per GPU. dp: nn.DataParallel, one process for all visible GPUs, which is slower."""
     share_gpu: Flag = option(False, change="free")
-    """Let several processes use one GPU, to try out a job of many; slow, for gloo carries what NCCL cannot."""
+    """Let several processes share a GPU, to try out a larger job; slow, because gloo replaces NCCL."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class OptimizerOptions:
     lr: float = option(2e-3, 0, FINITE)
     """Peak learning rate, e.g. 0.001."""
     schedule: Annotated[Literal["constant", "linear", "cosine", "step", "poly"], NAME] = "cosine"
-    """Learning rate: constant; linear, cosine or poly (power 0.9) down to 0; step: x 0.1 after each third of it."""
+    """Learning rate: constant; linear, cosine or poly (power 0.9) to 0; step: x 0.1 after each third of the run."""
     warmup_steps: int = option(0, 0)
     """Raise the learning rate linearly from 0 over this many steps, e.g. 500."""
     weight_decay: float = option(0.01, 0, FINITE)
@@ -153,7 +153,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """Numbers of the forward and backward passes. Weights are in float32 always."""
+    """Arithmetic of the forward and backward passes. Weights are always in float32."""
 
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], NAME] = "fp32"
     """fp32; tf32: fp32 with faster, coarser matrix products on GPUs; bf16 or fp16: autocast."""
@@ -163,24 +163,24 @@ class PrecisionOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What is saved, and what happens when something goes wrong."""
+    """Checkpoints, and what happens when something goes wrong."""
 
     checkpoint_every: int = option(100, 0, change="free")
     """Save a checkpoint every N steps (0: only when the run stops, which always saves one)."""
     keep: int = option(2, 1, change="free")
     """Newest checkpoints to keep, besides the best one."""
     grace: float = option(25.0, 1, WEEK, change="free")
-    """Seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
+    """Maximum seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
     hang_timeout: float = option(600.0, 0, WEEK, change="free")
-    """Seconds without progress after which the job counts as hanging: it is saved and ended (0 disables it)."""
+    """Seconds without progress after which a hanging job is saved and ended (0 disables it)."""
     keeper: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
-    """on: killed ranks restart in place; off: by torchrun."""
+    """on: killed ranks restart in place; off: torchrun restarts them."""
     keeper_restarts: int = option(3, 0, change="free")
     """Maximum consecutive in-place restarts without progress."""
     keeper_memory: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
-    """on: restart from the last step, kept in memory (one copy of the state per rank); off: from the disk."""
+    """on: restart from the last step, in memory (one copy of the state per rank); off: from the disk."""
     on_nonfinite: Annotated[Literal["stop", "skip"], NAME] = option("stop", change="free")
-    """If the loss or gradient is NaN or infinite: stop (end the run before that step) or skip (leave the step out)."""
+    """If the loss or gradient is NaN or infinite: stop (end the run before that step) or skip (omit the step)."""
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,9 @@ class LoggingOptions:
     tensorboard: Flag = option(False, change="free")
     """Also write the metrics for TensorBoard (extra `tensorboard`)."""
     csv: Flag = option(False, change="free")
-    """Also write the metrics to metrics.csv of the run."""
+    """Also write the metrics to metrics.csv in the run directory."""
     save_predictions: Flag = option(False, change="free")
-    """Save the predictions of the last evaluation, for a report."""
+    """Save the predictions of the last evaluation for `evenkeel report`."""
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], NAME] = option("auto", change="free")
     """Weights & Biases: online, offline, disabled; auto: online if there is a key (WANDB_API_KEY or `wandb login`)."""
     wandb_report: Flag = option(False, change="free")
@@ -202,21 +202,21 @@ class LoggingOptions:
     profile: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="")] = option("", change="unsaved")
     """Trace these steps, e.g. 20:25 for the five after step 20."""
     memory_snapshot: Flag = option(False, change="unsaved")
-    """With --profile on GPUs: memory too, for pytorch.org/memory_viz."""
+    """With --profile on GPUs: also record memory, for pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True)
 class ReproducibilityOptions:
-    """What the bits of the result depend on."""
+    """What decides the bits of the result."""
 
     seed: int = option(0, *SEEDS)
     """Seed of the initial weights, the order of samples, augmentation and dropout."""
     deterministic: Flag = False
     """Use only algorithms that give the same bits each time on one machine."""
     reduce: Annotated[Literal["ring", "tree"], NAME] = "ring"
-    """How gradients are summed. ring: as usual in DDP; tree: with the same bits on any number of processes."""
+    """How gradients are summed. ring: as usual in DDP; tree: the same bits on any number of processes."""
     threads: int = option(0, 0, 4096, change="free")
-    """CPU threads of each process, e.g. 4 (0: as when the run began; a new run divides the cores, or takes 1)."""
+    """CPU threads per process, e.g. 4 (0: as at the start of the run; a new run divides the cores, or takes 1)."""
     strict_bits: Flag = option(False, change="free")
     """Refuse to continue if machine, libraries or code have changed."""
     digest_every: int = option(0, 0, change="free")
@@ -234,17 +234,17 @@ class Config(
     """
 
     def __post_init__(self) -> None:
-        for it in fields(self):  # text will do for a path
+        for it in fields(self):  # text is accepted as a path
             if it.type == "MaybePath" and isinstance(path := getattr(self, it.name), str):
                 object.__setattr__(self, it.name, Path(path))
 
     def resolved(self) -> Config:
-        """This with the defaults filled in that depend on other options."""
+        """A copy with the defaults that depend on other options."""
         return replace(self, run_dir=self.run_dir or Path("runs") / self.task.rpartition(":")[2])
 
     @property
     def exact(self) -> bool:
-        """Whether bits are promised: deterministic kernels, one thread."""
+        """Whether the same bits are promised: deterministic kernels, one thread."""
         return self.deterministic or self.reduce == "tree"
 
     @property

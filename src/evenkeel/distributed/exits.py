@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.display import say
 from ..common.errors import FAILED, NODES_REFUSE, REFUSED, Ended, EndedHere, Refusal
 from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
@@ -41,15 +41,15 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return FAILED
     except Refusal as refusal:
         line = " ".join(str(refusal).split())
-        if kept.is_kept():
-            kept.tell("refusal", line)  # which stands in this process's place for torchrun
+        if keeper_link.has_keeper():
+            keeper_link.send("refusal", line)  # which stands in this process's place for torchrun
         else:
             refuse(line)
         return REFUSED
     except Exception as error:
         # printed here, so that `leave` can follow: taking down the interpreter delays a job's restart by a second
-        if kept.is_kept() and is_loss_of_a_rank(error):
-            kept.tell("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
+        if keeper_link.has_keeper() and is_loss_of_a_rank(error):
+            keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         else:
             sys.excepthook(type(error), error, error.__traceback__)
         return 1
@@ -101,7 +101,7 @@ def leave(code: int) -> NoReturn:
     Without taking down the interpreter: gloo's threads may still be releasing a collective, which once in some hundred
     runs aborted the process (exit code -6), and torchrun would restart a run that has finished.
     """
-    if not kept.is_followed():  # another fork would miss what they delete
+    if not keeper_link.has_sent_loss():  # another fork would miss what they delete
         atexit._run_exitfuncs()
     leave_nothing()
     for stream in (sys.stdout, sys.stderr):

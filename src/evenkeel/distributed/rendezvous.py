@@ -39,7 +39,7 @@ from torch.distributed import DistError, is_torchelastic_launched
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import NODES_REFUSE, EndedHere, Refusal
 from ..common.network import Waiting, reach
 
@@ -72,7 +72,7 @@ def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | 
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     here = rank == 0 and not _agent_hosts()  # in this process, or beside its keeper
-    hosts = here and kept.STORE not in os.environ
+    hosts = here and keeper_link.STORE not in os.environ
     who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
     # a node may not find itself by the name that the others use; and in a container without DNS torch, which looks up
     # who is at the other end, takes ten seconds for localhost
@@ -100,26 +100,26 @@ def refuse_together(text: str) -> None:
     # rank 0's store may still come; an agent's that is not there is gone
     patience = 0 if _agent_hosts() else NODES_REFUSE
     with contextlib.suppress(EndedHere, DistError):
-        room = _room(job_store(rank, world_size, timedelta(seconds=NODES_REFUSE), patience), world_size)
-        room.add("refused", 1)
+        namespace = _namespace(job_store(rank, world_size, timedelta(seconds=NODES_REFUSE), patience), world_size)
+        namespace.add("refused", 1)
         deadline = time.monotonic() + NODES_REFUSE
         while time.monotonic() < deadline:
-            if not _refused(room):  # nor overwritten by a rank 0 that has just called
-                room.set("call", f"{_REFUSED}{rank}: {text}")
-            if room.add("refused", 0) >= int(os.environ["GROUP_WORLD_SIZE"]):
+            if not _refused(namespace):  # nor overwritten by a rank 0 that has just called
+                namespace.set("call", f"{_REFUSED}{rank}: {text}")
+            if namespace.add("refused", 0) >= int(os.environ["GROUP_WORLD_SIZE"]):
                 break
             time.sleep(0.02)
     if os.environ["GROUP_RANK"] == "0":
         time.sleep(0.1)  # the node that has the store leaves last
 
 
-def _room(store: Store, world_size: int) -> Store:
+def _namespace(store: Store, world_size: int) -> Store:
     return PrefixStore(f"evenkeel/rendezvous/{world_size}", store)
 
 
-def _refused(room: Store) -> str:
+def _refused(namespace: Store) -> str:
     """What another node has refused; empty if none has."""
-    call = room.get("call").decode() if room.check(["call"]) else ""
+    call = namespace.get("call").decode() if namespace.check(["call"]) else ""
     return call if call.startswith(_REFUSED) else ""
 
 
@@ -143,43 +143,45 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
         Refusal: another node has refused the job's input (:func:`refuse_together`).
         RuntimeError: this worker's attempt is over: another rank 0 has called since, or its agent has died.
     """
-    room = _room(store, world_size)
-    nonce = _call(room, world_size, timeout) if rank == 0 else _answer(room, rank, world_size, timeout)
+    namespace = _namespace(store, world_size)
+    nonce = _call(namespace, world_size, timeout) if rank == 0 else _answer(namespace, rank, world_size, timeout)
     return generation_store(store, world_size, nonce)
 
 
 def generation_store(store: Store, world_size: int, nonce: str) -> Store:
     """The view of a job's store that the ranks have which met under this nonce."""
-    return PrefixStore(nonce, _room(store, world_size))
+    return PrefixStore(nonce, _namespace(store, world_size))
 
 
-def _call(room: Store, world_size: int, timeout: timedelta) -> str:
+def _call(namespace: Store, world_size: int, timeout: timedelta) -> str:
     """Rank 0's part; returns the nonce that all ranks have answered."""
     patience, waiting = PATIENCE, Waiting()
-    nonce, here, called = _new_call(room, world_size)
+    nonce, here, called = _new_call(namespace, world_size)
     for _ in _polls(world_size, timeout):
-        waiting.tell(lambda: _describe(room, here))  # noqa: B023  (it is called at once)
-        if room.get("call").decode() != nonce:
-            if refused := _refused(room):
+        waiting.tell(lambda: _describe(namespace, here))  # noqa: B023  (it is called at once)
+        if namespace.get("call").decode() != nonce:
+            if refused := _refused(namespace):
                 raise Refusal(refused)
             raise RuntimeError("another rank 0 has called the ranks since: the attempt of this one is over")
-        if not room.check(here):
+        if not namespace.check(here):
             continue
         if time.monotonic() - called <= patience:
-            names = [name.decode() for name in room.multi_get(here)]
-            cast("Any", room).multi_set([f"{nonce}/go/{name}" for name in names], [""] * len(names))  # not in the stub
+            names = [name.decode() for name in namespace.multi_get(here)]
+            cast("Any", namespace).multi_set(
+                [f"{nonce}/go/{name}" for name in names], [""] * len(names)
+            )  # not in the stub
             return nonce
         patience *= 2
-        nonce, here, called = _new_call(room, world_size)
+        nonce, here, called = _new_call(namespace, world_size)
     raise EndedHere(
-        f"{_describe(room, here)}; gave up after {timeout.total_seconds():g} s; see their logs; if they are only slow "
-        "to start, raise --hang-timeout"
+        f"{_describe(namespace, here)}; gave up after {timeout.total_seconds():g} s; see their logs; if they are only "
+        "slow to start, raise --hang-timeout"
     )
 
 
-def _describe(room: Store, here: list[str]) -> str:
+def _describe(namespace: Store, here: list[str]) -> str:
     """Which ranks have answered the call."""
-    missing = [rank for rank, key in enumerate(here, start=1) if not room.check([key])]
+    missing = [rank for rank, key in enumerate(here, start=1) if not namespace.check([key])]
     size = len(here) + 1
     where = " ".join(f"{name}={os.environ.get(name, '')}" for name in ("MASTER_ADDR", "MASTER_PORT"))
     names = f"{', '.join(map(str, missing[:20]))}{', ...' * (len(missing) > 20)}"
@@ -187,16 +189,18 @@ def _describe(room: Store, here: list[str]) -> str:
     return f"rank 0 at {where}: {here_now}; waiting for {names or 'all to answer together'}"
 
 
-def _new_call(room: Store, world_size: int) -> tuple[str, list[str], float]:
-    if refused := _refused(room):
+def _new_call(namespace: Store, world_size: int) -> tuple[str, list[str], float]:
+    if refused := _refused(namespace):
         raise Refusal(refused)
     nonce = uuid4().hex
-    kept.tell("generation", nonce)  # first: should this rank die, its keeper must be able to tell those who read it
-    room.set("call", nonce)
+    keeper_link.send(
+        "generation", nonce
+    )  # first: should this rank die, its keeper must be able to tell those who read it
+    namespace.set("call", nonce)
     return nonce, [f"{nonce}/here/{rank}" for rank in range(1, world_size)], time.monotonic()
 
 
-def _answer(room: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def _answer(namespace: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Every other rank's part; returns the nonce under which rank 0 has let this worker in."""
     name, nonce, waiting = uuid4().hex, "", Waiting()
     for _ in _polls(world_size, timeout):
@@ -204,15 +208,15 @@ def _answer(room: Store, rank: int, world_size: int, timeout: timedelta) -> str:
             what = f"rank {rank} of {world_size} waits for rank 0{', which waits for others' if nonce else ''}"
             waiting.tell(lambda: what)  # noqa: B023
         # the call first: once there is a new one, a go under the old one is that of a dead rank 0
-        if room.check(["call"]) and (call := room.get("call").decode()) != nonce:
+        if namespace.check(["call"]) and (call := namespace.get("call").decode()) != nonce:
             if call.startswith(_REFUSED):
                 raise Refusal(call)
-            if room.check([f"{call}/{DIED}"]):
+            if namespace.check([f"{call}/{DIED}"]):
                 continue  # all that answered it are leaving
             nonce = call
-            kept.tell("generation", nonce)
-            room.set(f"{nonce}/here/{rank}", name)
-        if nonce and room.check([f"{nonce}/go/{name}"]):
+            keeper_link.send("generation", nonce)
+            namespace.set(f"{nonce}/here/{rank}", name)
+        if nonce and namespace.check([f"{nonce}/go/{name}"]):
             return nonce
     raise EndedHere(
         f"rank {rank} of {world_size}: no answer within {timeout.total_seconds():g} s from rank 0. "

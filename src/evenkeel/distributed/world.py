@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.utils._pytree import tree_map_only
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.arguments import number_in
 from ..common.errors import REFUSED, Refusal
 from ..common.phases import START_UP, activity
@@ -130,9 +130,9 @@ class World:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store = job_store(self.rank, self.world_size, timeout)
         # where ranks start again in place, torchrun does not look for a node that is gone
-        patience = min(timeout, IN_PLACE) if kept.restarts() else timeout
+        patience = min(timeout, IN_PLACE) if keeper_link.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, patience)
-        if not kept.is_kept():
+        if not keeper_link.has_keeper():
             store.set(UNKEPT, "")
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         yield store

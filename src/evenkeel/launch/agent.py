@@ -4,7 +4,7 @@
 
 torchrun itself exits with 1 whatever happened. A scheduler or container engine must know whether to start the job
 again: 0 finished, 75 (:data:`~evenkeel.resilience.interruption.STOPPED`) stopped and can be continued, 2 refused,
-137 a rank was killed too often, anything else is a bug.
+137 a rank was killed too often; any other code is a bug.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KILLED = 128 + signal.SIGKILL  # exit code after a kill by the kernel (out of me
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun in this process, so that signals need not be forwarded to it."""
+    """Run torchrun in this process, so that no signals need to be forwarded."""
     names = ",".join(number.name for number in heed_signals())
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", names)  # for --signals-to-handle; not in torch 2.8
     from torch.distributed import run
@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
 def heed_signals() -> list[signal.Signals]:
     """Make stop signals end this process with exit code 75; returns them.
 
-    torchrun installs its own handlers only once it has workers, and torch 2.8 none for USR1 and USR2. There the one for
-    SIGTERM hands these to the workers.
+    torchrun installs its own handlers only once it has workers, and torch 2.8 none for USR1 and USR2. For these our
+    handler calls torchrun's for SIGTERM, which passes them to the workers.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -74,7 +74,7 @@ def heed_signals() -> list[signal.Signals]:
 
 
 def _refuse(_number: int, _frame: object) -> None:
-    """A rank has printed its refusal. Only torchrun's own exception leaves the rendezvous open for other nodes."""
+    """After a rank has printed a refusal: raise torchrun's own exception, which leaves the rendezvous open."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     logging.disable(logging.WARNING)  # torchrun would list the signal and every worker
@@ -82,7 +82,7 @@ def _refuse(_number: int, _frame: object) -> None:
 
 
 def _report_waiting(what: str) -> None:
-    """Say so while torchrun waits silently for other nodes: it has no workers then."""
+    """Print `what` while torchrun waits silently for other nodes: it has no workers then."""
     children, waiting = Path(f"/proc/self/task/{os.getpid()}/children"), Waiting()
     with contextlib.suppress(OSError):  # not every kernel lists them
         while True:
@@ -93,10 +93,10 @@ def _report_waiting(what: str) -> None:
 
 
 def verdict(codes: Collection[int]) -> int:
-    """One exit code for a node from those of its ranks (negative for a signal), if nobody asked them to stop.
+    """One exit code for a node from those of its ranks (negative for a signal), if there was no stop signal.
 
     After a failure torchrun stops the other ranks, which then exit with 75, or with 1 because they lost a peer. So the
-    most telling code wins.
+    most specific code wins.
     """
     if REFUSED in codes:
         return REFUSED
@@ -110,7 +110,7 @@ def verdict(codes: Collection[int]) -> int:
 def first_error(folders: Iterable[Path]) -> str:
     """The traceback of the rank that failed first, from the error files below torchrun's --log-dir of each node.
 
-    Ordered by file time: the time inside is in whole seconds, within which all peers fail as well.
+    Ordered by file time, because the time inside is in whole seconds, and all peers fail within one.
     """
     files = [path for folder in folders for path in folder.rglob("error.json")]
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):

@@ -1,4 +1,4 @@
-"""The command line of ``launch/single_node.py`` and ``launch/multi_node.py``: check all, then become torchrun."""
+"""The command line of ``launch/single_node.py`` and ``launch/multi_node.py``: check it, then become torchrun."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class MultiNode:
       launch/multi_node.py -n 2:4 -nr 3 --master 10.0.0.1:29501 -- ...      elastic: runs on 2, 3 or 4 nodes
 
     The nodes may start in any order. All nodes but node 0 may leave an elastic job and come back. The launcher becomes
-    torchrun, so signals go straight to it. Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137
+    torchrun, so signals reach torchrun directly. Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137
     killed, 1 a FAIL of --doctor; anything else is a bug.
     """
 
     gpus: Gpus = option(None, 1, 1024)
     """GPUs per node, each with a process (unless --place says otherwise). Default: all. Without GPUs: processes, 2."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
-    """Maximum restarts of a node's processes, after one of them or another node has died."""
+    """Maximum restarts of a node's processes after the death of one of them or of another node."""
     script: MaybePath = None
     """Run this file instead of train.py."""
     dry_run: Flag = False
-    """Print the exact command and its environment, and start nothing."""
+    """Print the exact command and its environment; start nothing."""
     doctor: Flag = False
-    """First check the machines by `evenkeel doctor` on the same ranks; start nothing if it finds a FAIL."""
+    """First run `evenkeel doctor` on the same ranks; start nothing if it finds a FAIL."""
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
     """Number of nodes. MIN:MAX for an elastic job, which may lose and gain nodes while it runs."""
     node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"]), Count] = option(None, 0, 2**16)
@@ -75,11 +75,11 @@ class MultiNode:
 
     @property
     def topology(self) -> Topology:
-        """The topology as typed; one process per node where -g leaves that open."""
+        """The topology as typed; one process per node without -g."""
         min_nodes, max_nodes = parse_nodes(self.nodes)
         if self.doctor and min_nodes < max_nodes:
             raise Refusal(
-                f"--doctor -n {self.nodes}: nodes may join later, unchecked; use -n {min_nodes}, or no --doctor"
+                f"--doctor -n {self.nodes}: nodes that join later are not checked; use -n {min_nodes}, or no --doctor"
             )
         host, port = parse_master(self.master) if self.master is not None else ("", DEFAULT_PORT)
         rank, run_id = self.node_rank or 0, self.run_id
@@ -90,10 +90,10 @@ class MultiNode:
 
 
 def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
-    """Split at the first ``--`` into the launcher's options and train.py's; refuse bad ones in one line."""
+    """Split at the first ``--`` into the launcher's options and train.py's; refuse bad ones."""
     cut = argv.index("--") if "--" in argv else len(argv)
     refuse_empty(argv[:cut], options)
-    text = inspect.getdoc(options)  # without this, tyro joins the lines of the examples
+    text = inspect.getdoc(options)  # else tyro joins the lines of the examples
     parsed = one_line_errors(
         lambda: tyro.cli(options, args=argv[:cut], description=text),
         hint="see --help; options for train.py come after --",
@@ -103,7 +103,7 @@ def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]
 
 
 def check_train_options(train_args: Sequence[str]) -> Config:
-    """Parse train.py's options here, so that a bad one is refused once and not by every process."""
+    """Parse train.py's options here, so that a bad one is refused once instead of by every process."""
     from ..tasks.command_line import parse  # imports torch, which takes seconds: after the cheap refusals
 
     return parse(train_args)[0]
@@ -114,8 +114,8 @@ def processes_of_node(config: Config | None, asked: int | None, given: int | Non
 
     Args:
         config: train.py's options; None for another script.
-        asked: -g: GPUs to use, or processes if there are no GPUs here.
-        given: GPUs that a cluster has given to the job; None: all on this node.
+        asked: -g: GPUs to use, or processes if this node has no GPUs.
+        given: GPUs that a cluster has allocated to the job; None: all of this node.
         nodes: of the job, at most.
 
     Raises:
@@ -153,7 +153,7 @@ def link_of(topology: Topology) -> Link:
 
 
 def wait_for_master(topology: Topology) -> None:
-    """Return when node 0 answers. On node 0: check that its port is free."""
+    """Wait until node 0 answers. On node 0: check that its port is free."""
     if topology.master_host:
         meet(topology.master_host, topology.master_port, is_master=topology.node_rank == 0, patience=JOIN_SECONDS)
 
@@ -182,16 +182,16 @@ def prepare(argv: Sequence[str], train: Path) -> Start:
     except Refusal as refusal:
         if not typed.dry_run:
             raise
-        print(f"evenkeel: {refusal}; the command lacks what depends on that address", file=sys.stderr)
+        print(f"evenkeel: {refusal}; the command below lacks that address", file=sys.stderr)
         link = Link("")
     return Start(typed, topology, link, torchrun(topology, link, script, train_args), config)
 
 
 def doctor_says(command: Command, of_train: bool = True) -> int:
-    """Run `evenkeel doctor` on the ranks of a command, with its options if `of_train`.py; 0: the job may start."""
+    """Run `evenkeel doctor` on the ranks of a command; `of_train`: with train.py's options. 0: the job may start."""
     words = command.argv
     cut = words.index("--")
-    # a rendezvous of its own: it must never join that of a job at work
+    # a rendezvous of its own, so that it never joins that of a running job
     own = (f"--rdzv-id={words[words.index('--rdzv-id') + 1]}-doctor", "--max-restarts=0")
     train_args = words[cut + 2 :] if of_train else ()
     checked = (*words[:cut], *own, "-m", "--", "evenkeel", "doctor", "--timeout=30", "--", *train_args)

@@ -13,14 +13,14 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.arguments import some_options
 from ..common.errors import Refusal
 from ..config import Config
 from ..distributed.exits import exit_code, leave
 from ..resilience.keeper import Keeper, unforkable
 from ..run.records import read_config
-from ..run.saver import write_held
+from ..run.saver import write_memory_checkpoint
 from ..tasks.command_line import options_of
 from ..tasks.registry import default_task, load_task
 from ..training.oom import explaining
@@ -28,15 +28,15 @@ from ..training.task import Task
 from . import launchers
 
 IMPORTED_LATE = "torch._dynamo"
-"""What torch imports only when the first optimizer is made. It takes as long as all the rest."""
+"""torch imports this only when the first optimizer is made. It takes as long as all other imports."""
 
 
 def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a training script's main function with the command line's arguments, and end the process.
 
-    Exit codes: 0 finished, 75 stopped and can be continued, 2 refused, 1 failed; errors of a user's are one line.
-    ``python train.py -n 2 -g 4 -nr 0`` starts torchrun as launch/multi_node.py does. As a rule the main function
-    runs in a fork of this process, which starts it again when it is killed (resilience/keeper.py).
+    Exit codes: 0 finished, 75 stopped and can be continued, 2 refused, 1 failed; user errors are one line.
+    ``python train.py -n 2 -g 4 -nr 0`` starts torchrun as launch/multi_node.py does. Usually the main function runs
+    in a fork of this process, which starts it again when it is killed (resilience/keeper.py).
 
     Example:
         >>> def main(arguments):
@@ -57,21 +57,21 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
 
     if task := _task_to_keep(sys.argv[1:]):
         if reason := _prepare(task) or unforkable():
-            kept.do_without(reason)
+            keeper_link.note_absence(reason)
         else:
             before = _sources()
-            Keeper(train, lambda: _sources() != before, write_held).keep()
+            Keeper(train, lambda: _sources() != before, write_memory_checkpoint).keep()
     train()
 
 
 def _task_to_keep(arguments: list[str]) -> str:
-    """The task, if there is to be a keeper; "" without, and where this process becomes torchrun or refuses to run."""
+    """The task, if there should be a keeper; "" if not, or if this process becomes torchrun or refuses to run."""
     try:
         typed, _ = some_options(arguments, ("--keeper",), ("--task",), ("--config",))
         recorded = read_config(Path(typed.config)) if typed.config else {}
         launches = launchers.topology_in(arguments)
-        task = str(typed.task or recorded.get("task") or default_task())
-    except Refusal:  # the rank meets it again, and tells of it
+        task = str(typed.task or recorded.get("task") or default_task()[0])
+    except Refusal:  # the rank will raise it again
         return ""
     wanted = (typed.keeper or recorded.get("keeper", Config.keeper)) == "on" and not launches
     return task if wanted else ""
@@ -79,7 +79,7 @@ def _task_to_keep(arguments: list[str]) -> str:
 
 def _prepare(task: str) -> str:
     """Import what training needs, the task included. Returns why there should be no keeper, or ""."""
-    # what they ask of the driver must leave a fork its GPU; and no processes of inductor's that wait for work
+    # imports must not initialise CUDA, or a fork could not use its GPU; and inductor must not start worker processes
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TORCH_WARM_POOL", "0")
     importlib.import_module(IMPORTED_LATE)
@@ -90,7 +90,7 @@ def _prepare(task: str) -> str:
     except Refusal as refusal:  # as above
         return str(refusal)
     package, made = __name__.partition(".")[0], getattr(task_class, "__post_init__", None)
-    users = made is not None and made.__module__.partition(".")[0] != package  # what it does is for the trainer
+    users = made is not None and made.__module__.partition(".")[0] != package  # its effects belong in the trainer
     if not users and not {"-h", "--help"} & set(sys.argv):
         with contextlib.suppress(Exception, SystemExit):  # as above
             options_of(sys.argv[1:], own[-1] if own else None)
@@ -98,7 +98,7 @@ def _prepare(task: str) -> str:
 
 
 def _sources() -> dict[str, tuple[int, int]]:
-    """Time and size of the files that this process has imported, the libraries' excepted."""
+    """Time and size of the files that this process has imported, except those of libraries."""
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     found: dict[str, tuple[int, int]] = {}

@@ -1,14 +1,14 @@
-"""From a topology to the exact ``torchrun`` command. All launchers end here.
+"""From a topology to the exact ``torchrun`` command. All launchers use this.
 
-Three things that decide whether a job survives its machines can only be set from outside, by options and environment
+Three settings decide whether a job survives its machines. They can only be set from outside, by options and environment
 of torchrun's agent:
 
 * Agents must not share one store over all restarts. Workers would read addresses of a dead attempt, and a node that
   joins would wait for an address that nobody publishes again.
-* The agent must leave its workers time for a snapshot before it kills them.
+* The agent must give its workers time for a snapshot before it kills them.
 * A lost node must be noticed in seconds; at torch's defaults it takes three quarters of a minute.
 
-torchrun orders the nodes itself, by their addresses sorted as strings. The node rank given here says only who hosts
+torchrun orders the nodes itself, by their addresses sorted as strings. The node rank here only decides which node hosts
 the rendezvous: node 0, so every other node must be able to reach it.
 """
 
@@ -35,12 +35,12 @@ CPU_PROCESSES = 2  # on a machine without GPUs: the fewest ranks that really com
 JOIN_SECONDS = 600  # how long the nodes wait for each other, at the start and after a loss
 
 # From a signal to SIGKILL. A snapshot must be done in 25 s, because at a restart torch kills after 30 s and
-# nothing changes that; the rest is for loaders, trackers and the interpreter to end.
+# this cannot be changed; the rest is for loaders, trackers and the interpreter to end.
 SHUTDOWN_SECONDS = 45
 
-# A node is lost when it has sent no heartbeat for 5 x 1 s (torch: 3 x 5 s). To take a slow node for lost is
-# harmless, its ranks go on; but a heartbeat carries its sender's clock time, so the clocks of the nodes must
-# agree to less than that. The last call (torch: 30 s) is how long an elastic job that has its minimum number of
+# A node counts as lost when it has sent no heartbeat for 5 x 1 s (torch: 3 x 5 s). A slow node that counts as lost
+# does no harm, its ranks go on. But a heartbeat has its sender's clock time, so the clocks of the nodes must agree
+# to less than that. The last call (torch: 30 s) is how long an elastic job that has its minimum number of
 # nodes waits for more. The survivors of a loss look once a second, so 2 s gather them all.
 RENDEZVOUS = f"join_timeout={JOIN_SECONDS},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
 
@@ -55,7 +55,7 @@ class Topology:
     min_nodes: int = 1
     max_nodes: int = 1
     node_rank: int = 0
-    master_host: str = ""  # empty for one node: nobody has to find it
+    master_host: str = ""  # empty for one node
     master_port: int = DEFAULT_PORT
     run_id: str = ""
     max_restarts: int = 3
@@ -108,19 +108,19 @@ class Command:
         return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)])
 
     def explained(self) -> str:
-        """What --dry-run prints: the command, which a shell can run, and as a comment the same by plain torchrun."""
+        """For --dry-run: the command for a shell, and as a comment the same with plain torchrun."""
         signals = ",".join(number.name for number in AGENT_SIGNALS)
         torchrun_here = str(Path(sys.executable).with_name("torchrun"))
         plain = Command((torchrun_here, *self.argv[3:]), {**self.env, "PET_SIGNALS_TO_HANDLE": signals})
         return (
             "# torchrun, run by evenkeel's agent: its exit code says how the job ended (0, 75, 2, 137)\n"
             f"{self}\n"
-            "# the same by torchrun itself, which ends with 1 whatever went wrong:\n"
+            "# the same with plain torchrun, whose exit code is 1 after any failure:\n"
             f"# {plain}"
         )
 
     def execute(self) -> NoReturn:
-        """Become the command: it gets signals directly, and its exit status is ours."""
+        """Become the command: signals reach it directly, and its exit status is ours."""
         sys.stdout.flush()
         os.execvpe(self.argv[0], self.argv, {**os.environ, **self.env})  # noqa: S606
 
@@ -143,8 +143,8 @@ def torchrun(
         script: what each rank runs.
         train_args: its options.
         cores: CPU cores of this node for this job; 0: all that this process may use.
-        environ: what the user has set; it is kept, except for the store variable, without which no restart works.
-        log_dir: where ranks leave their tracebacks; None: torchrun's temporary folder.
+        environ: the user's environment; its values stay, except for the store variable, which restarts need.
+        log_dir: for tracebacks of ranks; None: torchrun's temporary folder.
     """
     env = _environment(topology, link, cores or count_cores())
     options = _options(topology, link) | ({"--log-dir": str(log_dir)} if log_dir else {})
@@ -158,7 +158,7 @@ def torchrun(
 
 
 def _environment(topology: Topology, link: Link, cores: int) -> dict[str, str]:
-    """What the agent and its ranks take from the environment."""
+    """Environment variables of the agent and its ranks."""
     env = {
         OWN_STORE: "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
@@ -174,8 +174,8 @@ def _environment(topology: Topology, link: Link, cores: int) -> dict[str, str]:
 
 def _options(topology: Topology, link: Link) -> dict[str, str]:
     """torchrun's options: which ranks, and where they meet."""
-    # Port 0: the agent that hosts the store lets the kernel choose, so two jobs on one machine cannot collide.
-    # Several nodes must know the port beforehand.
+    # Port 0: the kernel chooses the store's port, so two jobs on one machine cannot collide. Several nodes must know
+    # the port beforehand.
     host, port = (topology.master_host, topology.master_port) if topology.master_host else ("127.0.0.1", 0)
     options = {
         "--nnodes": topology.nodes,
@@ -185,7 +185,7 @@ def _options(topology: Topology, link: Link) -> dict[str, str]:
         "--rdzv-endpoint": endpoint(host, port),
         # the same on all nodes, which may write the host in different ways
         "--rdzv-id": topology.run_id or (f"evenkeel-{port}" if port else "evenkeel"),
-        # torch would guess is_host from the host name, and fail where that resolves to something else
+        # torch would guess is_host from the host name, and fail if that resolves to another address
         "--rdzv-conf": f"is_host={int(topology.node_rank == 0)},{RENDEZVOUS}",
     }
     if link.address:
@@ -195,7 +195,7 @@ def _options(topology: Topology, link: Link) -> dict[str, str]:
 
 
 def refuse_useless_gpus(device: Path = Path("/dev/nvidiactl")) -> None:
-    """Refuse to train silently on the CPU of a machine whose GPUs torch cannot use.
+    """Refuse to train silently on the CPU if torch cannot use the machine's GPUs.
 
     Args:
         device: exists if this machine or container has GPUs.

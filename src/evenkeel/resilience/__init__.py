@@ -1,10 +1,10 @@
-"""What ends a job before its time, noticed by those who survive it. See docs/what-happens.md.
+"""What ends a job too early, and how the surviving ranks react. See docs/what-happens.md.
 
-    keeper        forks what trains, and forks it again when it has died: a restart without imports
-    held          the state that a rank leaves in memory for the next one, and for its keeper to write to the disk
-    peers         what keepers tell each other in the job's store, and the process that holds it
-    interruption  takes stop signals in a thread, has the state saved, and ends the process within --grace
-    hang          every rank tells the others what it does; no progress for --hang-timeout is a hang
+    keeper        forks the process that trains, and forks it again when it dies: a restart without imports
+    memory_checkpoint  the last step in memory, for the next rank; its keeper writes it to the disk
+    peers         messages between keepers in the job's store, and the process that serves it
+    interruption  a thread for stop signals: saves the state, and ends the process within --grace
+    hang          every rank reports to the others what it does; no progress for --hang-timeout is a hang
     flight_recorder  the last collectives of each rank after a hang, for torchfrtrace, and its verdict
     heartbeat     each rank writes a file once a second, for the health check of a container
 

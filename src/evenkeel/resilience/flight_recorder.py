@@ -1,8 +1,8 @@
-"""The last collectives of each rank after a hang, from torch's flight recorder, and what `torchfrtrace` makes of them.
+"""The last collectives of each rank after a hang, from torch's flight recorder, and the verdict of `torchfrtrace`.
 
-torch remembers the last TORCH_FR_BUFFER_SIZE collectives of a process, for each backend. A rank that hangs writes its
-own down, twice: as JSON for people, and as the pickle that `torchfrtrace` reads, in a folder for each backend. The
-analysis compares the ranks: which has not joined a collective, or has joined with another size or type.
+torch records the last TORCH_FR_BUFFER_SIZE collectives of a process, for each backend. A rank that hangs writes its
+own twice: as JSON for people, and as the pickle that `torchfrtrace` reads, in a folder for each backend. The analysis
+compares the ranks: which one has not joined a collective, or has joined with another size or type.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ DUMPS: dict[str, tuple[str, dict[str, str]]] = {
     "nccl": (NCCL, {}),
     "nccl2": (GENERAL, {"backend": "nccl2"}),
 }
-"""How each backend's recorder is asked: "nccl" is a process group with a recorder of its own, or since torch 2.15 one
-that the general recorder hears."""
+"""The dump function of each backend's recorder: "nccl" has a recorder of its own, or since torch 2.15 uses the general
+one."""
 
 PREFIX = "rank-"
-"""Of the files' names, as `torchfrtrace` wants them: the rank follows."""
+"""Prefix of the file names for `torchfrtrace`; the rank follows."""
 
 WAIT = 2.0
 """Seconds to wait for the files of other ranks. The state is saved by then, but nothing restarts before."""
 
 
 COMPARED = 200
-"""Collectives of each rank that the verdict looks at, the last ones; all would take a second for every five ranks."""
+"""How many of each rank's last collectives are compared; all would take a second for every five ranks."""
 
 
 def as_json() -> bytes:
@@ -78,7 +78,7 @@ def _groups() -> dict[str, dict[str, str]]:
 
 
 def verdicts(folder: Path, world_size: int, ranks: Collection[int]) -> list[str]:
-    """What `torchfrtrace` says, a line for each backend, once these ranks have written or after :data:`WAIT`.
+    """The verdict of `torchfrtrace`, a line for each backend, once these ranks have written or after :data:`WAIT`.
 
     Args:
         folder: that :func:`write` has written into, in this attempt of the job only: reading a pickle runs code.
@@ -96,9 +96,9 @@ def verdicts(folder: Path, world_size: int, ranks: Collection[int]) -> list[str]
 
 
 def _verdict(folder: Path, world_size: int) -> str:
-    told = logging.getLogger("Flight Recorder")
-    silence = logging.Filter("nobody")  # it tells of each collective on stderr
-    told.addFilter(silence)
+    recorder_log = logging.getLogger("Flight Recorder")
+    silence = logging.Filter("nobody")  # it logs each collective on stderr
+    recorder_log.addFilter(silence)
     try:
         from torch.distributed.flight_recorder.components.builder import build_db
         from torch.distributed.flight_recorder.components.config_manager import JobConfig
@@ -118,19 +118,19 @@ def _verdict(folder: Path, world_size: int) -> str:
         ]
         return f"{_blame(found[0])}; torchfrtrace {folder}" if found else ""
     finally:
-        told.removeFilter(silence)
+        recorder_log.removeFilter(silence)
 
 
 def _blame(collective: Any) -> str:
     what = f"{collective.collective_name} {collective.collective_seq_id} of group {collective.pg_desc}"
     if collective.missing_ranks:
         return f"{name_ranks([*collective.missing_ranks])} did not join {what}"
-    other = next(iter(collective.mismatch_collectives.values()))  # of a rank that may be right, and the others wrong
+    other = next(iter(collective.mismatch_collectives.values()))  # of one rank; the others may be the wrong ones
     return f"the ranks differ in {what}: {str(other.type_of_mismatch).removeprefix('Error type: ')}"
 
 
 def _waiting(traces: dict[int, list[dict[str, Any]]]) -> str:
-    """What ranks wait for: the first collective of each that has not ended."""
+    """What ranks wait for: the first unfinished collective of each."""
     pending: dict[str, list[int]] = {}
     for rank, entries in traces.items():
         first = next((it for it in entries if not it["retired"]), None)

@@ -1,10 +1,10 @@
-"""Hangs that end: who is stuck where, a snapshot, and a restart.
+"""Detect hangs: report which rank is stuck where, save a snapshot, and restart.
 
 A frozen rank (a stopped process, a file system that does not answer, a deadlock, a cut cable) stops all others in the
-next collective until its time-out, and then nobody knows why. So each rank tells the others once a second, through
-torchrun's store, what it is doing. A rank that has made no progress for too long raises an alarm. Every rank that can
-then saves the committed state, as after a signal, and writes down its Python stacks. The lowest one says in a line who
-is where, and torchrun restarts the job.
+next collective until its time-out, and then the cause is unknown. So each rank reports to the others once a second,
+through torchrun's store, what it is doing. A rank that has made no progress for too long raises an alarm. Every rank
+that still can then saves the committed state, as after a signal, and writes its Python stacks. The lowest live rank
+prints one line that says which rank is where, and torchrun restarts the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import IO
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.naming import name_ranks
 from ..common.phases import COMPILATION, LONGEST, REDUCTION, activity
 from ..common.processes import stat
@@ -39,21 +39,21 @@ from . import flight_recorder, heartbeat
 log = logging.getLogger(__name__)
 
 ALARM, SAVED, COMPILING = "alarm", "saved", "compiling"
-"""Keys in the store: there is a hang; the step of rank 0's last complete checkpoint; the rank that compiles."""
+"""Keys in the store: a hang was found; the step of rank 0's last complete checkpoint; the rank that compiles."""
 
 FLIGHT = "flight"
 """Folder for the last collectives, among the logs of an attempt."""
 
 PATIENCE = 5.0
-"""Seconds to wait for an answer of the store, which may be on the machine that is gone."""
+"""Seconds to wait for an answer of the store, whose machine may be gone."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last told about itself."""
+    """What a rank last reported about itself."""
 
     count: int
-    """Beats so far. If this stands still, the rank is frozen."""
+    """Beats so far. If this does not change, the rank is frozen."""
     step: int
     phase: str
     host: str
@@ -70,7 +70,7 @@ class Watch:
         world: this process among the others.
         store: of this attempt only; None if this process is alone.
         logs: folder for stacks.
-        alarmed: is called once, by a thread, when any rank has noticed a hang.
+        alarmed: is called once, by a thread, when any rank has found a hang.
         saved: is called on each node with the step of each checkpoint that rank 0 has completed.
     """
 
@@ -90,7 +90,9 @@ class Watch:
         self._alarm, self._stopped = threading.Event(), threading.Event()
         self._announced, self._seen, self._compiling = 0, 0, b""
         self._first_beats, self._frozen = list[Beat](), list[Beat]()
-        self._outlook: tuple[str, int, list[Beat]] | None = None  # who is where; the lowest live rank; frozen ones
+        self._outlook: tuple[str, int, list[Beat]] | None = (
+            None  # which rank is where; the lowest live rank; frozen ones
+        )
         self._looking = threading.Thread(target=self._look, name="look", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -118,15 +120,15 @@ class Watch:
         self._announced = step
 
     def look_around(self) -> None:
-        """After an alarm: start writing the stacks of this rank and finding out who is where; returns at once."""
+        """After an alarm: start to write this rank's stacks and to find out which rank is where; returns at once."""
         self._looking.start()
 
     def explain(self) -> str:
-        """Who is where, once :meth:`look_around` has found out; the lowest live rank prints it."""
+        """Which rank is where, once :meth:`look_around` knows; the lowest live rank prints it."""
         self._looking.join(PATIENCE + 3 * self.interval)
         me = self.world.rank
         here = describe({me: self._beat_now(0)}, [])
-        # our launchers let rank 0 hold the store, so it is the one to suspect where that does not answer
+        # with our launchers rank 0 has the store, so suspect rank 0 if the store does not answer
         lost = f"rank 0 does not answer any more, or the network is down; {here}"
         where, lowest, self._frozen = self._outlook or (lost, me, self._first_beats[:1] if me else [])
         text = f"no progress for {self.timeout:g} s: {where}; stacks are in {self.logs}"
@@ -135,21 +137,21 @@ class Watch:
         return text
 
     def write_collectives(self) -> None:
-        """Write the last collectives. Must come last, because torch may hang in it as it does in them."""
+        """Write the last collectives. Must come last, because torch may hang in this too."""
         with contextlib.suppress(Exception):
             path = self.logs / f"rank-{self.world.rank}.collectives.json"
             path.write_bytes(flight_recorder.as_json())
             flight_recorder.write(self.logs / FLIGHT, self.world.rank)
 
     def compare_collectives(self) -> None:
-        """On the lowest live rank: say what `torchfrtrace` makes of the collectives that all have written."""
+        """On the lowest live rank: log the verdict of `torchfrtrace` on the collectives of all ranks."""
         if not self._outlook or self.world.rank != self._outlook[1] or self.world.world_size == 1:
             return
         frozen = {(beat.host, beat.pid) for beat in self._frozen}
         live = [rank for rank, beat in enumerate(self._first_beats) if (beat.host, beat.pid) not in frozen]
 
         def compare() -> None:
-            # an assertion of its own ends the analysis of some traces, and older releases of torch have none
+            # an assertion in torch ends the analysis of some traces, and older releases have no analysis
             with contextlib.suppress(Exception):
                 for line in flight_recorder.verdicts(self.logs / FLIGHT, self.world.world_size, live):
                     log.info("flight recorder: %s", line)
@@ -160,7 +162,7 @@ class Watch:
         comparing.join(PATIENCE)  # with thousands of ranks it takes minutes, and the restart waits for this process
 
     def is_within_reach(self) -> bool:
-        """Whether each frozen rank is on a node with a live one, which kills it; else its node may be gone."""
+        """Whether each frozen rank is on a node with a live rank, which can kill it; else its node may be gone."""
         frozen = {(beat.host, beat.pid) for beat in self._frozen}
         alive = {beat.host for beat in self._first_beats if (beat.host, beat.pid) not in frozen}
         return self._outlook is not None and {host for host, _ in frozen} <= alive
@@ -171,7 +173,7 @@ class Watch:
             found = stat(beat.pid) if beat.host == socket.gethostname() else None
             above = stat(found.parent) if found else None
             parents = (found and found.parent, above and above.parent)  # torchrun, or the keeper below it
-            if kept.launcher() in parents:  # still that process, and of our torchrun
+            if keeper_link.launcher() in parents:  # still that process, and of our torchrun
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
 
@@ -183,7 +185,7 @@ class Watch:
                 store.set_timeout(timedelta(seconds=PATIENCE))
                 self._exchange(store, count)
             except RuntimeError as error:  # such as DistStoreError and DistNetworkError
-                log.info("no word to or from other ranks: %s", str(error).split("\n")[0])
+                log.info("cannot reach the other ranks: %s", str(error).split("\n")[0])
                 with contextlib.suppress(RuntimeError):
                     store = store.clone()  # one slow answer must not silence a healthy rank for ever
 
@@ -192,7 +194,7 @@ class Watch:
         return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), device)
 
     def _exchange(self, store: Store, count: int) -> None:
-        """Tell of this rank, and hear of checkpoints, compilations and alarms."""
+        """Report on this rank, and read of checkpoints, compilations and alarms."""
         store.set(f"rank/{self.world.rank}", json.dumps(asdict(self._beat_now(count))))
         if self._announced:
             store.set(SAVED, str(self._announced))
@@ -204,7 +206,7 @@ class Watch:
             store.set(COMPILING, f"{self.world.rank} {count}")
         elif activity.phase != COMPILATION and store.check([COMPILING]) and store.get(COMPILING) != self._compiling:
             self._compiling = store.get(COMPILING)
-            activity.changes += 1  # to wait for a rank that compiles is progress, too
+            activity.changes += 1  # waiting for a rank that compiles counts as progress
         if self._alarm.is_set():
             store.set(ALARM, "")
         elif store.check([ALARM]):
@@ -219,7 +221,7 @@ class Watch:
             if activity.changes != changes or _compiles():
                 changes, idle = activity.changes, 0.0
                 with contextlib.suppress(OSError):
-                    # should even this thread be kept from running, the stacks are written without Python's help
+                    # if even this thread cannot run, faulthandler writes the stacks without Python
                     faulthandler.dump_traceback_later(self.timeout * 1.5, file=self._stacks)
             else:
                 idle += tick  # by ticks, because a suspended process is not a hanging one
@@ -255,12 +257,12 @@ class Watch:
 
 
 def _compiles() -> bool:
-    """Whether this rank compiles, and has not done so for longer than that may take."""
+    """Whether this rank compiles, and has not exceeded the time limit for that."""
     return activity.phase == COMPILATION and activity.seconds_in_phase() < LONGEST
 
 
 def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
-    """Who is where, the likely culprits first: "rank 3 in data loading of step 812; ranks 0-2 wait in ..."."""
+    """Which rank is where, the likely culprits first: "rank 3 in data loading of step 812; ranks 0-2 wait in ..."."""
     groups: dict[tuple[bool, str, int], list[int]] = {}
     for rank, beat in beats.items():
         groups.setdefault((rank in frozen, beat.phase, beat.step), []).append(rank)
@@ -277,6 +279,6 @@ def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
             does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
         which = name_ranks(groups[group])
         if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in groups[group] if beats[r].device]):
-            which += f" ({', '.join(devices)})"  # perhaps it is the GPU that is to blame
+            which += f" ({', '.join(devices)})"  # the GPU may be the cause
         parts.append(f"{which} {does} in {phase} of step {step + 1}")
     return "; ".join(parts)

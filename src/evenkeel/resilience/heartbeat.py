@@ -23,10 +23,10 @@ VARIABLE = "EVENKEEL_HEARTBEATS"
 """The environment variable with the folder. Ranks write no files where it is not set."""
 
 FROZEN_AFTER = 15.0
-"""Seconds without a pulse after which a rank counts as frozen. A container engine asks several times on top."""
+"""Seconds without a pulse after which a rank counts as frozen. A container engine also retries several times."""
 
 LATE_AFTER = 900.0
-"""Seconds for which a job may have no rank that trains: nodes wait ten minutes for each other, and then load."""
+"""Seconds that a job may be without a training rank: nodes wait ten minutes for each other, and then load."""
 
 STATES = {"T": "it has been stopped (SIGSTOP)", "D": "it waits for a disk or a file system", "t": "in a debugger"}
 
@@ -36,7 +36,7 @@ class Pulse(NamedTuple):
 
     rank: int
     pid: int
-    started: int | None  # when its process was, in clock ticks; the pid alone may be another process's by now
+    started: int | None  # when its process was, in clock ticks; another process may have the same pid by now
     time: float
     progress: float  # when its phase last changed
     patience: float  # its --hang-timeout; 0: none
@@ -50,7 +50,7 @@ def folder() -> Path:
 
 
 def scratch() -> Path:
-    """This container's own folder, which main process and health check both find. May not exist.
+    """This container's own folder, which both the main process and the health check find. May not exist.
 
     In /tmp, or in /dev/shm where the root file system is read-only. The latter may be the whole machine's (--ipc=host),
     hence the number of the mount namespace, which all processes of a container share.
@@ -96,7 +96,7 @@ def check(beats: Path) -> tuple[bool, str]:
         return True, f"{len(living)} rank{'s' * (len(living) > 1)}, rank {living[0].rank} in {living[0].place}"
     if quiet > LATE_AFTER:
         return False, f"no rank has been training for {quiet:.0f} s"
-    return True, f"starting: no rank is training, for {max(quiet, 0):.0f} s now"
+    return True, f"starting: no rank has been training for {max(quiet, 0):.0f} s"
 
 
 def _complaint(pulse: Pulse) -> str:
@@ -105,7 +105,7 @@ def _complaint(pulse: Pulse) -> str:
         process = stat(pulse.pid)
         why = STATES.get(process.state if process else "", "it does not run")
         return (
-            f"rank {pulse.rank} is frozen: nothing heard for {silent:.0f} s, last seen in {pulse.place}; "
+            f"rank {pulse.rank} is frozen: no heartbeat for {silent:.0f} s, last seen in {pulse.place}; "
             f"process {pulse.pid}: {why}"
         )
     if 0 < pulse.patience < idle:
@@ -114,7 +114,7 @@ def _complaint(pulse: Pulse) -> str:
 
 
 def _read(path: Path) -> Pulse | None:
-    """The pulse in a file; None if its process has ended, which is for the agent to deal with."""
+    """The pulse in a file; None if its process has ended, which the agent handles."""
     try:
         pulse = Pulse(*json.loads(path.read_text()))
     except FileNotFoundError:

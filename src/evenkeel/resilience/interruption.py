@@ -1,12 +1,12 @@
-"""Signals: a thread that takes them, saves the last finished step, and ends the process.
+"""Stop signals: a thread receives them, saves the last finished step, and ends the process.
 
 A Python signal handler runs in the main thread, which may sit in a collective that never ends because another rank is
 gone. But the interpreter's own handler, in C, runs at once in any thread and writes the signal's number to a pipe
-(`signal.set_wakeup_fd`), from which a thread of ours reads. (To block the signals and `sigwait` would not do: libraries
-start threads when they are imported, with nothing blocked, and a signal that reaches one of those ends the process.)
+(`signal.set_wakeup_fd`), from which a thread of ours reads. (Blocking the signals for `sigwait` would not work:
+libraries start threads when they are imported, with nothing blocked, and a signal that reaches one ends the process.)
 
-Saving needs no other rank: in data parallelism each has a whole copy of the state. (The idea of saving at the last
-moment what survives: Gupta et al., "Just-In-Time Checkpointing", EuroSys 2024.)
+Saving needs no other rank: in data parallelism each has a whole copy of the state. (For saving at the last moment what
+survives, see Gupta et al., "Just-In-Time Checkpointing", EuroSys 2024.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from ..common import display, kept
+from ..common import display, keeper_link
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, survives_the_terminal
 
 STOPPED = 75
@@ -32,16 +32,16 @@ KEYBOARD = 130
 """Exit code after a second Ctrl-C, as in shells."""
 
 REGROUPING = "the death of another rank"
-"""Reason of an end that this rank's keeper has asked for, to fork it again."""
+"""Reason of an end that this rank's keeper requested, to fork it again."""
 
 ONE_PRESS = 1.0
-"""Seconds within which interrupts count as one Ctrl-C: `timeout` and the like send theirs beside the terminal's."""
+"""Seconds within which interrupts count as one Ctrl-C: `timeout` and others add one to the terminal's."""
 
 log = logging.getLogger(__name__)
 
 
 class Interruption:
-    """Takes the stop signals of this process from now on. Only the main thread can make it.
+    """Receives the stop signals of this process from now on. Only the main thread can make it.
 
     Args:
         grace: seconds from a signal to the end of this process, saved or not. torchrun kills after 30.
@@ -53,20 +53,20 @@ class Interruption:
         """Why this process is ending, if it is: a signal's name, or a hang."""
         self._rescue: Callable[[str], None] = lambda _signal: None
         self._first = threading.Lock()
-        self._heard, told = os.pipe()
-        os.set_blocking(told, False)
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        self._pipe, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         # under nohup; a torchrun that heeds SIGHUP, as by default, takes its workers with it
-        ignores_hangup = survives_the_terminal(kept.launcher() if launched else os.getpid())
+        ignores_hangup = survives_the_terminal(keeper_link.launcher() if launched else os.getpid())
         for number in STOP_SIGNALS:
             if not (number == signal.SIGHUP and ignores_hangup):
                 _take(number)
-        if kept.is_kept():
-            _take(kept.REGROUP)
+        if keeper_link.has_keeper():
+            _take(keeper_link.REGROUP)
         if launched:
-            die_with_parent(signal.SIGTERM)  # workers would outlive a torchrun that dies
+            die_with_parent(signal.SIGTERM)  # else workers outlive a torchrun that dies
         threading.Thread(target=self._watch, name="interruption", daemon=True).start()
 
     def rescue_with(self, rescue: Callable[[str], None]) -> None:
@@ -88,21 +88,21 @@ class Interruption:
     def await_end(self) -> None:
         """For the main thread after an error: if the process is ending already, wait for that and do not return.
 
-        Otherwise the process ends because of the error, and signals change nothing any more.
+        Otherwise the process ends because of the error, and signals have no more effect.
         """
         with self._first:
             if not self.reason:
                 self.reason = "an error"
                 return
         while True:
-            with contextlib.suppress(Exception):  # torch's, about loaders that are killed meanwhile
+            with contextlib.suppress(Exception):  # from torch, about loaders that are being killed
                 time.sleep(1)
 
     def _watch(self) -> None:
         first = 0.0
         while True:
-            (number,) = os.read(self._heard, 1)
-            if number == kept.REGROUP:
+            (number,) = os.read(self._pipe, 1)
+            if number == keeper_link.REGROUP:
                 self.end(REGROUPING, partial(self._rescue, REGROUPING), STOPPED)
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
@@ -130,17 +130,17 @@ def _take(number: signal.Signals) -> None:
     signal.siginterrupt(number, False)
 
 
-def _leave(code: int, last_word: str = "", patience: float | None = None) -> NoReturn:
-    """Print a last word and end the process, without waiting for the main thread, which may be stuck.
+def _leave(code: int, last_line: str = "", patience: float | None = None) -> NoReturn:
+    """Print a last line and end the process, without waiting for the main thread, which may be stuck.
 
-    A stopped reader or a disk can block that for ever, so `patience` limits it to so many seconds.
+    A stopped reader or a slow disk can block the output for ever, so it is limited to `patience` seconds.
     """
 
     def tidy_up() -> None:
         with contextlib.suppress(Exception):
             display.stop()
         with contextlib.suppress(Exception):  # the same Ctrl-C may have ended the reader
-            print(f"evenkeel: {last_word}\n" * bool(last_word), end="", file=sys.stderr)
+            print(f"evenkeel: {last_line}\n" * bool(last_line), end="", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

@@ -10,21 +10,22 @@ imports done. torchrun's agent sees nothing, and `--max-restarts` is left for th
       keeper of rank 1
         trainer
 
-When a trainer is killed, its keeper says so in the job's store, under the name by which the ranks of this generation
-met (`distributed.rendezvous`). The other keepers read it and ask their trainers to leave. Each of them leaves the last
-finished step in memory (`held`), and every keeper forks again. The new trainers meet by the same roll-call as
-after a restart by torchrun, so keepers need no agreement of their own: whoever dies early is only late for it.
+When a trainer is killed, its keeper writes this to the job's store, under the name by which the ranks of this
+generation met (`distributed.rendezvous`). The other keepers read it and ask their trainers to leave. Each trainer
+stores the last finished step in memory (`memory_checkpoint`), and every keeper forks again. The new trainers meet by
+the same roll-call as after a restart by torchrun, so keepers need no agreement of their own: a rank that dies early is
+only late for the roll-call.
 
-A trainer is forked again after a signal that nobody asked for, a hang, or the loss of another rank if that one's keeper
-has said so. All else (an exception, out of memory, exit codes 0, 2 and 75) goes to the agent: the keeper ends as its
-trainer did.
+A trainer is forked again after an unexpected signal, after a hang, or after the loss of another rank if the keeper of
+that rank confirms its death. All else (an exception, out of memory, exit codes 0, 2 and 75) goes to the agent: the
+keeper ends as its trainer did.
 
 A fork copies one thread. So the keeper has only one, no GPU context and no process group, and waits for signals by
 `sigtimedwait`. Where a fork is not safe the process trains itself, as without a keeper.
 
 Keeper and trainer are in one process group: a debugger keeps the terminal, Ctrl-Z stops both, and a SIGKILL for the
-group leaves nothing. So what is sent to the group reaches the trainer twice, from the sender and from its keeper, which
-cannot know; a stop signal may come twice (`interruption`).
+group leaves nothing. A signal to the group therefore reaches the trainer twice, from the sender and from its keeper,
+which cannot tell the difference; so a stop signal may come twice (`interruption`).
 """
 
 from __future__ import annotations
@@ -43,33 +44,33 @@ from typing import NoReturn
 
 import torch
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import REFUSED
 from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
 from ..config import Config
 from ..distributed.exits import refuse
-from .held import Held, Memory
 from .interruption import KEYBOARD, ONE_PRESS, STOPPED
+from .memory_checkpoint import KeeperMemory, MemoryCheckpoint
 from .peers import Peers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
-"""Exit code of a fork that finds that it cannot use a GPU because of what its keeper has done."""
+"""Exit code of a fork that cannot use a GPU because its keeper has."""
 
 UNASKED = 10.0
-"""Seconds beyond --grace that a trainer has to leave after REGROUP before it is killed."""
+"""Seconds beyond --grace after which a trainer that got REGROUP and has not left is killed."""
 
 AT_ONCE = 0.3
-"""Seconds within which the disk has a state, as a rule: nobody needs to hear that a keeper waits for it."""
+"""Seconds in which a state is usually on the disk. Only a keeper that waits longer prints that it waits."""
 
 COUNTS = "EVENKEEL_KEEPER_COUNTS"
-"""The environment variable that takes a keeper's counts to the program that replaces it."""
+"""The environment variable that passes a keeper's counts to the program that replaces it."""
 
 
 def unforkable() -> str:
     """Why this process must not fork a trainer; "" if it may."""
     if sys.platform != "linux":
-        return "only Linux tells a process of its parent's death"
+        return "only Linux signals a parent's death"
     if not all(os.environ.get(name, "0").isdecimal() for name in ("RANK", "WORLD_SIZE")):
         return "RANK or WORLD_SIZE is no number"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -95,39 +96,39 @@ class Keeper:
 
     Args:
         train: the main program; does not return.
-        changed: whether the source on disk is another than what this process has imported.
-        save: writes a state that a trainer has left in memory to the disk.
+        changed: whether the source on disk differs from what this process has imported.
+        save: writes to the disk what a trainer has stored in memory.
     """
 
     def __init__(
-        self, train: Callable[[], object], changed: Callable[[], bool], save: Callable[[Held], object]
+        self, train: Callable[[], object], changed: Callable[[], bool], save: Callable[[MemoryCheckpoint], object]
     ) -> None:
         self._train, self._changed = train, changed
-        self._memory = Memory(save)
+        self._memory = KeeperMemory(save)
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._peers = Peers(self._rank, self._world_size)
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
-        # how often it has forked again, how often in a row without progress, and the first step of the newest trainer
-        # that came further than those before it
+        # forks so far, consecutive ones without progress, and the first step of the newest trainer that got further
+        # than those before it
         self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
         self._stopped = 0.0
-        """When somebody asked the job to end; 0: nobody has."""
+        """When the first stop signal came; 0: none has come."""
         self._stop = 0
-        """The signal that asked first."""
+        """The first stop signal."""
         self._hurried = False
-        """Whether somebody has pressed Ctrl-C after that, and so does not want to wait."""
+        """Whether Ctrl-C was pressed after that: exit without waiting."""
         self._asked = 0.0
-        """When the trainer was asked to leave because of another rank's death; 0: it was not."""
-        self._told: dict[str, str] = {}
-        """The last of each word that the trainer has told."""
+        """When the trainer got REGROUP; 0: it has not."""
+        self._messages: dict[str, str] = {}
+        """The last value of each message from the trainer."""
         self._text = b""
-        """What it has told of the next."""
+        """The part of the next message that has been read."""
 
     def keep(self) -> None:
-        """Fork, and end as the last trainer ends; return only if a trainer cannot be a fork of this process."""
+        """Fork until a trainer ends for good, and end like it; return only if this process cannot be forked."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._stops | {signal.SIGCHLD})
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(signal.SIGTERM)
@@ -137,8 +138,8 @@ class Keeper:
             hold_store(self._rank, self._world_size)
         while True:
             code = os.waitstatus_to_exitcode(self._await(self._fork(before)))
-            self._memory.take(self._told.get("held", ""))
-            if code == UNFORKABLE and not self._told:
+            self._memory.take(self._messages.get("memory", ""))
+            if code == UNFORKABLE and not self._messages:
                 break
             if not self._forks_again(code):
                 self._end(code)
@@ -151,16 +152,16 @@ class Keeper:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
             with contextlib.suppress(KeyError, OSError):
-                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()  # or torchrun would report it after another end
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()  # or torchrun reports it at the next end
         end_store()
         name_process("python")
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _fork(self, mask: set[int | signal.Signals]) -> int:
         """Fork a trainer, which does not return from here. Returns its pid."""
-        self._heard, told = os.pipe()
-        os.set_blocking(self._heard, False)
-        self._told, self._asked, self._text = {}, 0.0, b""
+        self._pipe, sending = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._messages, self._asked, self._text = {}, 0.0, b""
         self._peers.join("")
         self._memory.prepare()
         for stream in (sys.stdout, sys.stderr):
@@ -168,9 +169,9 @@ class Keeper:
                 stream.flush()
         keeper, launcher = os.getpid(), os.getppid()
         if pid := os.fork():
-            os.close(told)
+            os.close(sending)
             return pid
-        os.close(self._heard)
+        os.close(self._pipe)
         die_with_parent(signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if os.getppid() != keeper or torch.cuda._is_in_bad_fork():
@@ -178,7 +179,7 @@ class Keeper:
         name_process("trainer")
         if self._forks:  # the imports before the first are part of its start
             activity.begin()
-        kept.enter(told, launcher, self._forks)
+        keeper_link.open_link(sending, launcher, self._forks)
         self._memory.enter()
         self._train()
         raise AssertionError("the main program has returned")
@@ -193,9 +194,9 @@ class Keeper:
                 os.kill(pid, number)
             ended, status = os.waitpid(pid, os.WNOHANG)
             self._memory.reap()
-            self._hear()
+            self._read_messages()
             if ended:
-                os.close(self._heard)
+                os.close(self._pipe)
                 return status
             if self._stopped:
                 continue
@@ -204,37 +205,37 @@ class Keeper:
                     os.kill(pid, signal.SIGKILL)
             elif self._peers.has_died():
                 self._asked = time.monotonic()
-                os.kill(pid, kept.REGROUP)
+                os.kill(pid, keeper_link.REGROUP)
 
-    def _hear(self) -> None:
-        """Read what the trainer has told."""
+    def _read_messages(self) -> None:
+        """Read the trainer's messages."""
         with contextlib.suppress(BlockingIOError):
-            while some := os.read(self._heard, 1 << 16):
+            while some := os.read(self._pipe, 1 << 16):
                 self._text += some
         *lines, self._text = self._text.split(b"\n")
         for line in lines:
-            word, _, value = line.decode(errors="surrogateescape").partition(" ")
-            self._told[word] = value
-            if word == "generation":
+            message, _, value = line.decode(errors="surrogateescape").partition(" ")
+            self._messages[message] = value
+            if message == "generation":
                 self._peers.join(value)
-            elif word == "limit":
+            elif message == "limit":
                 self._limit = int(value)
-            elif word == "grace":
+            elif message == "grace":
                 self._grace = float(value)
-            elif word == "progress":
-                self._memory.forget()
+            elif message == "progress":
+                self._memory.discard()
                 if int(value) > self._reached:
-                    # the same steps again are none: without a checkpoint since, a run may die at one step for ever
+                    # repeating steps is no progress: without a new checkpoint a run may die at one step for ever
                     self._reached, self._fruitless = int(value), 0
 
     def _stopped_within(self, seconds: float) -> bool:
-        """Wait, and say whether somebody has asked the job to end."""
+        """Wait; return whether a stop signal has come."""
         if number := _await_signal(self._stops, seconds):
             self._note_stop(number)
         return bool(self._stopped)
 
     def _note_stop(self, number: int) -> None:
-        """Only a keyboard is in a hurry: agents and schedulers send one SIGTERM by several ways."""
+        """Only a second Ctrl-C cuts the wait short: agents and schedulers may send one SIGTERM several times."""
         now = time.monotonic()
         if not self._stopped:
             self._stopped, self._stop = now, number
@@ -242,30 +243,30 @@ class Keeper:
             self._hurried = True
 
     def _await_written(self) -> bool:
-        """Wait until the disk has what trainers have left in memory: --grace at most, from a stop signal on if there
-        was one. Returns False if a second Ctrl-C has ended that, so that it is lost."""
-        begun, told = time.monotonic(), False
+        """Wait until what trainers have stored in memory is on the disk: at most --grace, counted from a stop signal if
+        one has come. Returns False if a second Ctrl-C ended the wait, so that the state is lost."""
+        begun, announced = time.monotonic(), False
         while steps := self._memory.reap():
             what, now = f"step {' and '.join(map(str, steps))}", time.monotonic()
             until = (self._stopped or begun) + self._grace
             if self._hurried:
-                self._memory.abandon()
+                self._memory.kill_writers()
                 self._say(f"second Ctrl-C: exiting, {what} is NOT SAVED")
                 return False
             if now > until:
-                self._say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process goes on writing it")
+                self._say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
                 break
-            if self._stopped and not told and now > max(self._stopped, begun) + AT_ONCE:
-                told, again = True, "again " * (self._stop == signal.SIGINT)
+            if self._stopped and not announced and now > max(self._stopped, begun) + AT_ONCE:
+                announced, again = True, "again " * (self._stop == signal.SIGINT)
                 self._say(
-                    f"{_name(self._stop)}: waiting {until - now:.0f} s at most until the disk has {what}; press Ctrl-C "
-                    f"{again}to exit without it"
+                    f"{_name(self._stop)}: waiting {until - now:.0f} s at most until {what} is on the disk; press "
+                    f"Ctrl-C {again}to exit without it"
                 )
             self._stopped_within(0.01)
         return True
 
     def _forks_again(self, code: int) -> bool:
-        """Whether the trainer that has ended so is to be followed by another."""
+        """Whether to fork another trainer after this end of one."""
         if self._stopped or -code in STOP_SIGNALS or code == REFUSED or not holds_store():
             return False
         if code == 0:
@@ -273,41 +274,41 @@ class Keeper:
         why = ""
         if code < 0 and not self._asked:
             why = f"was killed by {_name(-code)}"
-        elif "hang" in self._told:
-            why = "has ended because of a hang"
-        elif not self._asked and not ("lost" in self._told and self._is_confirmed()):
+        elif "hang" in self._messages:
+            why = "ended because of a hang"
+        elif not self._asked and not ("lost" in self._messages and self._is_confirmed()):
             return False
         if self._fruitless >= self._limit:
-            self._say(f"rank {self._rank} {why or 'has lost another rank'} again, without progress; torchrun decides")
+            self._say(f"rank {self._rank} {why or 'lost another rank'} again, without progress; torchrun decides")
             return False
-        if why and not self._peers.tell_death():
-            return False  # the others would wait for what nobody has told them of
+        if why and not self._peers.report_death():
+            return False  # the others do not know of the death, and would wait
         self._fruitless += 1
         if why:
             self._say(f"rank {self._rank} {why}; all ranks start again in place")
         return True
 
     def _is_confirmed(self) -> bool:
-        """Whether the trainer has lost a rank that has died; if not, show the error that looked so."""
+        """Whether the trainer has lost a rank that died; if not, print the error that looked like it."""
         if self._peers.confirm_death(self._stopped_within):
             return True
         if not self._stopped:
             with contextlib.suppress(OSError, ValueError):
-                print(json.loads(self._told["lost"]), file=sys.stderr, end="", flush=True)
+                print(json.loads(self._messages["lost"]), file=sys.stderr, end="", flush=True)
         return False
 
     def _end(self, code: int) -> NoReturn:
-        """End this process as its trainer has ended, which has run all that is to be run at exit."""
-        if code == REFUSED and "refusal" in self._told:
-            refuse(self._told["refusal"])
+        """End this process as its trainer has ended, which has run all exit handlers."""
+        if code == REFUSED and "refusal" in self._messages:
+            refuse(self._messages["refusal"])
         if code:
-            self._peers.tell_end()
+            self._peers.report_end()
         self._hurried |= code == KEYBOARD
         if not self._await_written():
             code = KEYBOARD
         end_store()
         if code < 0:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trainer has left one, if that is wanted
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trainer has left a core file, if one is wanted
             with contextlib.suppress(OSError):  # SIGKILL has no handler
                 signal.signal(-code, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
@@ -324,7 +325,7 @@ class Keeper:
 def _await_signal(numbers: Collection[int], seconds: float) -> int | None:
     """Wait for one of these signals, which are blocked. Returns its number."""
     found = signal.sigtimedwait(numbers, seconds)
-    # suspended (Ctrl-Z) and continued after the time is up, CPython returns a structure that it has not filled in
+    # after Ctrl-Z and a continuation past the time-out, CPython returns a structure that it has not filled in
     return found.si_signo if found and found.si_signo in numbers else None
 
 

@@ -1,4 +1,4 @@
-"""What the keepers of a job tell each other in the job's store, and the process that holds it beside a keeper."""
+"""Messages between the keepers of a job in the job's store, and the process beside a keeper that serves it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import EndedHere
 from ..common.processes import die_with_parent, name_process
 from ..distributed.rendezvous import DIED, UNKEPT, generation_store, job_store
 
 PATIENCE = 10.0
-"""Seconds for an answer of the store, which may be on a machine that is gone. Meanwhile a keeper does nothing else."""
+"""Seconds for an answer of the store, whose machine may be gone. The keeper does nothing else meanwhile."""
 
 CONNECTED = 60.0
 """Seconds for a connection: torch looks up the other end's name, which in a container without DNS takes over ten."""
 
 CONFIRMED = 5.0
-"""Seconds in which the keeper of a dead rank says so. Without a word the agent decides, as without keepers; where there
-is no agent, a second must do."""
+"""Seconds in which the keeper of a dead rank reports the death. After that the agent decides, as without keepers; if
+there is no agent, the limit is one second."""
 
 ALL_DONE = 300.0
-"""Seconds for which a finished rank waits for the others, as long as torchrun's agents wait for each other."""
+"""Seconds that a finished rank waits for the others; torchrun's agents wait for each other as long."""
 
 DONE, GONE = "done", "gone"
 """Keys of a generation: how many ranks have finished, and how many keepers know that all have."""
@@ -53,7 +53,7 @@ class Peers:
         self._store: Store | None = None
 
     def join(self, generation: str) -> None:
-        """Speak from now on to those that meet under this name; "": to nobody yet."""
+        """From now on exchange messages with the ranks that meet under this name; "": with none yet."""
         self._generation, self._store = generation, None
         if generation:  # so the store has just answered this rank
             with contextlib.suppress(RuntimeError, EndedHere):
@@ -61,7 +61,7 @@ class Peers:
                 self._store = generation_store(self._connection, self._world_size, generation)
 
     def _connect(self) -> Store:
-        """A connection whose answers come in time or not at all: some of torch's requests know no time-out."""
+        """A connection with a time-out on its socket, because some of torch's requests have none."""
         before = _sockets()
         store = job_store(self._rank, self._world_size, timedelta(seconds=CONNECTED))
         store.set_timeout(timedelta(seconds=PATIENCE))
@@ -72,19 +72,19 @@ class Peers:
         return store
 
     def _lose(self) -> None:
-        """The store is gone, or too slow. It is not asked again: to connect to one that is frozen would never end."""
+        """Give up on a store that is gone or too slow: a new connection to a frozen one would never end."""
         self._connection = self._store = None
 
     def has_died(self) -> bool:
-        """Whether a keeper has told of a death; False if the store does not answer."""
+        """Whether a keeper has reported a death; False if the store does not answer."""
         try:
             return self._store is not None and self._store.check([DIED])
         except RuntimeError:
             self._lose()
             return False
 
-    def tell_death(self) -> bool:
-        """Tell the others that this rank has died; False if it can't be told, although there are others to hear it."""
+    def report_death(self) -> bool:
+        """Report to the others that this rank has died; False if that failed although there are others."""
         if not self._generation:
             return True
         try:
@@ -96,24 +96,24 @@ class Peers:
         return False
 
     def confirm_death(self, stopped: Callable[[float], bool]) -> bool:
-        """Wait until another keeper says that its rank has died, which is why this one has lost it.
+        """Wait until another keeper reports that its rank has died, which explains why this one lost it.
 
         Args:
-            stopped: waits so many seconds, and says whether the job is asked to end.
+            stopped: waits so many seconds, and returns whether a stop signal has come.
         """
         deadline = time.monotonic() + (CONFIRMED if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
         while not (died := self.has_died()) and time.monotonic() < deadline and not stopped(self.interval / 4):
             pass
         return died
 
-    def tell_end(self) -> None:
-        """Tell the others that this rank ends for good without having finished: nobody needs to wait for it."""
+    def report_end(self) -> None:
+        """Report to the others that this rank ends for good without having finished: do not wait for it."""
         with contextlib.suppress(RuntimeError):
             if self._store:
                 self._store.set(UNKEPT, "")
 
     def await_all(self, stopped: Callable[[float], bool]) -> bool:
-        """After a finished run: wait for all ranks to finish; False if one has died instead, and needs the others.
+        """After a finished run: wait for all ranks to finish; False if one has died, and needs the others.
 
         Args:
             stopped: as in :meth:`confirm_death`.
@@ -130,8 +130,8 @@ class Peers:
                 if store.check([UNKEPT]) or stopped(self.interval):
                     return True
             gone, deadline = store.add(GONE, 1), time.monotonic() + 1
-            while kept.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
-                time.sleep(self.interval / 4)  # or the others would lose the store that is beside this keeper
+            while keeper_link.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
+                time.sleep(self.interval / 4)  # or the others would lose this store
                 gone = store.add(GONE, 0)
         except RuntimeError:
             self._lose()
@@ -148,40 +148,40 @@ def _sockets() -> set[int]:
 
 
 def hold_store(rank: int, world_size: int) -> None:
-    """Hold the job's store in a process of its own, where it would be a thread of rank 0 and die with it."""
-    if kept.STORE in os.environ:  # this process has replaced itself
+    """Serve the job's store in a process of its own; in rank 0 it would be a thread, and die with it."""
+    if keeper_link.STORE in os.environ:  # this process has replaced itself
         return
     keeper = os.getpid()
-    ready, told = os.pipe()
+    ready, started = os.pipe()
     if pid := os.fork():
-        os.close(told)
-        if os.read(ready, 1):  # else rank 0 tries it again, and says what is wrong
-            os.environ[kept.STORE] = str(pid)
+        os.close(started)
+        if os.read(ready, 1):  # else rank 0 tries again, and reports the error
+            os.environ[keeper_link.STORE] = str(pid)
         os.close(ready)
         return
     name_process("store")
     die_with_parent(signal.SIGKILL)
     with contextlib.suppress(Exception):
         store = job_store(rank, world_size, timedelta(seconds=CONNECTED))
-        os.write(told, b"1")
-        os.close(told)
+        os.write(started, b"1")
+        os.close(started)
         while store and os.getppid() == keeper:
             signal.sigwait({signal.SIGTERM, signal.SIGINT})  # which are for the keeper
     os._exit(1)
 
 
 def holds_store() -> bool:
-    """Whether the store that this process has started still runs; True if it has started none."""
-    if kept.STORE not in os.environ:
+    """Whether the store process that this process has started still runs; True if it has started none."""
+    if keeper_link.STORE not in os.environ:
         return True
     with contextlib.suppress(ChildProcessError):
-        return os.waitpid(int(os.environ[kept.STORE]), os.WNOHANG) == (0, 0)
+        return os.waitpid(int(os.environ[keeper_link.STORE]), os.WNOHANG) == (0, 0)
     return False
 
 
 def end_store() -> None:
     """End the process with the store, if there is one."""
     with contextlib.suppress(KeyError, ProcessLookupError, ChildProcessError):
-        server = int(os.environ.pop(kept.STORE))
+        server = int(os.environ.pop(keeper_link.STORE))
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)

@@ -14,24 +14,24 @@
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
     records.py        read status.json, metrics.jsonl and config.toml as they were written, or as they grow; the ledger
-    fingerprint.py    what bits depend on besides options: machine, libraries, code; --strict-bits compares it
-    digest.py         64 bits for each tensor that tell whether two runs are equal
+    fingerprint.py    what the bits depend on besides options: machine, libraries, code; for --strict-bits
+    digest.py         a digest of 64 bits for each tensor, to compare two runs
     predictions.py    --save-predictions
     tracking.py       metrics.jsonl, the lines on the screen, a log for each rank
     media.py          pictures, tables and numbers that a job logs itself
     trackers.py       other places for metrics: Weights & Biases, TensorBoard, a CSV file
     stragglers.py     ranks.jsonl, and the names of ranks that are late
-    hints.py          what an option would save, said once
-    compiled_code.py  keeps what torch.compile has made with the run
+    hints.py          options that would save time or memory, logged once
+    compiled_code.py  stores compiled code of torch.compile with the run
     eval_only.py      --eval-only
-    profiling.py      --profile: traces of some steps, and what must be known to lay them on one clock
+    profiling.py      --profile: traces of some steps, and the facts that put them on one clock
 
 What a run directory holds:
 
     config.toml       the options, usable as --config
     status.json       running, finished, stopped or failed; step, starts, host and pid of rank 0; hints
     metrics.jsonl     a line for each event; a "start" record for each attempt
-    ranks.jsonl       when each rank was ready for the reduction, where there are several
+    ranks.jsonl       when each rank was ready for the reduction, with several ranks
     checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
     logs/             attempt-N/rank-R.log; after a hang stacks, and flight/ for torchfrtrace
     compiled/         with --compile
@@ -39,7 +39,7 @@ What a run directory holds:
     wandb/            with Weights & Biases; tensorboard/ and metrics.csv, if asked for
     predictions/      with --save-predictions, SET.json of each set
     summary.json      when it has finished, and model.pt, a bare state dict
-    .lock             held by the rank 0 at work
+    .lock             locked by the running rank 0
 
 Not here: what a step computes and the state that is saved (training/), signals and hangs (resilience/), what the
 commands print about a run (cli/).

@@ -1,4 +1,4 @@
-"""How an attempt of a run begins: all ranks agree on data, options and cut, or all refuse."""
+"""The start of an attempt: all ranks agree on data, options and cut, or all refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import torch
 
-from ..common import display, kept
+from ..common import display, keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.naming import TEST, in_set
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Known = list[tuple[str, dict[str, Any]]]
-"""Launch token, and what a rank's node knows of the run (its status.json), of all ranks."""
+"""Launch token and the run's status.json on the rank's node, for all ranks."""
 
 
 class Attempt:
@@ -59,7 +59,7 @@ class Attempt:
         world: who takes part; the process group need not exist yet.
         sets: the training data and those of the evaluation, by name, whose samples are compared among ranks and with
             the run so far. The first of the evaluation decides which checkpoint is the best.
-        cutter: from what the run has recorded, on whichever node, to the options with the cut. None: as `config` says.
+        cutter: from the recorded options of the run, on any node, to the options with the cut. None: as in `config`.
 
     Attributes:
         config, plan: the options and how steps are cut, once :meth:`begin` has settled the cut.
@@ -92,22 +92,22 @@ class Attempt:
         self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             check(self.path, run, config.fresh)
-        kept = fingerprint(task, world.device)
+        facts = fingerprint(task, world.device)
         if (gpus := len(replicas(config.strategy, world.device))) > 1:
-            kept["strategy"] = f"dp on {gpus} GPUs"
+            facts["strategy"] = f"dp on {gpus} GPUs"
         if config.compile:
-            kept |= compilation.facts(world.device)
-        self.compiled = CompiledCode(self.path, kept) if config.compile else None
+            facts |= compilation.facts(world.device)
+        self.compiled = CompiledCode(self.path, facts) if config.compile else None
         decides = next((name for name in sets if name != TRAINING), "" if sets else TEST)
         best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
-        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, kept)
+        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, facts)
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
         self.data.look({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]] | None = None) -> bool:
-        """Record on every rank that an attempt starts; True if the run is finished already.
+        """Record the start of an attempt on every rank; True if the run is finished already.
 
         From here on `config` and `plan` say how steps are cut.
 
@@ -115,7 +115,7 @@ class Attempt:
             find_micro_batch: is called on all ranks if a new run has --micro-batch auto.
 
         Raises:
-            Ended: the last attempts have all died before they finished a step, or a node cannot write.
+            Ended: too many attempts died before they finished a step, or a node cannot write.
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         first_here = self.world.local_rank == 0
@@ -150,12 +150,12 @@ class Attempt:
             self.directory.note(orders={str(epoch): digest})
 
     def _refuse_other_options(self) -> None:
-        """Each node has looked at its own copy of the run so far, and at its own command line."""
+        """So far each node has checked only its own copy of the run, and its own command line."""
         everywhere = self.world.gather(self.options)
         for rank, typed in enumerate(everywhere):
             for name, first, here in differences(everywhere[0], typed, self._harmless):
                 raise Refusal(
-                    f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type it, and the same on all nodes"
+                    f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
                 )
 
     def _refuse_other_bits(self) -> None:
@@ -170,15 +170,15 @@ class Attempt:
 
         Args:
             tokens: of all ranks.
-            newest: the status that knows most of the run.
+            newest: the most recent status of the run.
         """
         opened: dict[str, Any] | Ended | None = None
         if directory := self.directory:
             opened = self._written(lambda: self._record(directory, tokens, newest))
-        told: Any = self.world.broadcast(opened)
-        if isinstance(told, Ended):
-            raise told
-        return dict(told)
+        result: Any = self.world.broadcast(opened)
+        if isinstance(result, Ended):
+            raise result
+        return dict(result)
 
     def _record(self, directory: RunDirectory, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_open` that writes."""
@@ -193,7 +193,7 @@ class Attempt:
         facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
         facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
         facts |= {"samples": self.data.samples, "order": self.data.order, "digests": self.data.digests}
-        facts["restarts_in_place"] = status.get("restarts_in_place", 0) + (kept.restarts() > 0)
+        facts["restarts_in_place"] = status.get("restarts_in_place", 0) + (keeper_link.restarts() > 0)
         if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
@@ -201,14 +201,14 @@ class Attempt:
         return directory.status
 
     def _open_here(self, status: dict[str, Any]) -> str:
-        """On every rank: its log, and on a node without rank 0 what is to be known of the run. Returns in a line that
-        GPUs differ, if they do; raises Ended on all ranks if a node cannot write."""
+        """On every rank: start its log, and on a node without rank 0 copy the facts of the run. Returns a line if GPUs
+        differ; raises Ended on all ranks if a node cannot write."""
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
         ready = self._written(lambda: self._start_log(status))
         mine = describe(self.world.device)
         log.info("this rank has %s", mine.line)
-        if reason := kept.why_not():
-            log.info("if it dies, torchrun must start it again: %s", reason)
+        if reason := keeper_link.why_absent():
+            log.info("no keeper, so torchrun restarts this rank if it dies: %s", reason)
         everywhere = self.world.gather((mine, ready))
         self.hosts = [device.host for device, _ in everywhere]
         for _, ended in everywhere:
@@ -225,21 +225,21 @@ class Attempt:
             log.info("--fresh: the run that was in %s is now in %s", self.path, aside)
 
     def _written(self, write: Callable[[], T]) -> T | Ended:
-        """What came of writing into the run directory; an error of this node's disk as a line for all ranks."""
+        """The result of writing into the run directory; an error of this node's disk as a line for all ranks."""
         try:
             return write()
         except Ended as ended:
             return ended
         except OSError as error:
             return Ended(
-                f"--run-dir {self.path}: cannot be written on {socket.gethostname()}: {error.strerror or error}; make "
-                "room or mend that, and run the same command again"
+                f"--run-dir {self.path}: cannot be written on {socket.gethostname()}: {error.strerror or error}; "
+                "free space or fix that, and run the same command again"
             )
 
     def _settle_cut(self, known: Known, find_micro_batch: Callable[[], tuple[int, str]] | None) -> str:
-        """Decide how steps are cut, and how many threads compute: as this run has recorded; if it is new, by options.
+        """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
-        The same on all ranks, whichever node has the run's folder. Returns what there is to say of it.
+        The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".
         """
         continued = [status for _, status in known if status.get("micro_batch")]
         if self.config.fresh:  # then only a restart of this launch finds its own run
@@ -268,27 +268,29 @@ class Attempt:
         return status.get("state") == "finished" and bool(over)
 
     def _end_crash_loop(self) -> NoReturn:
-        reason = f"{MAX_FRUITLESS} attempts in a row have died before they finished a step"
+        reason = f"{MAX_FRUITLESS} consecutive attempts died before they finished a step"
         if self.directory:
             last = self.directory.status.get("last_failure")
-            reason += f"; the last: {last}" if last else ", without a word: killed from outside, perhaps for memory"
+            reason += (
+                f"; the last: {last}" if last else ", without an error: killed from outside, perhaps out of memory"
+            )
             with contextlib.suppress(OSError):
                 self.directory.update("failed", reason=reason)
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
     def _start_tracking(self, uneven: str, said: str) -> None:
-        """On rank 0: the tracker, and what is worth a warning before the first step.
+        """On rank 0: start the tracker, and log warnings before the first step.
 
         Args:
             uneven: that GPUs differ, if they do.
-            said: what there is to say of the cut.
+            said: a line about the cut, or "".
         """
         assert self.directory
         config, plan, world = self.config, self.plan, self.world
         if world.world_size > plan.max_world_size:
             log.warning(
                 "%d of %d ranks have nothing to do: the batch of %d is cut into %d micro-batches of %d; "
-                "a smaller --micro-batch feeds more ranks",
+                "a smaller --micro-batch uses more ranks",
                 world.world_size - plan.max_world_size, world.world_size,
                 config.batch_size, plan.max_world_size, config.micro_batch,
             )  # fmt: skip

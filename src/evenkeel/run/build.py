@@ -1,4 +1,4 @@
-"""What a run is made of, before anything is loaded or written: this process, the data, the model, the state."""
+"""The parts of a run before anything is loaded or written: this process, the data, the model, the state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common import display, kept
+from ..common import display, keeper_link
 from ..common.errors import Refusal
 from ..common.memory import keep_freed_memory
 from ..common.phases import START_UP, activity
@@ -46,7 +46,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     Args:
         config: the options.
         task: whose data it is.
-        recorded: what the run has settled of the options that were left open.
+        recorded: values that the run has recorded for options that were left open.
 
     Raises:
         Refusal: the environment is not torchrun's, or the options contradict it or the data.
@@ -57,9 +57,9 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     train_set = training_set(task, config)
     validate(config, positions_in(train_set))
     if config.tensorboard and not find_spec("tensorboard"):
-        raise Refusal("--tensorboard: needs the package tensorboard; pip install 'evenkeel[tensorboard]'")
+        raise Refusal("--tensorboard: needs the package tensorboard; pip install tensorboard")
     if config.save_predictions and not isinstance(task, Classification):
-        raise Refusal(f"--save-predictions: is for tasks derived from Classification, and {type(task).__name__} is not")
+        raise Refusal(f"--save-predictions: needs a task derived from Classification; {type(task).__name__} is not")
     if config.strategy == "dp" and has_own_collate(task):
         raise Refusal(
             f"--strategy dp: divides a batch among GPUs by its samples, which are not known of a batch that "
@@ -88,8 +88,8 @@ def refuse_evaluation(config: Config) -> None:
 
 def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
     """This process's devices, arithmetic and threads; raises as :func:`prepare`."""
-    kept.tell("limit", str(config.keeper_restarts))
-    kept.tell("grace", str(config.grace))
+    keeper_link.send("limit", str(config.keeper_restarts))
+    keeper_link.send("grace", str(config.grace))
     display.start()
     keep_freed_memory()
     fix_arithmetic(config.exact, config.precision == "tf32")
@@ -116,7 +116,7 @@ def build_state(
 ) -> State:
     """The state before the first step: weights from a file if asked for, the model on its devices, the optimizers.
 
-    ``sets`` are the training data and, by name, those of the evaluation; --patience goes by the first of these.
+    ``sets`` are the training data and, by name, those of the evaluation; --patience uses the first of these.
 
     Raises:
         Refusal: the weights do not fit, or an option does not fit this model.

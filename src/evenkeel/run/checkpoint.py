@@ -4,11 +4,11 @@
                               manifest.json   see :class:`Manifest`
 
 A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-* is
-complete. Older ones are deleted only after that, and lose their names first. What a kill in the middle leaves has a
-hidden name and is cleared away at the next start. A *snapshot* is a checkpoint that was not planned: what a survivor
-saved when the job was stopped or had failed.
+complete. Older ones are deleted only after that, and are renamed first. What a kill in the middle leaves has a hidden
+name and is deleted at the next start. A *snapshot* is an unplanned checkpoint: a surviving rank saved it when the job
+was stopped or had failed.
 
-torch is imported where it is used: to list checkpoints takes a tenth of a second, to import torch two.
+torch is imported where it is used: listing checkpoints takes a tenth of a second, importing torch two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..common.naming import TEST, full_name, named
 log = logging.getLogger(__name__)
 
 LOCK_PATIENCE = 10.0
-"""Seconds for which a planned checkpoint waits for another writer. A rescue has less: what is left of --grace."""
+"""Seconds that a planned checkpoint waits for another writer. A rescue has less: the rest of --grace."""
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 
@@ -46,12 +46,12 @@ Kind = Literal["checkpoint", "snapshot"]
 
 
 class Damaged(Exception):  # noqa: N818
-    """A checkpoint that is not what was written; the message names the file and what is wrong."""
+    """A checkpoint that differs from what was written; the message names the file and what is wrong."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a file of a checkpoint was when it was written."""
+    """Size and sha256 of a checkpoint's file when it was written."""
 
     bytes: int
     sha256: str
@@ -59,7 +59,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself. Older ones lack some fields, which are then empty or None."""
+    """The description of a checkpoint. Older ones lack some fields, which are then empty or None."""
 
     step: int
     time: float
@@ -73,20 +73,20 @@ class Manifest:
     fingerprint: dict[str, str]
     """What its bits depend on (fingerprint.py), by part."""
     bits_void_from: int | None
-    """The step after which its bits may not be those of an undisturbed run; None: they are."""
+    """The step after which its bits may differ from those of an undisturbed run; None: they do not."""
     files: dict[str, WrittenFile]
     """By name; state.pt is among them."""
 
 
 @dataclass
 class Checkpoints:
-    """The folder of a run's checkpoints. Rank 0 writes it; another rank only what it has survived."""
+    """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues."""
 
     folder: Path
     keep: int
     """Newest ones to keep, besides the best."""
     best: tuple[str, str] | None
-    """(metric, "max" or "min") that says which one is best. None: none is."""
+    """(metric, "max" or "min") that decides which one is best. None: none."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """For the manifests, like the next."""
     bits_void_from: int | None = None
@@ -103,7 +103,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        # os.access says no, instead of raising, where permissions do not let it look
+        # without permission to look, os.access returns False and does not raise
         return [path for path in step_folders(self.folder) if os.access(path / MANIFEST, os.F_OK)]
 
     def newest_step(self) -> int:
@@ -115,10 +115,10 @@ class Checkpoints:
         return max(map(step_of, step_folders(self.folder)), default=0)
 
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
-        """Write what `State.capture` gave, with the evaluation at this step, and delete what is not to be kept.
+        """Write the result of `State.capture`, with the evaluation at this step, and delete old checkpoints.
 
         Raises:
-            OSError: the disk is full or gone; what was there before is untouched.
+            OSError: the disk is full or gone; older checkpoints are untouched.
         """
         with self._alone(time.monotonic() + LOCK_PATIENCE):
             return self._write(state, metrics, "checkpoint")
@@ -130,7 +130,7 @@ class Checkpoints:
         metrics: Mapping[str, float] = MappingProxyType({}),
         kind: Kind = "snapshot",
     ) -> Path | None:
-        """Write a checkpoint, and return its path, unless it is there already, a snapshot also if a later one is.
+        """Write a checkpoint and return its path, unless it exists already; a snapshot also unless a later one exists.
 
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
@@ -157,20 +157,20 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _alone(self, until: float) -> Iterator[None]:
-        """Keep other writers out, but no longer than until a moment: one that is frozen must not stop the others.
+        """Lock out other writers, but wait for them only until a moment: a frozen one must not stop the others.
 
-        Two at once cost room and nothing else: each writes under its own name and gives up if the other was faster.
-        Raises OSError if the folder is another when the wait is over.
+        Two at once only cost space: each writes under its own name and gives up if the other was faster. Raises OSError
+        if the folder was replaced during the wait.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.folder, os.O_RDONLY)
         try:
             lock(folder, until)
             if not os.path.samestat(os.fstat(folder), self.folder.stat()):  # --fresh has moved it meanwhile
-                raise FileNotFoundError(errno.ENOENT, "another run has begun there", self.place)
+                raise FileNotFoundError(errno.ENOENT, "another run has started there", self.place)
             yield
         finally:
-            fcntl.flock(folder, fcntl.LOCK_UN)  # or a loader process that was forked meanwhile would keep it
+            fcntl.flock(folder, fcntl.LOCK_UN)  # else a loader process that was forked meanwhile keeps it
             os.close(folder)
 
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
@@ -205,14 +205,14 @@ class Checkpoints:
         return final
 
     def _delete(self, path: Path) -> None:
-        """Delete a checkpoint, its name first; one that cannot be deleted stays."""
+        """Rename a checkpoint, then delete it; one that cannot be deleted stays."""
         unnamed = self.folder / f".{path.name}.tmp"
         with contextlib.suppress(OSError):
             path.replace(unnamed)
             shutil.rmtree(unnamed)
 
     def newest_manifest(self) -> Manifest | None:
-        """The newest readable manifest; its files are not looked at."""
+        """The newest readable manifest; its files are not checked."""
         return next((found for _, found in self._manifests()), None)
 
     def _manifests(self) -> Iterator[tuple[Path, Manifest]]:
@@ -241,13 +241,13 @@ class Checkpoints:
         return None
 
     def best_path(self) -> Path | None:
-        """The checkpoint with the best metric, the newest of several; None if no evaluation came with any."""
+        """The checkpoint with the best metric, the newest of several; None if none has an evaluation."""
         scores = self._scores()
         best = max(scores, key=scores.__getitem__, default=None)
         return best if best and scores[best] > -math.inf else None
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than that of every checkpoint there is."""
+        """Whether an evaluation is better than those of all checkpoints."""
         return self._score(metrics) > max(self._scores().values(), default=-math.inf)
 
     def _scores(self) -> dict[Path, float]:
@@ -255,7 +255,7 @@ class Checkpoints:
         return {path: self._score(found.metrics) for path, found in self._manifests()}
 
     def _score(self, metrics: Mapping[str, float]) -> float:
-        """The metric that counts, so that greater is better; -inf if it is missing or NaN."""
+        """The deciding metric, with a sign so that greater is better; -inf if it is missing or NaN."""
         value = named(TEST, metrics).get(self.best_by[0], math.nan) if self.best_by else math.nan
         return -math.inf if math.isnan(value) else value if self.best and self.best[1] == "max" else -value
 
@@ -271,18 +271,18 @@ def is_step_folder(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """The step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Verify and unpack a checkpoint on the CPU: what `State.capture` gave."""
+    """Verify and unpack a checkpoint on the CPU: the result of `State.capture`."""
     verify(path)
     return unpack(path)
 
 
 def unpack(path: Path, in_place: bool = False) -> dict[str, Any]:
-    """Read a checkpoint without checking its bytes; ``in_place`` leaves tensors in the file until they are looked at.
+    """Read a checkpoint without checking its bytes; ``in_place`` leaves tensors in the file until they are used.
 
     Raises:
         Damaged: it does not load without running code, or is not the state of this step.
@@ -292,7 +292,7 @@ def unpack(path: Path, in_place: bool = False) -> dict[str, Any]:
     file = path / STATE
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=in_place)
-    except Exception as error:  # what comes of a file that is no archive, or no pickle, is of any type
+    except Exception as error:  # a file that is no archive, or no pickle, raises errors of any type
         from ..common.memory import is_out_of_memory
 
         if is_out_of_memory(error):
@@ -330,7 +330,7 @@ def verify(path: Path, advance: Callable[[int], object] = lambda _: None) -> Man
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a checkpoint says about itself, not checked against its files.
+    """The manifest of a checkpoint, not checked against its files.
 
     Raises:
         Damaged: there is no manifest, it is not readable, or it is not this folder's.
@@ -366,7 +366,7 @@ def manifest_of(content: dict[str, Any]) -> Manifest:
 
 
 def dump(value: Any, file: IO[bytes]) -> WrittenFile:
-    """`torch.save` that says what it has written, and reports a full disk as an OSError."""
+    """`torch.save` that returns size and sha256, and reports a full disk as an OSError."""
     import torch
 
     writer = HashingWriter(file)

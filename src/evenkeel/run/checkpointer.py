@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and what came of it. Digests and compiled code are kept beside it."""
+"""When a checkpoint is due, and its result. Digests and compiled code are stored at the same time."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Has the state saved on rank 0 while training goes on. On other ranks the attempt has no tracker."""
+    """Saves the state on rank 0 while training goes on. On other ranks the attempt has no tracker."""
 
     def __init__(self, attempt: Attempt, state: State) -> None:
         config = attempt.config
         self._attempt, self._state, self._compilations = attempt, state, -1
         self.announce: Callable[[int], None] = lambda _step: None
-        """Is told the step of each complete checkpoint, for the other nodes."""
+        """Called with the step of each complete checkpoint, for the other nodes."""
         devices, memory = attempt.world.devices, config.keeper_memory == "on"
         self.saver = Saver(attempt.checkpoints, devices, config.grace, self._note, memory)
 
     def after_step(self, metrics: dict[str, float]) -> None:
-        """Report an evaluation, and save if it is time or if it was the best so far.
+        """Report an evaluation, and save if a checkpoint is due or the evaluation is the best so far.
 
-        After each step but the last, and after an evaluation that a resumed run has made up for. A checkpoint that
+        Called after each step but the last, and after an evaluation that a resumed run repeats. A checkpoint that
         cannot be written is reported with the next step, and training goes on: the old one stays.
 
         Args:
@@ -52,7 +52,7 @@ class Checkpointer:
             saver.start(state, metrics)
 
     def take_result(self) -> None:
-        """Report what came of the last checkpoint in the background, if there is one; waits for it if need be."""
+        """Report the result of the last checkpoint in the background, if there is one; waits for it."""
         tracker = self._attempt.tracker
         if not (tracker and self.saver.busy):
             return
@@ -66,15 +66,14 @@ class Checkpointer:
             log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %d", step, error, last)
 
     def saved_elsewhere(self, step: int) -> None:
-        """Rank 0 has a complete checkpoint: on a node without rank 0, snapshots of former attempts are of no use any
-        more."""
+        """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts."""
         if not self._attempt.directory:
             self.saver.checkpoints.clear_snapshots(before=step)
             if self._attempt.compiled:
                 self._attempt.compiled.pack()
 
     def pack_compiled(self, asked: bool) -> None:
-        """Keep compiled code with the run, if some is new or it is asked for. On rank 0."""
+        """Store compiled code with the run, if some is new or `asked`. On rank 0."""
         new = compilation.progress.times != self._compilations
         if not (self._attempt.compiled and (new or asked)):
             return
@@ -92,6 +91,6 @@ class Checkpointer:
                 tracker.event("digest", state.step, digests=digests(state.tensors()))
 
     def _note(self, step: int) -> None:
-        """In the saver's thread: the run would go on from this step."""
+        """In the saver's thread: note that the run can continue from this step."""
         assert self._attempt.directory
         self._attempt.directory.advance("running", step)

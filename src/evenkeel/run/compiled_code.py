@@ -1,4 +1,4 @@
-"""What torch.compile has made for a run, kept in the run directory, so that the next start calls no compiler.
+"""Compiled code of torch.compile, stored in the run directory, so that the next start calls no compiler.
 
 inductor works in a folder of this node, because a compiler on a shared file system is slow; its files are packed into
 the run directory, and a start on any node of the same kind unpacks them. torch's own
@@ -30,16 +30,16 @@ from .fingerprint import short_digest
 log = logging.getLogger(__name__)
 
 KIND = ("architecture", "cpu_capability", "device_model", "torch", "torch_build", "python", "compiler")
-"""Parts of a fingerprint that machine code depends on. inductor tells all else apart by itself."""
+"""Parts of a fingerprint that machine code depends on. inductor itself distinguishes everything else."""
 
 TEMPORARY = re.compile(r"^locks/|(^|/)tmp\.pid_|\.tmp$")
-"""Names of files that are of no use afterwards: inductor's locks, and what it or Triton is writing."""
+"""Names of files to leave out: inductor's locks, and files that it or Triton is writing."""
 
 LARGEST = 2**32
-"""Bytes of all files that are unpacked, at most. The code of a large model has some hundred million."""
+"""Maximum bytes of all unpacked files. The code of a large model has some hundred million."""
 
 ASKED = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-"""What the user has set; torch sets it for itself as soon as dynamo is imported."""
+"""The user's setting; torch sets the variable itself as soon as dynamo is imported."""
 
 
 class CompiledCode:
@@ -54,25 +54,25 @@ class CompiledCode:
     """
 
     def __init__(self, run_dir: Path, facts: Mapping[str, str]) -> None:
-        info = Path("/proc/cpuinfo")  # what this CPU can do, for which g++ compiles
+        info = Path("/proc/cpuinfo")  # the features of this CPU, for which g++ compiles
         found = re.search(r"(?m)^(flags|Features)\s*:(.*)$", info.read_text() if info.exists() else "")
-        told = [*(facts.get(part, "") for part in KIND), " ".join(sorted(found[2].split())) if found else ""]
-        kind = f"{platform.machine()}-{short_digest(json.dumps(told).encode())}"
+        parts = [*(facts.get(part, "") for part in KIND), " ".join(sorted(found[2].split())) if found else ""]
+        kind = f"{platform.machine()}-{short_digest(json.dumps(parts).encode())}"
         self.archive = run_dir / "compiled" / f"{kind}.zip"
         self.folder = _private_folder() / f"{short_digest(bytes(run_dir.resolve()))}-{kind}"
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
         self._packed: set[str] = set()
 
     def unpack(self, begins: bool) -> str:
-        """Replace this node's folder by what the run has kept. For one process of a node, before any compiles.
+        """Replace this node's folder by what the run has stored. For one process of a node, before any compiles.
 
-        What a killed attempt has left there goes: a library that was being linked then is incomplete.
+        Files of a killed attempt are deleted: a library that was being linked then is incomplete.
 
         Args:
-            begins: the run is new; what is in its folder is another one's.
+            begins: the run is new; its folder has another run's code.
 
         Returns:
-            Why something that was kept is not used, in a line; empty if all is well.
+            Why stored code is not used, in a line; empty if all is well.
         """
         self._begin_anew()
         if begins or not self.archive.exists():
@@ -100,10 +100,10 @@ class CompiledCode:
         self.folder.mkdir(mode=0o700, parents=True)
 
     def pack(self) -> None:
-        """Keep what has been compiled so far in the run directory. For one process of a node.
+        """Store what has been compiled so far in the run directory. For one process of a node.
 
-        What others are writing just now is left for the next time. An error of the disk costs a compilation, and so is
-        only reported.
+        Files that others are writing now are left for the next time. A disk error only costs a compilation, so it is
+        only logged.
         """
         found = {str(path.relative_to(self.folder)): path for path in self.folder.rglob("*") if path.is_file()}
         files = {name: path for name, path in sorted(found.items()) if not TEMPORARY.search(name)}
@@ -133,18 +133,18 @@ class CompiledCode:
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Iterator[bool]:
         """Whether a file is finished, and will be while the context lasts. The linker writes libraries under their own
-        names, while inductor holds a lock; all other files appear in one piece."""
+        names, while inductor has a lock; all other files appear whole."""
         if path.suffix != ".so":
             yield True
             return
-        held = self.folder / "locks" / f"{path.name.partition('.')[0]}.lock"
-        held.parent.mkdir(exist_ok=True)
-        with held.open("ab") as file:
+        lock_file = self.folder / "locks" / f"{path.name.partition('.')[0]}.lock"
+        lock_file.parent.mkdir(exist_ok=True)
+        with lock_file.open("ab") as file:
             yield lock(file, until=0)
 
 
 def _private_folder() -> Path:
-    """A folder for temporary files, of this user's and nobody else's: another user might put code into it."""
+    """A folder for temporary files that only this user can write: another user might put code into it."""
     folder = Path(ASKED or tempfile.gettempdir()) / f"evenkeel-{os.geteuid()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,8 +153,8 @@ def _private_folder() -> Path:
         raise Refusal(f"--compile: {folder}: {error.strerror}; set TMPDIR to a folder that you may write to") from None
     if not stat.S_ISDIR(found.st_mode) or not _is_ours(found):
         raise Refusal(
-            f"--compile: {folder}: others may write there, and code in it would be run; remove it, or set TMPDIR to a "
-            "folder of your own"
+            f"--compile: {folder}: others may write there, and its code would be run; remove it, or set TMPDIR to "
+            "a folder of your own"
         )
     return folder
 

@@ -1,4 +1,4 @@
-"""That all ranks, and all starts of a run, read the same samples in the same order."""
+"""Check that all ranks, and all starts of a run, read the same samples in the same order."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class DataCheck:
         self._changes: Changes | None = None
 
     def look(self, known: Mapping[str, Any]) -> None:
-        """Read a few samples of each set, once if the run ``known`` here has digests of all: whether samples differ at
-        each read is found out once."""
+        """Read a few samples of each set: once if the run ``known`` here has digests of all, else twice, to find
+        samples that differ at each read."""
         self._look(ONCE if known.get("digests", {}).keys() >= self.samples.keys() else TWICE)
 
     def _look(self, times: int) -> None:
@@ -54,10 +54,10 @@ class DataCheck:
             self.digests, self._unsteady = look(self._config, self._sets, times)
 
     def compare(self, before: Mapping[str, Any]) -> None:
-        """Compare with the other ranks, and with the run's status ``before``. Each node has looked at its own data.
+        """Compare with the other ranks, and with the run's status ``before``. So far each node has read its own data.
 
         Raises:
-            Refusal: on all ranks, that samples are others, or in another order.
+            Refusal: on all ranks, if samples or their order differ.
         """
         # of the epoch that the run was in, whose order must be the one of which a part has been trained on
         listed = self._listed if before.get("order") == self.order else None
@@ -88,7 +88,7 @@ class DataCheck:
                     )
         known = before.get("digests", {})
         if difference(known, [there for _, _, there, *_ in everywhere]):
-            self._look(OFTEN)  # samples that are drawn anew at each read are sometimes the same twice
+            self._look(OFTEN)  # samples that are random at each read are sometimes the same twice
             self._other = difference(known, self._world.gather(self.digests))
             if self._other and not any(accepted for *_, accepted, _ in everywhere):
                 raise Refusal(f"--run-dir {self._path}: {self._other}")
@@ -112,19 +112,19 @@ class DataCheck:
         return digests[0]
 
     def warning(self) -> str:
-        """What there is to say of the data; empty if nothing is wrong with it."""
+        """A warning about the data; empty if nothing is wrong."""
         if self._other:
             return f"--other-data: {self._other.partition(';')[0]}"
         if not self._unsteady:
             return ""
         return (
-            f"the {' and '.join(self._unsteady)} data is another each time that it is read: it draws from a generator "
+            f"the {' and '.join(self._unsteady)} data differs each time that it is read: it draws from a generator "
             "of its own, so a run cannot be repeated, nor its data be compared with that of other ranks and starts; "
             "draw from torch's, NumPy's or Python's global generator, which are seeded for each sample"
         )
 
     def watch(self) -> None:
-        """From now on data that changes is found by :meth:`refuse_changed`."""
+        """From now on :meth:`refuse_changed` finds data that changes."""
         self._changes = Changes(self._config, self._sets, self.digests)
 
     def refuse_changed(self) -> None:
@@ -138,7 +138,7 @@ class DataCheck:
         if not any(accepted for _, accepted in everywhere):
             raise Ended(
                 f"{changed}: its result then depends on the ranks and on --num-workers, and a stop loses the change; "
-                "make the data before the job, and begin another one with other data (--init-from), or, if you accept "
+                "make the data before the job, and start another run for other data (--init-from), or, if you accept "
                 "that, add --other-data"
             )
         self._changes = None

@@ -1,9 +1,9 @@
-"""A 64-bit digest of each tensor that tells whether two runs hold the same bits.
+"""A 64-bit digest of each tensor, to compare the bits of two runs.
 
 The tensor's bytes are read as 64-bit words. Each word, with its position added in, goes through the finalizer of
 SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), and the results are added up modulo 2**64, so the order of adding, the
-device and the size of chunks do not matter. The finalizer is one-to-one, so a change within one word always shows; any
-other shows but for a chance of 2**-64. It is no cryptographic hash.
+device and the size of chunks do not matter. The finalizer is one-to-one, so a change within one word always changes the
+digest; any other change is missed with probability 2**-64. It is not a cryptographic hash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a run ends: finished, stopped by a signal, failed, or hung. All save the last finished step, and say so."""
+"""How a run ends: finished, stopped by a signal, failed, or hung. All save and report the last finished step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import FAILED, Ended, Refusal
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory
@@ -40,7 +40,7 @@ class Ending:
         """For hangs, once there is one."""
 
     def finish(self, metrics: dict[str, float]) -> None:
-        """Write the last checkpoint, model.pt for the world outside, and summary.json.
+        """Write the last checkpoint, model.pt for other programs, and summary.json.
 
         Args:
             metrics: of the last evaluation.
@@ -70,12 +70,12 @@ class Ending:
         except OSError as error:
             raise Ended(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
-                f"{self._saver.checkpoints.newest_step()}; make room and run the same command again"
+                f"{self._saver.checkpoints.newest_step()}; free space and run the same command again"
             ) from error
-        self._tell_finished(tracker, metrics, seconds, why)
+        self._report_finished(tracker, metrics, seconds, why)
 
     def _write_last(self, directory: RunDirectory, metrics: dict[str, float], why: str) -> dict[str, float]:
-        """What is left of a finished run, and ``why`` it has stopped early. Returns its ledger."""
+        """Write the files of a finished run, with ``why`` it stopped early. Returns its ledger."""
         state, path = self._state, self._attempt.path
         weights = cpu_state_dict(state.best_model)
         self._saver.save_last(state, metrics)
@@ -84,7 +84,7 @@ class Ending:
         summary = self._summary(directory, metrics) | {"weights_sha256": sha256(weights)}
         summary |= {"stopped_early": bool(why)} | ({"reason": why} if why else {})
         write_json(path / "summary.json", summary)
-        # such a run has no more steps to do, whatever the plan says
+        # a run that stopped early has no more steps, whatever the plan says
         directory.advance("finished", state.step, total_steps=state.step, stopped_early=bool(why), reason=why)
         seconds: dict[str, float] = summary["ledger"]
         return seconds
@@ -108,19 +108,19 @@ class Ending:
             "ledger": seconds,
         }
 
-    def _tell_finished(self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], why: str) -> None:
+    def _report_finished(self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], why: str) -> None:
         tracker.event("finish", self._state.step)
         dead = spent["dead"]
         seconds = sum(spent.values()) - dead
         training = round(100 * spent["productive"] / max(seconds, 1e-9))
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
-        took += f" and {dead:.0f} s in which it stood still" * (dead >= 1)
+        took += f" and {dead:.0f} s without progress" * (dead >= 1)
         early, found = f", {why}" * bool(why), f": {shown(metrics)}" * bool(metrics)
         self._attempt.print(f"finished in {took}{early}{found}  -> {self._attempt.path / 'model.pt'}")
         tracker.close(best=self._best(metrics))
 
     def _best(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The evaluation of the best checkpoint, or if there is none the last, as trackers show it."""
+        """The evaluation of the best checkpoint, else the last one, for trackers."""
         step, best = self._state.step, self._saver.checkpoints.best_path()
         with contextlib.suppress(Damaged):
             if best:
@@ -128,7 +128,7 @@ class Ending:
         return {"best/step": step, **{f"best/{name}": value for name, value in metrics.items()}}
 
     def stopped(self, reason: str) -> None:
-        """A signal asked for a stop: save the last finished step. Any thread may call it, whatever the others do."""
+        """After a stop signal: save the last finished step. Any thread may call it at any time."""
         going_on = reason == REGROUPING
         saved = self._rescue(in_place=going_on)
         if self.watch:
@@ -136,8 +136,8 @@ class Ending:
         self._step_log.await_last_line()
         self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
         more = "" if going_on else "; the same command continues"
-        if more and ends_with_traceback(kept.launcher()):
-            more += " (torchrun may end with a traceback, which is no error)"
+        if more and ends_with_traceback(keeper_link.launcher()):
+            more += " (torchrun may print a traceback; that is not an error)"
         self._attempt.print(f"stopped by {reason}; {saved}{more}")
 
     def failed(self, error: BaseException) -> None:
@@ -147,7 +147,7 @@ class Ending:
             error: what ended the training. The death of another rank shows as an error of a collective.
 
         Raises:
-            OutOfMemory: if memory has run out: the same error, with all that there is to say.
+            OutOfMemory: if memory has run out: the same error, with an explanation.
         """
         if is_out_of_memory(error):
             device, config = self._world.device, self._attempt.config
@@ -156,21 +156,21 @@ class Ending:
         self._failed(error)
 
     def _failed(self, error: BaseException) -> str:
-        lost = kept.is_kept() and is_loss_of_a_rank(error)  # whose keeper tells more
+        lost = keeper_link.has_keeper() and is_loss_of_a_rank(error)  # its keeper reports more
         if isinstance(error, Ended | Refusal):
-            log.info("failed at step %d: %s", self._state.step, error)  # the user is told in a line of its own
+            log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
             log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self._state.step, exc_info=error)
         return self._end_failed(error, self._rescue(in_place=lost), "another rank is lost" if lost else "failed")
 
     def hung(self) -> None:
-        """A rank is stuck: save the last finished step, say which rank, and free torchrun of those that cannot end."""
+        """A rank is stuck: save the last finished step, report the rank, and kill frozen ranks for torchrun."""
         assert self.watch
-        self.watch.look_around()  # meanwhile: nothing that explains the hang may keep the state from being saved
-        saved = self._rescue(in_place=kept.is_kept())
+        self.watch.look_around()  # in another thread, so that explaining the hang cannot delay the save
+        saved = self._rescue(in_place=keeper_link.has_keeper())
         explanation = self.watch.explain()
         if self.watch.is_within_reach():
-            kept.tell("hang")
+            keeper_link.send("hang")
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()
         self._end_failed(Ended(explanation), saved)
@@ -189,7 +189,7 @@ class Ending:
     def _end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
         directory, tracker, step = self._attempt.directory, self._attempt.tracker, self._state.step
         if not (directory and tracker) or directory.status.get("state") == "finished":
-            return  # a signal in the very last moment changes nothing any more
+            return  # a signal after the end has no effect
         with contextlib.suppress(OSError):  # a disk too full even for this
             directory.advance(name, step or directory.status.get("step", 0), reason=reason, **facts)
         tracker.event({"stopped": "stop", "failed": "failure"}[name], step, reason=reason)
@@ -200,5 +200,5 @@ def _reason(error: BaseException) -> str:
     """What went wrong, in a line."""
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
     first, *more = f"{name}{error}".strip().split("\n")
-    # of an error in a loader process torch tells where it was caught first, and what it was last
+    # of an error in a loader process torch names the place first, and the error last
     return more[-1] if more and " in DataLoader worker process " in first else first

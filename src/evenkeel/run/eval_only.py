@@ -1,6 +1,6 @@
 """`train.py --eval-only`: the metrics of a run's newest checkpoint, or of weights in a file, on all ranks.
 
-Reads only, and takes no lock, so the run may be at work meanwhile.
+Only reads and takes no lock, so the run may be active meanwhile.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, task.best)
     nothing = Refusal(f"--eval-only: {run_dir} has no checkpoint; train first, or name weights with --init-from")
     if world.local_world_size == world.world_size and not (config.init_from or checkpoints.newest_name()):
-        raise nothing  # before there is a process group
+        raise nothing  # before a process group exists
     activity.enter(START_UP, "model")
     model = build_model(config, task)  # random where --init-partial leaves it so
     own = TaskState.of(task, config.seed, world)
     with world.connected(), operations_named():
-        # one rank reads: the run may be on one node only, and if it is at work, two might find different steps
+        # one rank reads: the run may be on one node only, and if it is active, two ranks might find different steps
         known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, _began_from(run_dir)))
         steps = [step for step, _ in known]
         own_origin = steps[0] and known[0][1] == str(config.init_from)  # --eval-only added to the run's own command
@@ -85,14 +85,14 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
                 read_weights(model, path, config.init_partial, own) if path else _read_newest(model, checkpoints, own)
             )
 
-        heard = read_for_all(model, world, read, holder, own)
+        loaded = read_for_all(model, world, read, holder, own)
         placed = place(model, config, world.devices)
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
             evaluation = Evaluation(task, model, dataset, config, world, name)
             metrics |= evaluation.named(evaluation())
     if world.rank == 0:
-        samples, (weights, how) = sum(map(len, sets.values())), heard
+        samples, (weights, how) = sum(map(len, sets.values())), loaded
         say(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
         for note in filter(None, (placed, substitute(config.precision, world.device))):
             say(f"evenkeel: {note}")
@@ -113,21 +113,21 @@ def cut_as_recorded(config: Config) -> Config:
 def read_for_all(
     model: nn.Module, world: World, read: Callable[[], T], holder: int = 0, own: TaskState | None = None
 ) -> T:
-    """Let one rank load the model and what the task remembers, and give these to all, with what `read` has returned; or
-    its refusal."""
+    """Let one rank load the model and what the task remembers, and send these and the result of `read`, or its refusal,
+    to all."""
     found: T | Refusal | None = None
     if world.rank == holder:
         try:
             found = read()
         except Refusal as refusal:
             found = refusal
-    heard: Any = world.broadcast(found, holder)
-    if isinstance(heard, Refusal):
-        raise heard
+    result: Any = world.broadcast(found, holder)
+    if isinstance(result, Refusal):
+        raise result
     model.load_state_dict(world.broadcast_tensors(model.state_dict(), holder))
     if own and own.now is not None:
         own.load(world.broadcast_tensors(own.now, holder))
-    return heard  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
 def _began_from(run_dir: Path) -> str:

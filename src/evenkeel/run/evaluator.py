@@ -1,4 +1,4 @@
-"""Evaluations of the present state: on the set that decides which checkpoint is the best, and on the others."""
+"""Evaluations of the present state: on the set that decides which checkpoint is best, and on the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .predictions import save_predictions
 
 
 class Evaluator:
-    """Computes a task's metrics of the state's best model, on all ranks, and remembers them.
+    """Computes a task's metrics with the state's best model, on all ranks, and stores them.
 
     Of the attempt's sets the first that is not the training data decides.
     """
@@ -26,8 +26,8 @@ class Evaluator:
         """Of the present step, by full names; empty if it was not evaluated."""
 
     def begin(self) -> None:
-        """Prepare the sets, and before the first step rehearse: what is wrong with metrics should not show after an
-        epoch, or at the end."""
+        """Prepare the sets, and rehearse before the first step, so that an error in metrics does not come only after an
+        epoch or at the end."""
         attempt, config = self._attempt, self._attempt.config
         self._evaluations = [
             Evaluation(self._task, self._state.best_model, dataset, config, attempt.world, name)

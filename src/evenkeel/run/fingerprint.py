@@ -1,8 +1,8 @@
 """What the bits of a run depend on besides its options: the machine, the libraries, the code.
 
-A resume compares this with what the checkpoint was made with, and the ranks compare theirs with each other. It does
-not hold the number of ranks, nor anything else that may change while a run goes on, nor the data, which would have to
-be read. torch is imported where it is used, so that two runs can be compared without it.
+A resume compares this with the checkpoint's, and the ranks compare theirs with each other. It does not include the
+number of ranks, nor anything else that may change during a run, nor the data, which would have to be read. torch is
+imported where it is used, so that two runs can be compared without it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ ENVIRONMENT = (
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
     *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE"),
 )
-"""Variables by which libraries choose other kernels or another order of adding, and which no call of torch tells."""
+"""Variables that make libraries choose other kernels or another order of adding; torch does not report them."""
 
 COMPUTING = ("data", "distributed", "training", "tasks")
-"""Rooms of Evenkeel whose code counts. The others compute no numbers that reach the weights."""
+"""Components of Evenkeel whose code counts. The others compute no numbers that reach the weights."""
 
 
 def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
     """All that the bits of a run depend on here, besides the options in its config.toml: plain strings by part.
 
-    docs/reproducibility.md says why each part counts. What does not apply here is left out.
+    docs/reproducibility.md says why each part counts. Parts that do not apply are left out.
 
     Args:
         task: whose code counts.
@@ -78,12 +78,12 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         parts |= _gpu_libraries()
     parts |= {f"env:{name}": os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    # the text counts, comments included: no digest can tell whether an edit computes something else
+    # the text counts, comments included: a digest cannot tell whether an edit changes a result
     return parts | {f"code:{name}": short_digest(path.read_bytes()) for name, path in sorted(_sources(task))}
 
 
 def differences(old: Fingerprint, new: Fingerprint) -> Differences:
-    """The parts that differ, in the new one's order; a checkpoint that is too old to have any is one difference."""
+    """The parts that differ, in the new one's order; a checkpoint too old to have a fingerprint is one difference."""
     if not old:
         return {"fingerprint": (UNSET, "kept")}
     names = [*new, *(name for name in old if name not in new)]
@@ -91,7 +91,7 @@ def differences(old: Fingerprint, new: Fingerprint) -> Differences:
 
 
 def differences_among_ranks(fingerprints: Sequence[Fingerprint]) -> Differences:
-    """In what other ranks differ from rank 0, given all of them in order; each part names its ranks."""
+    """How other ranks differ from rank 0, given all of them in order; each part names its ranks."""
     groups: dict[tuple[str, tuple[str, str]], list[int]] = {}
     for rank, theirs in enumerate(fingerprints):
         for part in differences(fingerprints[0], theirs).items():
@@ -102,7 +102,7 @@ def differences_among_ranks(fingerprints: Sequence[Fingerprint]) -> Differences:
 def describe(found: Differences, most: int = 8) -> str:
     """Differences in a line: "threads 1 -> 2, numpy 2.1 -> 2.2"; of many only the first ones.
 
-    Another version of Evenkeel has other files, which would be a long list: they are only counted.
+    Files of another version of Evenkeel would be a long list, so they are only counted.
     """
     ours = [name for name in found if name.startswith("code:evenkeel/")]
     code = []
@@ -113,7 +113,7 @@ def describe(found: Differences, most: int = 8) -> str:
 
 
 def _cpu_model() -> str:
-    """Vendor, family, model and name, as Linux tells them; a virtual machine's name alone says little."""
+    """Vendor, family, model and name from Linux; a virtual machine's name alone says little."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().partition("\n\n")[0].splitlines() if info.exists() else []
     known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -155,8 +155,8 @@ def _sources(task: Task) -> Iterator[tuple[str, Path]]:
     """(name, file) of the code that computes: Evenkeel's, the main program, and the task's file with the modules of its
     folder or package that are loaded."""
     package = Path(__file__).parents[1]
-    for room in COMPUTING:
-        yield from ((f"evenkeel/{path.relative_to(package)}", path) for path in package.glob(f"{room}/**/*.py"))
+    for part in COMPUTING:
+        yield from ((f"evenkeel/{path.relative_to(package)}", path) for path in package.glob(f"{part}/**/*.py"))
     if main := getattr(sys.modules["__main__"], "__file__", None):
         yield Path(main).name, Path(main)
     own = sys.modules[type(task).__module__]

@@ -1,4 +1,4 @@
-"""Hints when a run loses time or memory that an option would save. Each is said once in a run."""
+"""Hints about options that would save a run's time or memory. Each is logged once in a run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..data.plan import Plan
 from ..distributed.world import World
 
 SETTLED = 20.0
-"""Seconds of steps before which shares of time say little."""
+"""Seconds of training before shares of time are meaningful."""
 
 WAITING, EVALUATING, SAVING, FULL, EMPTY = 0.2, 0.3, 0.1, 0.95, 0.5
-"""Shares from which there is a hint: of the time, for data, evaluations and checkpoints; of a GPU's memory."""
+"""Shares above which there is a hint: of the time, for data, evaluations and checkpoints; of a GPU's memory."""
 
 MOST = 2
-"""Hints at a time. Who reads ten follows none."""
+"""Maximum number of hints at a time."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What hints depend on. Shares are 0 .. 1."""
+    """The figures that hints depend on. Shares are 0 .. 1."""
 
     seconds: float  # of this attempt, without its start-up
     shares: Mapping[str, float]  # of that time: "data", "evaluation", "checkpoint"
@@ -38,7 +38,7 @@ class Figures:
 
 
 def hints(it: Figures) -> dict[str, str]:
-    """What there is to say, by subject: at most two, the most urgent first.
+    """Hints by subject: at most two, the most urgent first.
 
     >>> hints(Figures(60.0, {"data": 0.38}))
     {'data': 'data wait 38 %: try --num-workers 4'}

@@ -1,4 +1,4 @@
-"""predictions/SET.json of a run: what --save-predictions keeps of the last evaluation, for a report.
+"""predictions/SET.json of a run: the predictions of the last evaluation, by --save-predictions, for a report.
 
     {"set": "test", "step": 460, "classes": ["0", ...] or null, "targets": [...], "predictions": [...],
      "confidences": [...], "worst": [{"index", "target", "prediction", "confidence", "image"}, ...]}
@@ -24,14 +24,14 @@ from ..training.evaluation import Evaluation
 log = logging.getLogger(__name__)
 
 WORST = 24
-"""The most samples whose images are kept."""
+"""Maximum number of stored images."""
 
 PIXELS = 64
-"""The most pixels a side of such an image."""
+"""Maximum width and height of such an image in pixels."""
 
 
 def save_predictions(folder: Path, step: int, evaluation: Evaluation, rows: dict[str, Tensor]) -> None:
-    """Write what `prediction.predictions` has found for a set. Whatever fails costs the file, not the run."""
+    """Write the result of `prediction.predictions` for a set. A failure costs the file, not the run."""
     try:
         folder.mkdir(exist_ok=True)
         found = _collected(step, evaluation, rows)

@@ -1,7 +1,7 @@
-"""`--profile FIRST:LAST`: what each rank does in some steps, as a Chrome trace, and the operators that take the most.
+"""`--profile FIRST:LAST`: a Chrome trace of some steps on each rank, and the operators that take the most time.
 
-torch.profiler records; here is when, and what a trace must hold so that `python -m evenkeel profile` can lay those of
-several nodes on one clock. Imported only with the option, and between two steps outside the window it does nothing.
+torch.profiler records; this file says when, and adds the facts by which `python -m evenkeel profile` puts traces of
+several nodes on one clock. Imported only with the option; outside the window it does nothing.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Profiler:
                 _keep_older(snapshot)
                 torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
             if self.world.rank == 0:
-                self._tell(self._profile.key_averages())
+                self._report(self._profile.key_averages())
         except (OSError, RuntimeError) as error:
             log.error("no trace in %s: %s", self.folder, error)
         with contextlib.suppress(OSError):
@@ -116,7 +116,7 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
         self._profile = None
 
-    def _tell(self, averages: Any) -> None:
+    def _report(self, averages: Any) -> None:
         text = operators(averages, KEPT).encode()
         write_atomically(self.folder / "operators.txt", lambda file: file.write(text))
         with contextlib.suppress(OSError):  # a pipe that is gone
@@ -127,7 +127,7 @@ def _stamps(world: World) -> list[int]:
     """This rank's clock, in nanoseconds, each time that all ranks have met."""
     stamps = []
     for _ in range(ROUNDS):
-        world.gather(None)  # nobody goes on before all have come
+        world.gather(None)  # a barrier
         stamps.append(time.time_ns())
     return stamps
 
@@ -135,8 +135,7 @@ def _stamps(world: World) -> list[int]:
 def clocks_ahead(stamps: list[list[int]], hosts: list[str]) -> list[int]:
     """By how many nanoseconds each rank's clock is ahead of rank 0's. Ranks of one host share a clock.
 
-    What remains is the time that the news of a meeting takes: usually less than a millisecond. NTP keeps clocks to
-    about that, where it runs.
+    The remaining error is the latency of the barrier, usually less than a millisecond; NTP is about as accurate.
 
     Args:
         stamps: of each rank, in the same rounds.

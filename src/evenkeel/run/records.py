@@ -1,7 +1,7 @@
 """Reads what a run has written about itself: status.json, summary.json, metrics.jsonl, config.toml.
 
-A failed disk or an editor may have left anything in these files. What is not as it was written is left out here, so
-that nobody who reads has to check types.
+A failed disk or an editor may have damaged these files. Damaged parts are left out here, so that no reader has to check
+types.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ FACTS: dict[str, Any] = {
 """An example of each fact in status.json, summary.json and Slurm's count of starts."""
 
 RECORD: dict[str, Any] = {"kind": "", "step": 0, "time": 0.0}
-"""What each line of metrics.jsonl has."""
+"""Fields of each line of metrics.jsonl."""
 
 MORE: dict[str, Any] = {
     "spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}, "hosts": [""],
     "epoch": 0.0, "attempt": 0,
 }  # fmt: skip
-"""What some of them have, besides values that are only shown."""
+"""Fields of some lines, besides values that are only shown."""
 
 MEASURES = {"train": TRAIN, "eval": TEST, "log": TRAIN}
 """Kind of a record with values -> the set of those whose names have none, from version 0.1.0."""
 
 RECORDED = {"task", "batch_size", "grace", "keep", "on_nonfinite"}
-"""Options that every version writes into config.toml, and that nobody types all."""
+"""Options that every version writes into config.toml, and that no user types all of."""
 
 NOT_MEASURED = ("kind", "step", "time", "spent", "epoch")  # what a record holds besides measurements
 
 ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redone", "dead")
 """Steps; waiting for data; stalls for checkpoints; evaluations; from a process's start to its first step; steps done
-again; no process, or none that lived to tell."""
+again; no process, or none that survived to record it."""
 
 
 YOUNG = 60.0
-"""Seconds of a run in which its goodput says nothing yet, as most of them are its start."""
+"""Seconds before a run's goodput is meaningful, because most of them are its start."""
 
 
 def read_facts(path: Path) -> tuple[dict[str, Any], str]:
@@ -105,7 +105,7 @@ def read_records(path: Path, tail: int = 0, example: Mapping[str, Any] = RECORD)
     with path.open("rb") as file:
         if tail and path.stat().st_size > tail:
             file.seek(-tail, os.SEEK_END)
-            file.readline()  # the end of one
+            file.readline()  # the rest of a line
         for line in file:
             if record := read_record(line, example):
                 yield record
@@ -115,11 +115,11 @@ def read_records(path: Path, tail: int = 0, example: Mapping[str, Any] = RECORD)
 
 @cache  # once for each file
 def _warn(path: Path) -> None:
-    log.warning("%s: some of its lines are not as they were written, and are left out", path)
+    log.warning("%s: some of its lines are damaged and are left out", path)
 
 
 class Tail:
-    """The base of what is computed from a metrics.jsonl that grows, and need not exist yet."""
+    """Base class for readers of a metrics.jsonl that grows, and need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,7 +151,7 @@ class Tail:
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """What a "train" or "eval" record has measured, by full name; None: it was not finite. Empty for other records."""
+    """The values of a "train" or "eval" record, by full name; None: not finite. Empty for other records."""
     if record.get("kind") not in MEASURES:
         return {}
     found = {name: value for name, value in record.items() if name not in NOT_MEASURED}
@@ -207,7 +207,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise Refusal(f"{path}: is a pipe or a device, which may never come to its end; name a file")
+            raise Refusal(f"{path}: is a pipe or a device, which may never end; name a file")
         options: dict[str, Any] = tomllib.loads(path.read_text())
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
@@ -217,8 +217,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def recorded_options(path: Path | None) -> dict[str, Any]:
-    """Options that were left open when the run began, as it has recorded them: "micro_batch", "micro_batches" and CPU
-    "threads". Empty where there is no run; an older version may lack some."""
+    """Values that the run has recorded for options that were left open: "micro_batch", "micro_batches" and CPU
+    "threads". Empty without a run; an older version may lack some."""
     if path is None:
         return {}
     try:
@@ -261,9 +261,9 @@ def chosen(run: Path, name: str) -> Path:
         newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
         best = newest and replace(checkpoints, best=newest.best_by).best_path()
         if not best:
-            raise Refusal("--checkpoint best: none of this run has the metric of its task's `best`; use last")
+            raise Refusal("--checkpoint best: no checkpoint of this run has the metric of its task's `best`; use last")
         return best
     if not name.isdecimal() or int(name) not in steps:
         there = ", ".join(map(str, steps))
-        raise Refusal(f"--checkpoint {name}: is none of last, best and the steps there are: {there}")
+        raise Refusal(f"--checkpoint {name}: give last, best or one of the steps {there}")
     return steps[int(name)]

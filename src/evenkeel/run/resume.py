@@ -1,4 +1,4 @@
-"""How a run goes on: the newest whole state of any node, loaded on all ranks, and what is to be said of that."""
+"""How a run continues: the newest whole state of any node is loaded on all ranks, and reported."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..distributed.world import World
-from ..resilience import held
+from ..resilience import memory_checkpoint
 from ..training.checks import left_out
 from ..training.early_stopping import Memory
 from ..training.state import State
@@ -35,7 +35,7 @@ class Resume:
     Args:
         config: the options.
         world: the ranks that go on; the process group exists.
-        checkpoints: of the run on this node; they learn here what later ones must say of their bits.
+        checkpoints: of the run on this node; they get the facts about bits for later manifests.
 
     Attributes:
         unevaluated: whether the state was saved without an evaluation of it.
@@ -51,8 +51,8 @@ class Resume:
     def load(self, state: State) -> None:
         """Load the newest state into this one, if there is any.
 
-        No shared file system is needed: after the loss of a node the newest state may be on any of those left. Where
-        ranks start again in place, each finds it in the memory of its own machine, as a rule.
+        No shared file system is needed: after the loss of a node the newest state may be on any other. Ranks that start
+        again in place usually find it in the memory of their own machine.
 
         Raises:
             Ended: it does not fit this model.
@@ -60,7 +60,7 @@ class Resume:
         """
         while True:
             on_disk = self._checkpoints.newest_name() if self._world.local_rank == 0 else 0
-            everywhere = self._world.gather((held.offer(self._checkpoints.place), on_disk))
+            everywhere = self._world.gather((memory_checkpoint.offer(self._checkpoints.place), on_disk))
             newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
             if newest == 0:
                 self._other_bits = self.compare_bits(None)
@@ -80,11 +80,11 @@ class Resume:
                     state.stopping.memory = Memory()
                     self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
                 break
-        held.forget_before()
+        memory_checkpoint.discard_previous()
         activity.enter(START_UP, "first step")
 
     def compare_bits(self, found: Manifest | None) -> Differences:
-        """In what this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.
+        """Why this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.
 
         Later checkpoints record what rank 0 has.
 
@@ -104,8 +104,8 @@ class Resume:
         other_bits |= differences_among_ranks(present)
         if other_bits and self._config.strict_bits:
             raise Refusal(
-                f"--strict-bits: from step {step} on the bits might differ: {describe(other_bits)}; continue with "
-                "what it was before, or without --strict-bits"
+                f"--strict-bits: from step {step} on the bits might differ: {describe(other_bits)}; restore "
+                "that, or continue without --strict-bits"
             )
         if other_bits and void_from is None:
             void_from = step
@@ -120,12 +120,12 @@ class Resume:
         found = self._world.broadcast(self._checkpoints.newest_manifest() if whole else None, holder)
         return found, self._world.broadcast_tensors(saved, holder) if found else {}
 
-    def _receive(self, in_memory: Sequence[held.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
-        """What ranks have left in memory, and the manifest of its checkpoint. The same on all ranks."""
+    def _receive(self, in_memory: Sequence[memory_checkpoint.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
+        """The state that ranks have stored in memory, and its manifest. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = held.before(self._checkpoints.place) if in_memory[world.rank] else None
-        file = Path(before.path).open("rb") if before else held.opened(filter(None, in_memory))  # noqa: SIM115
+        before = memory_checkpoint.previous(self._checkpoints.place) if in_memory[world.rank] else None
+        file = Path(before.path).open("rb") if before else memory_checkpoint.open_first(filter(None, in_memory))  # noqa: SIM115
         everywhere = all(world.gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"
         saved: dict[str, Any] = {}
@@ -136,7 +136,7 @@ class Resume:
             saved = world.broadcast_tensors(saved, holder)
         facts = world.broadcast(before.facts if before and world.rank == holder else None, holder)
         assert facts
-        log.info("going on from step %d, which was in memory: %s", saved["step"], how)
+        log.info("continuing from step %d, which was in memory: %s", saved["step"], how)
         return manifest_of(facts), saved
 
     def _restore(self, state: State, saved: dict[str, Any]) -> None:
@@ -148,32 +148,32 @@ class Resume:
             what = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
             raise Ended(
                 f"{self._path}: its state of step {saved['step']} does not fit this model and its optimizers ({what}); "
-                "bring back the code that it was made by, name another --run-dir, or start over with --fresh"
+                "restore the code that made it, name another --run-dir, or start over with --fresh"
             ) from error
 
-    def tell(self, state: State, directory: RunDirectory, tracker: Tracker) -> None:
-        """On rank 0: say from where the run goes on, and begin to report."""
+    def report(self, state: State, directory: RunDirectory, tracker: Tracker) -> None:
+        """On rank 0: log from where the run continues, and start the tracker."""
         if state.placed:
             log.info("%s", state.placed)
         if forgotten := left_out(state.model, state.optimizers):
             log.warning("%s", forgotten)
         if state.origin and state.step == 0:
-            # what has stayed random must not be overlooked
+            # weights that stayed random are worth a warning
             log.log(logging.WARNING if self._config.init_partial else logging.INFO, "%s", state.origin)
         if state.step < (came := directory.status.get("step", 0)):
-            log.warning("the run had come to step %d, but its newest checkpoint is of step %d", came, state.step)
-        if kept.is_kept() and self._config.keeper_memory == "on":
+            log.warning("the run had reached step %d, but its newest checkpoint is of step %d", came, state.step)
+        if keeper_link.has_keeper() and self._config.keeper_memory == "on":
             size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
-            more = "" if state.step else ", and what the optimizers keep"
+            more = "" if state.step else ", and the optimizers' state"
             log.info("when a rank dies, each other leaves %.1f MB%s in memory (--keeper-memory)", size, more)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
         metrics = list(read_records(self._path / "metrics.jsonl", tail=1 << 20))
         activity.redo_until = max((record["step"] for record in metrics), default=0)
         tracker.start(state.step, any((it["kind"], it["step"]) == ("eval", state.step) for it in metrics))
-        self._tell_of_bits(state.step, tracker)
+        self._report_bits(state.step, tracker)
 
-    def _tell_of_bits(self, step: int, tracker: Tracker) -> None:
+    def _report_bits(self, step: int, tracker: Tracker) -> None:
         others = self._other_bits
         if MICRO_BATCH in others:
             log.warning(
@@ -182,7 +182,7 @@ class Resume:
                 step, *reversed(others[MICRO_BATCH]),
             )  # fmt: skip
         if others:
-            # with the ring the number of ranks decides as well, and nobody has been promised anything
+            # with the ring the bits also depend on the number of ranks, and are not promised
             loud = self._config.reduce == "tree" or "strategy" in others
             level = logging.WARNING if loud else logging.INFO
             log.log(level, "from step %d on bit-for-bit equality is void: %s", step, describe(others))

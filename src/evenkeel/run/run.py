@@ -1,7 +1,7 @@
 """One run across all restarts; rank 0 owns its files.
 
-Every rank has a `Run` and calls the same methods, so `train.py` need not ask which rank it is: on other ranks they take
-part in the collectives and do nothing else.
+Every rank has a `Run` and calls the same methods, so `train.py` need not check its rank: on ranks other than 0 they
+only take part in the collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 from torch.utils.data import DataLoader
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.phases import LONGEST, START_UP, activity
 from ..config import Config, profile_window
@@ -49,7 +49,7 @@ POWERS_OF_FOUR = frozenset(4**power for power in range(32))
 
 
 class Run:
-    """A run at work: its steps, and what is saved and told after them. Made by :meth:`open`.
+    """An active run: its steps, and what is saved and logged after them. Made by :meth:`open`.
 
     >>> with Run.open(*parse(["--run-dir", folder, "--max-steps", "2", "--wandb", "disabled"])) as run:
     ...     model = run.distribute()
@@ -69,7 +69,7 @@ class Run:
         plan: how steps are cut into micro-batches.
         world: who takes part.
         state: model, optimizers and step.
-        finished: nothing is left to do.
+        finished: whether the run has no more steps.
     """
 
     def __init__(self, attempt: Attempt, task: Task, state: State, workers: DataLoader[Any] | None = None) -> None:
@@ -86,7 +86,7 @@ class Run:
     @classmethod
     @contextmanager
     def open(cls, config: Config, task: Task) -> Iterator[Run]:
-        """Begin a run or continue it: devices, data, model; then the process group and the newest checkpoint.
+        """Start or continue a run: devices, data, model; then the process group and the newest checkpoint.
 
         Whatever ends the block, the last finished step is saved.
 
@@ -95,9 +95,9 @@ class Run:
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
-        interruption = Interruption(config.grace)  # takes the signals from here on
+        interruption = Interruption(config.grace)  # handles signals from here on
         with no_exit():
-            recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know better
+            recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know more
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
             model = build_model(config, task)
@@ -107,10 +107,10 @@ class Run:
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
             state = build_state(settled, task, world, plan, model, sets)
-            # the last that may refuse; nothing has been written so far
+            # the last refusals; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
-            # a collective's time-out explains nothing, so the watch for hangs must be earlier
+            # a collective's time-out explains nothing, so the watch for hangs must come earlier
             longest = max(600, config.hang_timeout) + LONGEST * config.compile
             with world.connected(timedelta(seconds=longest + 300)) as store:
                 finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
@@ -145,10 +145,10 @@ class Run:
         resumed.load(self.state)
         self._unevaluated = resumed.unevaluated
         if self.attempt.directory and self.attempt.tracker:
-            resumed.tell(self.state, self.attempt.directory, self.attempt.tracker)
+            resumed.report(self.state, self.attempt.directory, self.attempt.tracker)
 
     def watched(self, store: Store | None, interruption: Interruption) -> Watch:
-        """A context in which every rank tells the others by the attempt's store what it does, so that one that hangs is
+        """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
         patience, logs = self.config.hang_timeout, self.attempt.logs
 
@@ -167,7 +167,7 @@ class Run:
             network: the part of the model that learns from this loss; default: all of it.
 
         Raises:
-            Refusal: the cut leaves single samples, and the loss is not the task's, which was tried before the start.
+            Refusal: the cut leaves single samples, and this loss fails on them (the task's own was tried at the start).
         """
         config, own = self.config, loss not in (None, self.task.loss)
         self.step_log.losses += 1 + own
@@ -185,7 +185,7 @@ class Run:
         )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:
-        """The steps that are left, each with this rank's micro-batches: every position of an epoch's order once.
+        """The remaining steps, each with this rank's micro-batches: every position of an epoch's order once.
 
         Call :meth:`after_step` at the end of each.
         """
@@ -227,7 +227,7 @@ class Run:
                     break
 
     def after_step(self, model: DistributedLoss, norm: Tensor | None = None) -> None:
-        """Log, evaluate and save, as far as it is time for each.
+        """Log, evaluate and save, if each is due.
 
         Args:
             model: that has taken the step.
@@ -236,8 +236,8 @@ class Run:
         state, directory = self.state, self.attempt.directory
         self._steps_here += 1
         if self._steps_here == 1:
-            kept.tell("progress", str(state.step))
-        # after 1, 4, 16, 64, ... steps of this attempt, so that what it costs goes to nothing, and at the end
+            keeper_link.send("progress", str(state.step))
+        # after 1, 4, 16, 64, ... steps of this attempt, so that its cost vanishes, and at the end
         now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR
         if now_and_then:
             self.attempt.data.refuse_changed()

@@ -1,7 +1,7 @@
 """The folder of one run, across all its restarts: who may use it, which run it is, and its state.
 
-Rank 0 holds a lock on it as long as it lives, so that two jobs cannot train in the same folder. It alone writes there,
-apart from the other ranks' logs, traces and rescues.
+Rank 0 locks it as long as it lives, so that two jobs cannot train in the same folder. Only rank 0 writes there, except
+for the other ranks' logs, traces and rescues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 
 import tomli_w
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
@@ -43,25 +43,25 @@ OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
     "streams", "wandb", "tensorboard", "predictions", "profile", "config.toml", "report.html",
 )  # fmt: skip
-"""What a run writes into its folder besides status.json, and what `evenkeel report` makes of it."""
+"""Files of a run in its folder besides status.json, and that of `evenkeel report`."""
 
 BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
-"""Folders that Slurm, another rank or a failed start may have made before there is a run, and what is in them."""
+"""Folders that Slurm, another rank or a failed start may have made before the run, and what is in them."""
 
 MAX_FRUITLESS = 3
-"""Attempts in a row that may die before their first step. More would be burning restarts."""
+"""Maximum consecutive attempts that die before their first step."""
 
 
 def launch_token() -> str:
-    """An id of what restarts this process: torchrun's agent, or else a keeper; empty if there is neither.
+    """An id of what restarts this process: torchrun's agent, else a keeper; empty without either.
 
-    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler says that a job is the same again.
+    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler marks a job as the same one.
     """
     if known_as := os.environ.get("EVENKEEL_LAUNCH"):
         return known_as
-    if "TORCHELASTIC_RUN_ID" not in os.environ and not kept.is_kept():
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not keeper_link.has_keeper():
         return ""
-    agent = kept.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
+    agent = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
     known = stat(agent)  # without /proc the pid must do
     return f"{socket.gethostname()}:{agent}:{known.started if known else '?'}"
 
@@ -75,7 +75,7 @@ class RunDirectory:
     """What status.json holds."""
     _lock: IO[bytes]
     trouble: str = ""
-    """What is wrong with the status.json that was found."""
+    """What is wrong with the existing status.json."""
     _options: dict[str, Any] = field(default_factory=dict)
     _over: bool = False
     _claimed: float = field(default_factory=time.monotonic)
@@ -89,12 +89,12 @@ class RunDirectory:
 
     @property
     def fruitless(self) -> int:
-        """Starts in a row, the present one included, that have not yet finished a step."""
+        """Consecutive starts, including the present one, without a finished step."""
         return int(self.status.get("fruitless", 0))
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds at work, over all attempts that lived to tell."""
+        """Wall-clock seconds of all attempts that recorded theirs."""
         return round(self._seconds_before + time.monotonic() - self._claimed, 3)
 
     def start_over(self, tokens: list[str]) -> Path | None:
@@ -119,10 +119,10 @@ class RunDirectory:
         if fruitless <= MAX_FRUITLESS:
             last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
         elif not restarted:
-            fruitless = 0  # somebody has read why it stopped, and typed the command again
+            fruitless = 0  # the user has typed the command again
         requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
         if requeues != self.status.get("requeues", "0"):
-            fruitless = 0  # Slurm's deaths are not the job's; --max-requeues limits those
+            fruitless = 0  # a requeue is not the job's fault; --max-requeues limits requeues
         facts |= {"launch": sorted(launch), "world_sizes": [*self.status.get("world_sizes", []), len(tokens)]}
         facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
         self._over, self._seconds_before = False, self.status.get("seconds", 0.0)
@@ -151,7 +151,7 @@ class RunDirectory:
         self.update(state, step=step, seconds=self.seconds, **facts)
 
     def note(self, **facts: Any) -> None:
-        """As :meth:`update`, of a run that goes on even if the disk has no room for it."""
+        """As :meth:`update`, but a full disk does not end the run."""
         try:
             self.update("running", **facts)
         except OSError as error:
@@ -161,19 +161,19 @@ class RunDirectory:
         return bool(set(filter(None, tokens)) & set(self.status.get("launch", [])))
 
     def _make_again(self) -> None:
-        """Make the folder again if it was deleted during the run: without config.toml nobody could use what follows."""
+        """Make the folder again if it was deleted during the run: without config.toml the rest is useless."""
         if not self._options or (self.path / "config.toml").exists():
             return
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / ".lock").exists():
             self._lock = _lock(self.path)
         _write_config(self.path, self._options)
-        log.error("%s was deleted while the run is at work; what is written from now on is there again", self.path)
+        log.error("%s was deleted during the run and has been made again", self.path)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What says which run a start means. Two starts of one run may differ only in what is harmless."""
+    """What identifies a run. Two starts of one run may differ only in harmless options."""
 
     options: dict[str, Any]
     """As `config.saved_options` gives them."""
@@ -182,13 +182,13 @@ class Identity:
     samples: Mapping[str, int] = field(default_factory=dict)
     """How many there are, of the training data and of each set of the evaluation."""
     earlier: Mapping[str, Any] = field(default_factory=dict)
-    """What options of the task were in runs that are older than the option (`Task.earlier`)."""
+    """Values of task options in runs that are older than the option (`Task.earlier`)."""
     order: str | None = None
-    """Of the training data, as `order.order_name` tells it; None: not known here."""
+    """Of the training data, from `order.order_name`; None: not known here."""
 
 
 def check(path: Path, run: Identity, fresh: bool) -> None:
-    """Check that a run may use a folder, and create it if need be. Changes nothing in a run there.
+    """Check that a run may use a folder; create it if missing. Changes nothing in a run there.
 
     Args:
         path: the folder.
@@ -203,33 +203,33 @@ def check(path: Path, run: Identity, fresh: bool) -> None:
             raise Refusal(f"--run-dir {path}: is a file; name a folder")
         if path.is_dir() and not is_run(path) and (foreign := _foreign(path)):
             holds = foreign[0] + f" and {len(foreign) - 1} more" * (len(foreign) > 1)
-            raise Refusal(f"--run-dir {path}: is not empty and not a run's: holds {holds}; name another folder")
+            raise Refusal(f"--run-dir {path}: is not empty and not a run: it has {holds}; name another folder")
         if not fresh:
             _refuse_another_run(path, run)
         path.mkdir(parents=True, exist_ok=True)
-        (path / ".lock").open("ab").close()  # says now whether files can be written here
+        (path / ".lock").open("ab").close()  # checks that files can be written here
     except OSError as error:
         raise Refusal(
-            f"--run-dir {path}: cannot be written: {error.strerror or error}; mend that or name another folder"
+            f"--run-dir {path}: cannot be written: {error.strerror or error}; fix that or name another folder"
         ) from None
 
 
 def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
     """As :func:`check`, and lock the folder for rank 0 of this job, or refuse if it is in use."""
     check(path, run, fresh)
-    held = _lock(path)
-    if not fresh:  # again: the last holder of the lock may have started over
+    locked = _lock(path)
+    if not fresh:  # again: the previous job may have started over
         _refuse_another_run(path, run)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
         with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
             found = filter(None, map(read_record, file))
             status["world_sizes"] = [it.get("world_size", 1) for it in found if it["kind"] == "start"]
-    return RunDirectory(path, status, held, trouble)
+    return RunDirectory(path, status, locked, trouble)
 
 
 def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
-    """On a node without rank 0: keep a copy of the run's options and rank 0's status, so that it can continue here
+    """On a node without rank 0: store a copy of the run's options and rank 0's status, so that it can continue here
     alone. With ``fresh`` an older launch's run is moved aside; returns where.
 
     On a shared file system the folder is rank 0's own, and nothing is done.
@@ -245,24 +245,24 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
 
 
 def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str, int]) -> None:
-    """Refuse another number of samples than the run has had, by part of the data; not all need be known."""
+    """Refuse if the number of samples has changed, by part of the data; not all need be known."""
     for part, now in samples.items():
         if (before := known.get(part, now)) != now:
             raise Refusal(
                 f"--run-dir {path}: the {part} data had {before} samples and has {now} now, which changes their order, "
-                "so that some would come twice; bring back the data of the run, name another folder, or start over "
+                "so that some would come twice; restore the data of the run, name another folder, or start over "
                 "with --fresh"
             )
 
 
 def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None:
-    """Refuse to read the samples in another order than the run has had. A status that is older than the fact has ""."""
+    """Refuse if the order of samples has changed. A status that is older than this fact has ""."""
     before = known.get("order", "") if known.get("samples") else order
     if before != order:
         usual = "the usual order"
         raise Refusal(
             f"--run-dir {path}: the training data was read in {before or usual} and is read in {order or usual} now, "
-            "so that some samples would come twice; bring back what it goes by (index and options of the data set, "
+            "so that some samples would come twice; restore what it depends on (index and options of the data set, "
             "sample_weights(), order()), name another folder, or start over with --fresh"
         )
 
@@ -272,7 +272,7 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
 
 
 def _lock(path: Path) -> IO[bytes]:
-    """Hold a lock on the folder until this process ends, however it ends."""
+    """Lock the folder until this process ends, however it ends."""
     file = (path / ".lock").open("ab")
     if not lock(file, time.monotonic() + LOCK_PATIENCE):
         holder, _ = read_facts(path / "status.json")
@@ -291,7 +291,7 @@ def _move_aside(path: Path) -> Path:
     """
     path = path.resolve()  # a link may lead to another file system
     name = f"old-{time.strftime('%Y%m%d-%H%M%S')}"
-    # the status last: without it, after a crash, what is left would not be known for a run
+    # the status last: after a crash the rest would not be recognised as a run without it
     entries = [path / ours for ours in (*OURS, "status.json") if os.path.lexists(path / ours)]
     for place in (path.with_name(f"{path.name}.{name}"), path / name):
         aside, moved = None, list[Path]()
@@ -313,7 +313,7 @@ def _move_aside(path: Path) -> Path:
 
 
 def _foreign(path: Path) -> list[str]:
-    """Names in a folder without a run that are not what a job leaves there before it has one."""
+    """Names in a folder without a run that no job leaves there before its run."""
 
     def ours(entry: Path) -> bool:
         if pattern := BEFORE_A_RUN.get(entry.name):
@@ -324,16 +324,16 @@ def _foreign(path: Path) -> list[str]:
 
 
 def _refuse_another_run(path: Path, run: Identity) -> None:
-    """Refuse options or data that are not those of the run there, and checkpoints that cannot be read."""
+    """Refuse options or data that differ from the run there, and checkpoints that cannot be read."""
     folder, config = path / "checkpoints", path / "config.toml"
     # they would count as none, and the run would start over
     if os.path.lexists(folder) and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
         gone = folder.is_symlink() and not folder.exists()
         why = f"it is a link to {folder.readlink()}, and nothing is there" if gone else "Permission denied"
-        raise Refusal(f"--run-dir {path}: its checkpoints cannot be read: {why}; mend that or name another folder")
+        raise Refusal(f"--run-dir {path}: its checkpoints cannot be read: {why}; fix that or name another folder")
     if not config.exists() and step_folders(folder):
         raise Refusal(
-            f"--run-dir {path}: holds a run without its config.toml, which says what run it is; put that back, "
+            f"--run-dir {path}: has a run without its config.toml, which identifies it; restore that file, "
             "name another folder, or start over with --fresh"
         )
     before = read_config(config) if config.exists() else run.options
@@ -343,7 +343,7 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
             for name, old, new in changed
         )
         raise Refusal(
-            f"--run-dir {path}: holds another run: {shown}; continue it with the old values, name another folder, "
+            f"--run-dir {path}: has another run: {shown}; continue it with the old values, name another folder, "
             "or start over with --fresh"
         )
     status, _ = read_facts(path / "status.json")

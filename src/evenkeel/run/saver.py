@@ -16,7 +16,7 @@ import torch
 
 from ..common.display import say
 from ..common.phases import CHECKPOINT, activity
-from ..resilience import held
+from ..resilience import memory_checkpoint
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
@@ -100,7 +100,7 @@ class Saver:
             in_memory = self._leave(captured, metrics, "checkpoint")
             self.checkpoints.save(captured, metrics)
             if in_memory:
-                held.release()
+                memory_checkpoint.discard()
             self._written(captured["step"])
         finally:
             self._staging.give_back()
@@ -118,7 +118,7 @@ class Saver:
         """Leave a state in memory for the keeper, if there is one with room."""
         facts = asdict(self.checkpoints.manifest(captured["step"], metrics, kind))
         facts |= {"folder": self.checkpoints.place, "keep": self.checkpoints.keep}
-        return self._memory and held.hold(partial(torch.save, captured), facts)
+        return self._memory and memory_checkpoint.store(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save the last finished step from this rank, unless another rank of the node has done so; says what came of
@@ -158,16 +158,16 @@ class Saver:
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
 
 
-def write_held(left: held.Held) -> None:
+def write_memory_checkpoint(found: memory_checkpoint.MemoryCheckpoint) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; for a keeper's child."""
-    manifest = manifest_of(left.facts)
+    manifest = manifest_of(found.facts)
     void = manifest.bits_void_from
-    folder, keep = Path(left.facts["folder"]), int(left.facts["keep"])
+    folder, keep = Path(found.facts["folder"]), int(found.facts["keep"])
     checkpoints = Checkpoints(folder, keep, manifest.best_by, manifest.fingerprint, void)
     time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
     try:
         until = time.monotonic() + LOCK_PATIENCE
-        state = torch.load(left.path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(found.path, map_location="cpu", weights_only=True, mmap=True)
         checkpoints.rescue(state, until, manifest.metrics, manifest.kind)
     except OSError as error:
         say(f"evenkeel: NOT SAVED: {error}; step {manifest.step} was in memory only", to_stderr=True)

@@ -86,11 +86,12 @@ def options_of(
         from_file = {name: value for name, value in from_file.items() if name not in ("micro_batch", "micro_batches")}
     if task and early.task:
         raise Refusal(f"--task {early.task}: this script trains its own task, {task.__name__}; leave --task out")
+    label = ""
     if not early.task and "task" not in from_file and not task:
-        from_file["task"] = default_task()
+        from_file["task"], label = default_task()
     if task:
         from_file["task"] = f"{os.path.relpath(inspect.getfile(task))}:{task.__name__}"
-    task_class = task or load_task(str(early.task or from_file["task"]))
+    task_class = task or load_task(str(early.task or from_file["task"]), label)
     task_options = task_class if is_dataclass(task_class) else _NoOptions
     _check_options(task_class, task_options)
     refuse_empty(arguments, task_options)

@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 import torch
 from torch import Tensor, nn
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import Refusal
 from .downloads import fetch_weights
 
@@ -98,7 +98,7 @@ def torchvision_model(name: str, classes: int, size: int, weights: Any = None) -
                 raise ValueError("its published weights are for one size")
             model = _pretrained(name, weights)
             replace_head(model, len(weights.meta["categories"]), classes)
-        if not kept.restarts():  # it has been tried before
+        if not keeper_link.restarts():  # it has been tried before
             try_shape(model, (2, 3, size, size))
     except (ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__

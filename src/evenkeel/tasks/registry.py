@@ -22,8 +22,10 @@ def built_in() -> list[str]:
     return [name for name in BUILT_IN if Path(__file__).with_name(f"{name}.py").is_file()]
 
 
-def default_task() -> str:
+def default_task() -> tuple[str, str]:
     """The task of a job without --task: `task` of [tool.evenkeel] in the project's pyproject.toml, else a built-in one.
+
+    Also how errors name it: by that file, or by --task.
 
     The project is the working folder, else that of the script (train.py, or a launcher in a folder beside it), else a
     queued job's copy of the code. It is put on the path for imports, so that MODULE:CLASS is found from any folder.
@@ -44,26 +46,28 @@ def default_task() -> str:
                 raise Refusal(f'{path}: task of [tool.evenkeel] is {task!r}; give "MODULE:CLASS"')
             if str(path.parent) not in sys.path:
                 sys.path.insert(0, str(path.parent))
-            return task
-    return Config.task
+            return task, f"{path}: task = {task!r}"
+    return Config.task, f"--task {Config.task}"
 
 
-def load_task(name: str) -> type[Task]:
+def load_task(name: str, label: str = "") -> type[Task]:
     """The class behind --task: a built-in by name, else FILE.py:CLASS or PACKAGE.MODULE:CLASS.
+
+    `label` is how errors name it; default: by --task.
 
     Raises:
         Refusal: no such task, or its file fails to import (says at which line and why).
     """
-    here = built_in()
+    here, label = built_in(), label or f"--task {name}"
     source, _, attribute = (f"{__package__}.{name}:{BUILT_IN[name]}" if name in here else name).rpartition(":")
     if not source or not attribute:
         why = "has been deleted from this copy of Evenkeel" if name in BUILT_IN else "unknown"
         if name == "digits":  # of version 0.1.0
             why = "is now --task classify --dataset digits, the defaults"
         own = "your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
-        raise Refusal(f"--task {name}: {why}; built in: {', '.join(here)}; {own}")
+        raise Refusal(f"{label}: {why}; built in: {', '.join(here)}; {own}")
     try:
-        module = _import_file(name, Path(source)) if source.endswith(".py") else _import_module(name, source)
+        module = _import_file(label, Path(source)) if source.endswith(".py") else _import_module(name, source)
     except Refusal:
         raise
     except (Exception, SystemExit) as error:
@@ -71,26 +75,26 @@ def load_task(name: str) -> type[Task]:
         if isinstance(error, SyntaxError) and error.filename:
             place, reason = f" at {error.filename}:{error.lineno}", error.msg
         first_line = f"{type(error).__name__}: {reason}".split("\n")[0]
-        raise Refusal(f"--task {name}: does not import: {first_line}{place}") from error
+        raise Refusal(f"{label}: does not import: {first_line}{place}") from error
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = "does not exist" if found is None else "is not a subclass of evenkeel.tasks.Task"
-        raise Refusal(f"--task {name}: {attribute} {what} in {source}")
+        raise Refusal(f"{label}: {attribute} {what} in {source}")
     lossless = all(getattr(found, method) is getattr(Task, method) for method in ("loss", "embed", "batch_loss"))
     if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):
-        raise Refusal(f"--task {name}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
+        raise Refusal(f"{label}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
     return found
 
 
-def _import_file(name: str, path: Path) -> Any:
+def _import_file(label: str, path: Path) -> Any:
     """Import a file under its own stem, so that loader processes can find its classes by name."""
     path = _as_submitted(path)
     if not path.is_file():
-        raise Refusal(f"--task {name}: no file {path}")
+        raise Refusal(f"{label}: no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     known = sys.modules.get(path.stem)
     if spec is None or spec.loader is None or (known and getattr(known, "__file__", None) != spec.origin):
-        raise Refusal(f"--task {name}: the module name '{path.stem}' is taken or not allowed; rename the file")
+        raise Refusal(f"{label}: the module name '{path.stem}' is taken or not allowed; rename the file")
     if known:  # by a keeper, and some files may be executed only once in a process
         return known
     sys.path.insert(0, str(path.resolve().parent))

@@ -91,7 +91,7 @@ def _library(path: Path) -> Any:
             raise ValueError("its vocabulary is empty")
         return found
     except ModuleNotFoundError:
-        raise Refusal(f"--tokenizer {path}: needs tokenizers; pip install 'evenkeel[text]', or use bytes") from None
+        raise Refusal(f"--tokenizer {path}: needs tokenizers; pip install tokenizers, or use bytes") from None
     except Exception as error:  # the package raises plain ones
         raise Refusal(f"--tokenizer {path}: cannot be read: {str(error).splitlines()[0]}") from None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import kept
+from ..common import keeper_link
 from ..common.errors import Ended
 from ..common.processes import count_cores
 from ..config import BOUNDS
@@ -57,7 +57,7 @@ def _set_by_torchrun() -> bool:
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
         return False
     try:
-        return b"OMP_NUM_THREADS=" not in Path(f"/proc/{kept.launcher()}/environ").read_bytes()
+        return b"OMP_NUM_THREADS=" not in Path(f"/proc/{keeper_link.launcher()}/environ").read_bytes()
     except OSError:
         return True
 

@@ -23,7 +23,7 @@ JOB = ["torchrun", "train.py", "--run-dir", "runs/never"]
         ({"faults": "kill,flood"}, JOB, "--faults flood: there is no such fault"),
         ({"faults": "kill,"}, JOB, "there is no such fault"),
         ({"faults": "node"}, JOB, "--faults node: needs several nodes"),
-        ({"nodes": 2}, JOB, "the command must say {node}"),
+        ({"nodes": 2}, JOB, "the command must have {node}"),
         ({}, [], "no command"),
         ({}, ["torchrum", "train.py", "--run-dir", "x"], "torchrum: no such program"),
         ({}, ["README.md", "--run-dir", "x"], "README.md: no such program"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from evenkeel.cli.check.command import CheckCommand, as_table
-from evenkeel.cli.check.jobs import JobFailed, last_words, together
+from evenkeel.cli.check.jobs import JobFailed, last_message, together
 from evenkeel.cli.check.rows import CHANGED, FAILED, OWN_DICE, PASSED, SUM, UNCHECKED, Row, blame
 from evenkeel.cli.check.verdicts import Left, of_probes
 from evenkeel.common.errors import Refusal
@@ -159,12 +159,12 @@ def test_jobs_run_side_by_side_and_a_failure_is_told() -> None:
     assert told == [("a", None), ("b", None), ("a", ""), ("b", "broken"), ("c", None), ("c", "")]
 
 
-def test_last_words(tmp_path: Path) -> None:
+def test_last_message(tmp_path: Path) -> None:
     file = tmp_path / "output"
     file.write_text("evenkeel: the loss is odd\nand so on\n")
-    assert last_words(file) == "the loss is odd"
+    assert last_message(file) == "the loss is odd"
     file.write_text("Traceback\nValueError: no\n  then\n")
-    assert last_words(file) == "ValueError: no"
+    assert last_message(file) == "ValueError: no"
 
 
 @pytest.mark.parametrize(

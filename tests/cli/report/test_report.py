@@ -166,4 +166,4 @@ def test_only_a_report_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ReportCommand((tmp_path / "empty",))() == 0
     assert "Nothing has been recorded yet" in (tmp_path / "empty" / "report.html").read_text()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert refused(run_dir).endswith("pip install 'evenkeel[report]'")
+    assert refused(run_dir).endswith("pip install matplotlib")

@@ -47,10 +47,10 @@ def test_two_containers_in_one_place() -> None:
             hold_places(rendezvous, "two")  # another address, the same host name
         hold_places(f"{rendezvous} another job", "one")
     finally:
-        while container_job._held:
-            container_job._held.pop().close()
+        while container_job._claims:
+            container_job._claims.pop().close()
     hold_places(rendezvous, socket.gethostname())
-    container_job._held.pop().close()
+    container_job._claims.pop().close()
 
 
 def test_a_small_shm(capsys: pytest.CaptureFixture[str]) -> None:

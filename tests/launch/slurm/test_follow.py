@@ -11,8 +11,8 @@ import pytest
 
 from evenkeel.launch.slurm.follow import BACKLOG, Logs
 from evenkeel.launch.slurm.jobs import JobRecord, load
+from tests.support.components import has
 from tests.support.processes import EVENKEEL, LIMIT, evenkeel, start
-from tests.support.rooms import has
 from tests.support.small_runs import the_line
 from tests.support.terminal import Terminal
 
@@ -53,7 +53,7 @@ def test_without_an_answer_the_log_is_shown_and_slurm_asked_again_until_ctrl_c(t
     run_dir = tmp_path / "it's mine"
     record = submitted(run_dir)
     with Terminal([*EVENKEEL, "follow", str(run_dir)], columns=250, env=NO_SLURM) as terminal:
-        terminal.read_until("job 17: Slurm does not answer, and is asked again: squeue: not found")
+        terminal.read_until("job 17: Slurm does not answer, trying again: squeue: not found")
         Path(record.log).write_bytes(b"one line\nand half of an")
         terminal.read_until("one line\nand half of an")
         with Path(record.log).open("ab") as log:

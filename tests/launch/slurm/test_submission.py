@@ -87,7 +87,7 @@ def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
     ("words", "line"),
     [
         ("--array-seeds 0:3 --follow", "--follow: shows one job"),
-        ("--array-seeds 0:3 --container x", "--container: not with --array-seeds"),
+        ("--array-seeds 0:3 --container x", "--container: does not work with --array-seeds"),
         ("--max-requeues -1", "--max-requeues -1: must be at least 0"),
         ("--cpus-per-gpu 0", "--cpus-per-gpu 0: must be at least 1"),
         ("--mem much", "--mem much: give a number"),

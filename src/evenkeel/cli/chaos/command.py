@@ -31,18 +31,18 @@ INTERRUPTED = 128 + signal.SIGINT  # exit code
 
 @dataclass(frozen=True)
 class ChaosCommand:
-    """Start a job, break it again and again, report what that costs.
+    """Start a job, break it again and again, report the cost.
 
     Example: python -m evenkeel chaos -- torchrun --nproc_per_node=2 --max-restarts=3 train.py --run-dir runs/x
 
     What follows after `--` is the job's own command: it must start torchrun and have a --run-dir. If it ends before
-    the run has finished, it is started again, as by a scheduler. Exit code 1: the run has not finished.
+    the run has finished, it is started again, as a scheduler does. Exit code 1: the run has not finished.
     """
 
     kill_every: Annotated[str, tyro.conf.arg(metavar="DURATION")] = "20s"
-    """Mean time between two faults: 20s, 2m, or seconds. A fault also waits for a step since the one before."""
+    """Mean time between two faults: 20s, 2m, or seconds. Each fault also waits for a step after the last one."""
     minutes: float = option(5.0, 1e-3, 366 * 1440)
-    """Cause no faults after so many minutes."""
+    """Minutes after which there are no more faults."""
     count: int = option(0, 0)
     """Maximum number of faults (0: no limit)."""
     seed: int = option(0, *SEEDS)
@@ -71,7 +71,7 @@ class ChaosCommand:
             with contextlib.ExitStack() as stack:
                 stack.callback(kill_descendants)
                 lab = stack.enter_context(Lab(self.nodes)) if self.nodes > 1 else None
-                stack.callback(_on_interrupt, signal.SIG_IGN)  # nothing may interrupt the cleaning up
+                stack.callback(_on_interrupt, signal.SIG_IGN)  # nothing may interrupt the clean-up
                 experiment = Experiment(Job(command, lab), Progress(run_dir))
                 code = self._run(experiment, faults)
                 for name, value in lines(experiment):
@@ -111,7 +111,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_faults(text: str, nodes: int) -> list[str]:
-    """The kinds of faults in a list with commas between them; without a list those that are safe."""
+    """The kinds of faults in a comma-separated list; without a list those that are safe."""
     if not text:
         return [*SAFE, "node"] if nodes > 1 else [*SAFE]
     kinds = text.split(",")
@@ -128,13 +128,17 @@ def check_command(command: Sequence[str], nodes: int) -> None:
     if sys.platform != "linux":
         raise Refusal("chaos finds processes in /proc: it needs Linux")
     if not command:
-        raise Refusal("no command: give the job's own after --, as in: chaos -- torchrun ... train.py --run-dir runs/x")
+        raise Refusal(
+            "no command: give the job's command after --, as in: chaos -- torchrun ... train.py --run-dir runs/x"
+        )
     if shutil.which(command[0]) is None:
-        raise Refusal(f"{command[0]}: no such program; a file here is named ./{command[0]} and must be executable")
+        raise Refusal(
+            f"{command[0]}: no such program; write a file of this folder as ./{command[0]}, and make it executable"
+        )
     if "--fresh" in command:
         raise Refusal("--fresh: chaos starts the command again, and each start would start over; name a new --run-dir")
     if nodes > 1 and not any("{node}" in word for word in command):
-        raise Refusal(f"--nodes {nodes}: the command must say {{node}} where each node's own number belongs")
+        raise Refusal(f"--nodes {nodes}: the command must have {{node}} in place of each node's number")
     if nodes > 1 and (reason := why_not()):
         raise Refusal(f"--nodes {nodes}: {reason}; run as root on Linux, or leave it out")
 

@@ -1,4 +1,4 @@
-"""A chaos experiment: faults at their times, a job that is started again when it ends too early, and the report."""
+"""A chaos experiment: faults at their times, restarts of a job that ends too early, and the report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .progress import Done, Progress
 
 TICK = 0.1  # seconds between two looks at the job
 LATE = 10.0  # seconds for the other nodes to end when node 0 has finished the run
-MAX_FRUITLESS = 3  # ends of the command in a row without a step between them: then it is not started again
+MAX_FRUITLESS = 3  # consecutive ends of the command without a step, after which it is not started again
 
 
 class Experiment:
-    """A job, its progress, and what was done to it.
+    """A job, its progress, and the faults so far.
 
     Methods raise `Ended` if the command is refused, or ends again and again before it does a step.
     """
@@ -37,7 +37,7 @@ class Experiment:
         self._over = 0.0
 
     def do_faults(self, faults: Iterable[Fault], seconds: float) -> None:
-        """Do one fault after another, each at its time, but only after a step since the one before.
+        """Do one fault after another, each at its time, but only after a step since the last fault.
 
         Args:
             faults: in order.
@@ -51,7 +51,7 @@ class Experiment:
         self._until_recovered(time.monotonic(), deadline)
 
     def supervise(self) -> bool:
-        """Wait a moment, then start again what has ended too early, as a scheduler does; False: all has ended."""
+        """Wait a moment, then restart what has ended too early, as a scheduler does; False: all has ended."""
         time.sleep(TICK)
         self.progress.update()
         ended = self.job.ended()
@@ -100,24 +100,24 @@ class Experiment:
         self._fruitless = self._fruitless + 1 if progress == self._progress_at_end else 0
         self._progress_at_end = progress
         if code in (REFUSED, -REFUSAL):
-            raise Ended("the command was refused, which a second try does not change")
+            raise Ended("the command was refused; a second try would not change that")
         if self._fruitless == MAX_FRUITLESS:
             raise Ended(f"the command ended {MAX_FRUITLESS} times in a row without a step, last with {code}")
         say(f"the command ended with {code} before the run was finished; starting it again")
 
 
 def say(text: str) -> None:
-    """Print what chaos does, told apart from the job's own lines."""
+    """Print what chaos does, with a prefix that the job's own lines lack."""
     display.say(f"chaos {time.strftime('%H:%M:%S')}  {text}")
 
 
 def lines(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """The report, from what the job has written into its folder, as pairs of a name and a value."""
+    """The report, from the files in the job's folder, as pairs of a name and a value."""
     progress, done, missed = experiment.progress, experiment.done, experiment.missed
     kinds = Counter(it.fault.kind for it in done)
     named = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())) or "none"
     yield "run", progress.status.get("state", "never started")
-    yield "faults", f"{len(done)}: {named}" + f" (and {missed} that found nothing to hit)" * bool(missed)
+    yield "faults", f"{len(done)}: {named}" + f" (and {missed} without a victim)" * bool(missed)
     yield "starts", f"{experiment.job.starts} of the command, {len(progress.of('start'))} of its ranks"
     yield from steps(progress)
     summary = read_facts(progress.run_dir / "summary.json")[0] if progress.finished else {}
@@ -136,23 +136,23 @@ def lines(experiment: Experiment) -> Iterator[tuple[str, str]]:
 
 
 def steps(progress: Progress) -> Iterator[tuple[str, str]]:
-    """What the report says of steps, counted in the lines of metrics.jsonl."""
+    """The report on steps, counted in the lines of metrics.jsonl."""
     every = 1
     with contextlib.suppress(Refusal):  # another program's job may have no config.toml
         every = int(read_config(progress.run_dir / "config.toml").get("log_every", 1))
-    told = Counter(int(record["step"]) for record in progress.of("train"))
+    logged = Counter(int(record["step"]) for record in progress.of("train"))
     first = min((int(record["step"]) for record in progress.of("start")), default=0)
-    done = max([first, *told, int(progress.status.get("step", 0))])
+    done = max([first, *logged, int(progress.status.get("step", 0))])
     due = {step for step in range(first + 1, done + 1) if step % every == 0}
     each = f" lines of {every} steps" * (every > 1)
     total = progress.status.get("total_steps", 0)
     yield "steps done", f"{done} of {total}" + f", {first} of them before" * bool(first)
-    yield "lost, done again", f"{told.total() - len(told)}{each}"
-    yield "done, not logged", f"{len(due - told.keys())}{each}"  # rank 0 was killed before it could write the line
+    yield "lost, done again", f"{logged.total() - len(logged)}{each}"
+    yield "done, not logged", f"{len(due - logged.keys())}{each}"  # rank 0 was killed before it could write the line
 
 
 def seconds_to_step(done: Sequence[Done], progress: Progress) -> list[float]:
-    """For each fault that was followed by a step, the seconds to it."""
+    """Seconds from each fault to the next step, if there was one."""
     pairs = [(it.time, progress.first_step_after(it)) for it in done]
     return [step - fault for fault, step in pairs if step is not None]
 
@@ -167,5 +167,5 @@ def _expected_samples(progress: Progress) -> str:
         config, task = parse(["--config", str(progress.run_dir / "config.toml")])
         plan, status = Plan.of(config, positions_in(training_set(task, config))), progress.status
         return str(plan.samples_seen(status["step"] if status.get("stopped_early") else plan.total_steps))
-    except Exception as error:  # the data may be gone by now, and the rest of the report should come all the same
+    except Exception as error:  # the data may be gone by now; print the rest of the report
         return f"unknown ({type(error).__name__}: {error})"

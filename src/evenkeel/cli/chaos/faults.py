@@ -1,7 +1,7 @@
-"""What can be done to a job, and in which order.
+"""The kinds of faults, and their schedule.
 
-The schedule depends on the seed and on nothing else, not even on what there is to hit: a fault carries numbers in
-[0, 1), which choose among the ranks, agents or nodes that live when its time has come.
+The schedule depends on the seed only, not even on the possible victims: a fault has numbers in [0, 1), which choose
+among the ranks, agents or nodes that are alive at its time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .nodes import send
 
 T = TypeVar("T")
 
-SAFE = ("kill", "keeper", "term", "stop", "truncate", "agent")  # they reach nothing but the job and its run directory
+SAFE = ("kill", "keeper", "term", "stop", "truncate", "agent")  # they affect nothing but the job and its run directory
 KINDS = (*SAFE, "fill", "node")
 SIGNALS = {"kill": signal.SIGKILL, "keeper": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 
@@ -46,7 +46,7 @@ class Fault:
 
 
 class Missed(Exception):  # noqa: N818
-    """There is nothing that the fault could hit; the message says what is missing."""
+    """The fault has no victim; the message says what is missing."""
 
 
 def schedule(kinds: Sequence[str], every: float, seed: int) -> Iterator[Fault]:
@@ -63,7 +63,7 @@ def schedule(kinds: Sequence[str], every: float, seed: int) -> Iterator[Fault]:
 
 
 def strike(fault: Fault, job: Job, run_dir: Path, announce: Callable[[str], object]) -> None:
-    """Choose the fault's victim among what there is now, announce it, and hit it.
+    """Choose the fault's victim among those alive now, announce it, and do the fault.
 
     Raises:
         Missed: there is no victim.
@@ -105,8 +105,8 @@ def strike(fault: Fault, job: Job, run_dir: Path, announce: Callable[[str], obje
 
 
 def fill_disk(descriptor: int) -> None:
-    """Let a file take all that its file system has left."""
-    size, piece = 0, 1 << 30  # in pieces, between which Ctrl-C is heard
+    """Fill the rest of the file system with a file."""
+    size, piece = 0, 1 << 30  # in pieces, between which Ctrl-C works
     while piece >= 1 << 12:
         try:
             os.posix_fallocate(descriptor, size, piece)

@@ -64,9 +64,9 @@ class Job:
         return {node: code for node, process in self.running.items() if (code := process.poll()) is not None}
 
     def workers(self) -> list[Worker]:
-        """The ranks that live under a living torchrun, in order.
+        """The ranks under a living torchrun, in order.
 
-        Their children, such as data loaders, are none.
+        Their children, such as data loaders, do not count.
         """
         below = self._owned()
         ranks = {pid: rank for pid in below if (rank := rank_of(pid)) is not None}
@@ -78,7 +78,7 @@ class Job:
     def stop(self, *nodes: int) -> None:
         """End the command on some nodes by SIGTERM, and wait until all its ranks have saved and ended.
 
-        Frozen ranks get SIGKILL, and so does whatever is left after PATIENCE.
+        Frozen ranks get SIGKILL, and so do all that remain after PATIENCE.
         """
         commands = [self.running.pop(node) for node in nodes]
         for command in commands:

@@ -100,7 +100,7 @@ class Lab:
         self.close()
 
     def start_node(self, node: int) -> None:
-        """Boot a node: a first process, whose death takes all others of the node with it."""
+        """Boot a node: start its first process, whose death ends all others of the node."""
         init = subprocess.Popen(
             ["ip", "netns", "exec", f"{self.prefix}-node{node}"]
             + ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
@@ -116,7 +116,7 @@ class Lab:
         assert init.stdout is not None
         if init.stdout.readline() != "ready\n":
             init.kill()
-            raise RuntimeError(f"a node does not start: {init.communicate()[1].strip()}")
+            raise RuntimeError(f"cannot start a node: {init.communicate()[1].strip()}")
 
     def kill_node(self, node: int) -> None:
         """Crash a node: SIGKILL to its first process, and so to all of them."""
@@ -174,7 +174,7 @@ def ip(*arguments: str) -> str:
 
 
 def _children(pid: int) -> list[int]:
-    """The processes that a single-threaded one has started."""
+    """The child processes of a single-threaded process."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:  # it has ended

@@ -1,4 +1,4 @@
-"""What a job has done so far, from the lines of its metrics.jsonl."""
+"""The progress of a job, from the lines of its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Progress(Tail):
         self.records: list[dict[str, Any]] = []
 
     def take(self, record: dict[str, Any]) -> None:
-        """Keep a record."""
+        """Add a record."""
         self.records.append(record)
 
     def of(self, kind: str) -> list[dict[str, Any]]:

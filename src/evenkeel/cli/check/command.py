@@ -1,4 +1,4 @@
-"""The command line of `python -m evenkeel check`: look at the task, run the jobs, print the table, leave nothing."""
+"""The command line of `python -m evenkeel check`: examine the task, run the jobs, print the table, leave nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...common.arguments import is_typed
 from ...common.display import say
 from ...common.errors import Refusal
 from ...config import MaybePath
-from .jobs import Jobs, Waiting, last_words, together
+from .jobs import Jobs, Waiting, last_message, together
 from .rows import FAILED, MEASURED, Row
 from .verdicts import Left, of_probes
 
@@ -25,11 +25,11 @@ INTERRUPTED = 128 + signal.SIGINT
 STEPS, EPOCH = 12, 5
 """Steps of a job, and of an epoch unless --limit-batches says otherwise."""
 KILLED, STOPPED, RESIZED = 7, 1, 7
-"""Steps from 0 that are broken off, in mid-epoch."""
+"""Steps, from 0, that are interrupted in mid-epoch."""
 
 OWN = ("run-dir", "max-steps", "epochs", "reduce", "digest-every", "log-every", "checkpoint-every", "wandb", "fresh",
        "eval-only", "profile", "patience", "config", "nodes", "gpus")  # fmt: skip
-"""Options of train.py that check sets itself, or cannot work with."""
+"""Options of train.py that check sets itself or does not support."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class CheckCommand:
     checks have passed, 1: some have failed. All runs are in a temporary folder.
     """
 
-    task: str = "classify"
-    """What to check, as for train.py: a built-in task, FILE.py:CLASS or PACKAGE.MODULE:CLASS."""
+    task: str = ""
+    """Task to check: a built-in one, FILE.py:CLASS or PACKAGE.MODULE:CLASS. Default: as of train.py."""
     script: Path = Path("train.py")
     """The training script."""
     keep: MaybePath = None
-    """Keep the jobs' folders here. Default: a temporary folder, kept only if a check fails."""
+    """Folder for the jobs, to keep. Default: a temporary folder, deleted unless a check fails."""
 
     def __call__(self, train_options: list[str]) -> int:
         """Check, and print the table."""
@@ -56,7 +56,7 @@ class CheckCommand:
         try:
             rows = self.rows(train_options)
         except KeyboardInterrupt:
-            say("evenkeel: interrupted; all jobs are ended", to_stderr=True)
+            say("evenkeel: interrupted; all jobs have been ended", to_stderr=True)
             return INTERRUPTED
         say(as_table(rows))
         return int(any(row.result == FAILED for row in rows))
@@ -65,12 +65,12 @@ class CheckCommand:
         """Do all checks.
 
         Raises:
-            Refusal: the task or an option cannot be meant; nothing has been run but a look at the task.
+            Refusal: the task or an option is wrong; no job has been run.
         """
         self._refuse(options)
         limit = [] if is_typed("limit-batches", options) else [f"--limit-batches={EPOCH}"]
         given = [*options, *limit, "--wandb=disabled", f"--max-steps={STEPS}", "--epochs=1000000"]
-        task = [f"--task={self.task}"]
+        task = [f"--task={self.task}"] if self.task else []
         source = self.task.rpartition(":")[0]
         own = source.endswith(".py") and self.script.resolve() == Path(source).resolve()  # it takes no --task
         folder = Path(tempfile.mkdtemp(prefix="evenkeel-check-")) if self.keep is None else self.keep
@@ -79,7 +79,7 @@ class CheckCommand:
         try:
             rows = Check(jobs, [*task, *given]).rows()
         finally:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # nothing may interrupt the cleaning up
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # nothing may interrupt the clean-up
             jobs.end_all()
             if self.keep or any(row.result == FAILED for row in rows):
                 say(f"evenkeel: the jobs and their output are in {folder}", to_stderr=True)
@@ -113,7 +113,7 @@ class Check:
         self.missing: dict[str, str] = {}
 
     def rows(self) -> list[Row]:
-        """Look at the task, run the jobs, and judge what they leave."""
+        """Examine the task, run the jobs, and judge their results."""
         probes = self._probe()
         first, rows = probes[0], [*of_probes(probes)]
         where = self._where(first)
@@ -126,7 +126,7 @@ class Check:
         todo["stop"] = job("stop", [2, 2, 3], tree, {STOPPED: signal.SIGTERM, RESIZED: signal.SIGTERM})
         todo["kill"] = job("kill", [2], tree, {KILLED: signal.SIGKILL})
         todo |= {f"ring-{ranks}": job(f"ring-{ranks}", [ranks], ring) for ranks in (3, 1, 2)}
-        why = "first see to the data on each rank" * (rows[1].result == FAILED)
+        why = "first fix the data on each rank" * (rows[1].result == FAILED)
         why = why or "--strategy dp is one process" * (first["strategy"] == "dp")
         why = why or "--sync-batchnorm ties the cut to the number of ranks" * first["sync_batchnorm"]
         self.missing = dict.fromkeys(todo, f"not run: {why}") if why else {}
@@ -141,8 +141,8 @@ class Check:
         return [where, *rows, *Left(self.jobs.folder, self.missing, first).rows(breaks)]
 
     def _probe(self) -> list[dict[str, Any]]:
-        """What three processes find of the task, each as if it were a rank."""
-        self._say("looking at the task: data, loss and metrics")
+        """What three processes find out about the task, each as one rank."""
+        self._say("examining the task: data, loss and metrics")
         outputs, looks = [self.jobs.folder / f"probe-{rank}" for rank in range(3)], {}
         for rank, output in enumerate(outputs):
             env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
@@ -150,11 +150,11 @@ class Check:
             looks[str(output)] = self.jobs.ended(process, output)
         for name, why in together(looks, 3):
             if why:
-                raise Refusal(last_words(Path(name)))
+                raise Refusal(last_message(Path(name)))
         return [json.loads(Path(f"{output}.json").read_text()) for output in outputs]
 
     def _where(self, probe: dict[str, Any]) -> Row:
-        """Where the jobs compute; without a GPU for each rank on the CPU, unless they are to share."""
+        """Where the jobs compute: on the CPU unless each rank has a GPU, or --share-gpu."""
         gpus, figure = probe["gpus"], f"{probe['gpus']} GPUs" + ", shared" * probe["share_gpu"]
         if gpus < 3 and not (gpus and probe["share_gpu"]):
             self.jobs.env["CUDA_VISIBLE_DEVICES"] = ""
@@ -163,7 +163,7 @@ class Check:
         return Row("where", "jobs of 1, 2 and 3 ranks", MEASURED, f"{figure}; batch {probe['batch_size']}, {cut}")
 
     def _do(self, jobs: Mapping[str, Waiting], at_most: int) -> None:
-        """Run jobs side by side, with a line when one begins, and one if it fails."""
+        """Run jobs in parallel, with a line when one begins, and one if it fails."""
         for name, why in together(jobs, at_most):
             kind, _, ranks = name.partition("-")
             what = {"kill": "kill -9 of rank 1 of 2", "stop": "SIGTERM, on with 2 ranks; SIGTERM, on with 3"}

@@ -1,4 +1,4 @@
-"""Jobs of `evenkeel check`: they run side by side, are killed and stopped at a step, and leave nothing behind."""
+"""Jobs of `evenkeel check`: they run in parallel, are killed and stopped at a step, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ...common.processes import descendants, die_with_parent
 NOTES, HOLD = "EVENKEEL_CHECK_NOTES", "EVENKEEL_CHECK_HOLD"
 """Environment variables that tell `observed` what to do."""
 LIMIT = 900.0
-"""Seconds that a part of a job may take."""
+"""Maximum seconds of a part of a job."""
 
 Waiting = Iterator[None]
-"""Something that is done beside others: it gives the turn back whenever it has to wait."""
+"""A task that runs beside others: it yields whenever it has to wait."""
 
 
 class JobFailed(Exception):  # noqa: N818
-    """A job has not ended as it should; the text is a line with what it has said."""
+    """A job has failed; the text is one line with its last message."""
 
 
 class Jobs:
@@ -51,8 +51,8 @@ class Jobs:
     ) -> Waiting:
         """A job from its start to its end, started on these numbers of ranks in turn.
 
-        ``breaks``: the steps, from 0, in the midst of which there is a SIGTERM, after which it is started again, or a
-        SIGKILL of its last rank, after which it continues by itself.
+        ``breaks``: step, from 0 -> what happens in the middle of it: a SIGTERM, after which the job is started again,
+        or a SIGKILL of its last rank, after which it continues by itself.
         """
         folder, left = self.folder / name, list((breaks or {}).items())
         folder.mkdir()
@@ -60,18 +60,18 @@ class Jobs:
         observed = ["-m", f"{__package__}.observed", str(self.script), *self.options, f"--run-dir={folder / 'run'}"]
         for number in ranks:
             step, how = left.pop(0) if left else (-1, None)
-            held = folder / f"held-{step}"
-            env = {NOTES: str(folder), HOLD: f"{step}:{number - 1}:{held}"}
+            paused = folder / f"paused-{step}"
+            env = {NOTES: str(folder), HOLD: f"{step}:{number - 1}:{paused}"}
             arguments = [*torchrun, f"--nproc_per_node={number}", *observed, *options]
             process = self.popen(arguments, folder / "output", env)
-            while how and not held.exists() and process.poll() is None:
+            while how and not paused.exists() and process.poll() is None:
                 yield
-            if how and held.exists():
-                os.kill(int(held.read_text()) if how == signal.SIGKILL else process.pid, how)
-            yield from self.ended(process, folder / "output", stopped=how == signal.SIGTERM and held.exists())
+            if how and paused.exists():
+                os.kill(int(paused.read_text()) if how == signal.SIGKILL else process.pid, how)
+            yield from self.ended(process, folder / "output", stopped=how == signal.SIGTERM and paused.exists())
 
     def popen(self, arguments: Sequence[str], output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start Python in a session of its own, so that Ctrl-C is for this process, which then ends all."""
+        """Start Python in its own session, so that Ctrl-C reaches only this process, which then ends all."""
         with output.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -87,10 +87,10 @@ class Jobs:
         while process.poll() is None and time.monotonic() < until:
             yield
         if process.returncode is None or (process.returncode and not stopped):
-            raise JobFailed(f"exit code {process.returncode}: {last_words(output)}")
+            raise JobFailed(f"exit code {process.returncode}: {last_message(output)}")
 
     def end_all(self) -> None:
-        """Kill all processes that are left, and those below them."""
+        """Kill all remaining processes and their descendants."""
         while roots := [process.pid for process in self._started if process.poll() is None]:
             for pid in [*descendants(*roots), *roots]:
                 with contextlib.suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ class Jobs:
 
 
 def together(tasks: Mapping[str, Waiting], at_most: int) -> Iterator[tuple[str, str | None]]:
-    """Do so many things at a time; gives (name, None) when one begins, and (name, "" or what went wrong) at its end."""
+    """Run at most so many tasks at a time; yields (name, None) when one begins, (name, "" or the error) at its end."""
     waiting, active = list(tasks.items()), dict[str, Waiting]()
     while waiting or active:
         while waiting and len(active) < at_most:
@@ -120,8 +120,8 @@ def together(tasks: Mapping[str, Waiting], at_most: int) -> Iterator[tuple[str, 
         time.sleep(0.02)
 
 
-def last_words(output: Path) -> str:
-    """What a process has said of its end: its own line, or the last one."""
+def last_message(output: Path) -> str:
+    """The last message of a process: a line of ours, else an error, else its last line."""
     said = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
     own = [line for line in said if line.startswith("evenkeel: ")]
     errors = [line for line in said if "Error: " in line and not line.startswith("[")]

@@ -1,6 +1,7 @@
-"""What a rank of a checked job notes: `python -m evenkeel.cli.check.observed SCRIPT OPTIONS` runs SCRIPT and looks on.
+"""Notes of a checked job's rank: `python -m evenkeel.cli.check.observed SCRIPT OPTIONS` runs SCRIPT and observes it.
 
-NOTES is the folder for it; HOLD=STEP:RANK:FILE lets a rank write its pid to a file in the midst of a step, and wait.
+NOTES is the folder for the notes. With HOLD=STEP:RANK:FILE a rank writes its pid to a file in the middle of a step, and
+waits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WARM_UP = 3
 
 
 def exact(batch: Any) -> str:
-    """A digest of every bit of a batch; of what is no number or text only the type counts."""
+    """A digest of every bit of a batch; other values than numbers and text count by their type only."""
     found = hashlib.sha256()
 
     def add(part: Any) -> Any:
@@ -57,7 +58,7 @@ def exact(batch: Any) -> str:
 
 
 class Watch:
-    """Seconds by name: what has passed since the last charge. On a GPU the device is waited for."""
+    """Seconds by name: the time since the last charge. Waits for a GPU to finish."""
 
     def __init__(self) -> None:
         self.steps, self.last = 0, time.perf_counter()
@@ -85,8 +86,8 @@ class Watch:
         setattr(kind, method, timed)
 
 
-def hold(rank: int, step: int) -> None:
-    """Wait here for ever, once, if this is the rank and the step to do so."""
+def pause(rank: int, step: int) -> None:
+    """Wait for ever, once, if this is the rank and the step in HOLD."""
     at, who, file = os.environ[HOLD].split(":", 2)
     if (step, rank) == (int(at), int(who)) and not (path := Path(file)).exists():
         path.with_suffix(".new").write_text(str(os.getpid()))
@@ -96,7 +97,7 @@ def hold(rank: int, step: int) -> None:
 
 
 def observe(folder: Path) -> None:
-    """Let the methods of this process note each micro-batch before it is computed, and where the time goes."""
+    """Patch methods of this process to note each micro-batch before it is computed, and the time by part."""
     watch, parts = Watch(), {FORWARD: "forward", BACKWARD: "backward"}
     micro_batches, mark, after_step = DistributedLoss.micro_batches, Arrivals.mark, Run.after_step
     watch.around(Arrivals, "begin", "other", "other")
@@ -106,7 +107,7 @@ def observe(folder: Path) -> None:
     watch.around(Checkpointer, "after_step", "other", "checkpoint")
 
     def noted(self: DistributedLoss, step: Step) -> Iterator[Any]:
-        hold(self.world.rank, step.number)
+        pause(self.world.rank, step.number)
         for number, batch in enumerate(micro_batches(self, step)):
             line = [*step.micro_batches[number], exact(self.last_micro_batch[0])]
             with (folder / f"samples-{self.world.rank}-{os.getpid()}.jsonl").open("a") as file:
@@ -125,8 +126,8 @@ def observe(folder: Path) -> None:
         watch.steps += 1
         if watch.steps == WARM_UP:
             watch.seconds.clear()
-        told = {"steps": watch.steps - WARM_UP, "seconds": watch.seconds}
-        (folder / f"times-{self.world.rank}.json").write_text(json.dumps(told))
+        times = {"steps": watch.steps - WARM_UP, "seconds": watch.seconds}
+        (folder / f"times-{self.world.rank}.json").write_text(json.dumps(times))
 
     DistributedLoss.micro_batches, Arrivals.mark, Run.after_step = noted, marked, after  # type: ignore[method-assign, assignment]
 

@@ -1,7 +1,7 @@
-"""The task alone, as a rank would have it: its data read twice, its loss and metrics computed whole and in parts.
+"""The task alone, as on one rank: its data read twice, its loss and metrics computed whole and in parts.
 
-`python -m evenkeel.cli.check.probe OUTPUT OPTIONS` with RANK set; writes what it has found as JSON. Rank 0 also
-computes, the others only read. There is no process group. Exit code 2: the options or the data are refused.
+`python -m evenkeel.cli.check.probe OUTPUT OPTIONS` with RANK set; writes its findings as JSON. Rank 0 also computes,
+the others only read. There is no process group. Exit code 2: the options or the data are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ...common.errors import Refusal
 from ...common.naming import TRAIN
-from ...config import Config
+from ...config import Config, validate
 from ...data.batch import to_device
 from ...data.data_digest import TRAINING
 from ...data.dataset import Collated, SizedDataset
@@ -49,7 +49,7 @@ from .observed import exact
 from .rows import BY_RANK, CHANGED, CLOCK, OWN_DICE, SUM, blame
 
 MOST, SECONDS = 48, 8.0
-"""Samples of each set that are read twice, and after how many seconds no more."""
+"""Samples of each set that are read twice, and the maximum seconds for that."""
 BATCH = 12
 """Samples of which the loss is computed whole and in three parts."""
 PARTS = (6, 4, 2)
@@ -65,6 +65,7 @@ def main() -> int:
     if config.micro_batch == "auto":
         raise Refusal("--micro-batch auto: check compares numbers of ranks at one cut; give a number, or leave it out")
     sets = {TRAINING: training_set(task, config)} | evaluation_sets(task, config)
+    validate(config, len(sets[TRAINING]))
     again = {TRAINING: training_set(task, config)} | evaluation_sets(task, config)
     found = facts(config, task, sets)
     found["sets"] = {name: read(config, task, name, sets[name], again[name]) for name in sets}
@@ -75,7 +76,7 @@ def main() -> int:
 
 
 def facts(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Found:
-    """What the jobs need to know: the cut, and the steps of an epoch."""
+    """Facts that the jobs need: the cut, and the steps of an epoch."""
     samples = positions_in(sets[TRAINING])
     model = built(config, task)
     cuts = range(min(6, config.batch_size), 0, -1)
@@ -118,8 +119,8 @@ class Loader:
 
 
 def read(config: Config, task: Task, name: str, dataset: SizedDataset, anew: SizedDataset) -> Found:
-    """Digests of samples of a set by number, and how many differ when they are read again, in the other order, or from
-    the set built anew; with the line that is probably to blame."""
+    """Digests of samples of a set by number, and how many differ when they are read again, in reverse order, or from
+    the set built again; with the line that is the probable cause."""
     loader, until, samples = Loader(config, dataset, name), time.monotonic() + SECONDS, dict[str, str]()
 
     def differing(of: Loader, numbers: Iterable[str]) -> int:
@@ -140,7 +141,7 @@ def read(config: Config, task: Task, name: str, dataset: SizedDataset, anew: Siz
 
 
 def readers(dataset: Any) -> list[Any]:
-    """The methods of a data set, and of those in it, that read samples."""
+    """The methods that read samples, of a data set and of those inside it."""
     found: list[Any] = []
     inner = dataset
     while inner is not None and len(found) < 20:
@@ -157,7 +158,7 @@ def module_of(task: Task) -> Any:
 
 
 def lines(task: Task, sets: Mapping[str, SizedDataset]) -> Found:
-    """The lines of a task that are probably to blame, by what is wrong."""
+    """The lines of a task that are the probable causes, by what is wrong."""
     data = [task.train_dataset, task.test_dataset, *readers(sets[TRAINING])]
     computing = [task.loss, *methods(task)]
     return {
@@ -179,7 +180,7 @@ def methods(task: Task) -> Iterator[Any]:
 
 
 def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Found:
-    """The weights, the loss and the metrics: twice, whole and in parts. A reason in place of what cannot be told."""
+    """The weights, the loss and the metrics: twice, whole and in parts; or a reason why they cannot be checked."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = built(config, task)
     weights = sha256(model.state_dict()), sha256(built(config, task).state_dict())
@@ -214,7 +215,7 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
 
 
 class Parts:
-    """Something that is computed of a batch: the same for the same batch, and the mean of that of the batch's parts."""
+    """A function of a batch that should give the same twice, and the mean of its values on the batch's parts."""
 
     def __init__(
         self, config: Config, compute: Callable[[Any], dict[str, Tensor]], model: nn.Module, dataset: SizedDataset,
@@ -225,16 +226,16 @@ class Parts:
         self.size = min(BATCH, self._loader.size)
 
     def compare(self, training: bool) -> Found:
-        """What was found: "repeats", whether it is the same twice; "why", a reason not to compare; or "off"."""
+        """Findings: "repeats", whether two calls agree; "why", a reason not to compare; or "off", the difference."""
         everything = list(range(self.size))
         batch = self.batch(everything)
         with mode(self.model, training=training, calm=False):
             first, _, again = (self.sums(it, 1) for it in (batch, self.batch(everything[::2]), batch))
-        found: Found = {"repeats": all(torch.equal(first[it], again[it]) for it in first), "why": "it fails in parts"}
+        found: Found = {"repeats": all(torch.equal(first[it], again[it]) for it in first), "why": "it fails on a part"}
         if self.size < 3:
             return found | {"why": f"the {self.name} data has {self.size} samples"}
         if not found["repeats"]:
-            return found | {"why": "it is not the same twice"}
+            return found | {"why": "it differs between two calls"}
         for calm in (True, False) if training else (False,):
             with mode(self.model, training=calm, calm=True), suppress(RuntimeError, ValueError):
                 found |= self.cut(everything)
@@ -245,7 +246,7 @@ class Parts:
         return found
 
     def cut(self, everything: list[int]) -> Found:
-        """Compare the whole with the sum of its parts: nothing if they agree, else by how much they are off."""
+        """Compare the whole with the sum of its parts; returns the difference, or why there is none."""
         whole, other = (self.sums(self.batch(everything), seed) for seed in (1, 2))
         other_dice = exact(self._loader.batch(everything, start=1)) != exact(self._loader.batch(everything))
         if other_dice or any(not torch.equal(whole[name], other[name]) for name in whole):
@@ -270,7 +271,7 @@ class Parts:
         """Each value of a batch times its samples, if it is their mean, or the sum of its rows."""
         seed_computation(seed, [self.device] if self.device.type == "cuda" else [])
         with same_tensors(self.model):
-            found = _of_each(self.compute(copy.deepcopy(batch[0])), batch[1])  # a loss may change its batch
+            found = _of_each(self.compute(copy.deepcopy(batch[0])), batch[1])  # a loss may modify its batch
         return {name: value.detach().double().sum(0).cpu() for name, value in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""A row of the table of `evenkeel check`, and the lines of a task that are probably to blame."""
+"""A row of the table of `evenkeel check`, and the lines of a task that are the probable causes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Row(NamedTuple):
     result: str
     figure: str = ""
     remedy: str = ""
-    """What to do, in a line, with the line of the task that is probably to blame as FILE:LINE."""
+    """What to do, in a line, with the probable cause in the task as FILE:LINE."""
 
 
 def lines_of(function: Any) -> list[tuple[str, str]]:
-    """(FILE:LINE, text) of each line of a function, method or class of the user's own; none of anybody else's."""
+    """(FILE:LINE, text) of each line of a user's function, method or class; none for other code."""
     try:
         source, first = inspect.getsourcelines(inspect.unwrap(function))
         file = Path(inspect.getsourcefile(inspect.unwrap(function)) or "").resolve()
@@ -49,7 +49,7 @@ def lines_of(function: Any) -> list[tuple[str, str]]:
 
 
 def blame(suspects: Iterable[Any], *patterns: str) -> str:
-    """The first line of the suspects, in their order, that has a pattern, tried in turn; else where the first begins.
+    """The first line of the suspects that matches a pattern, tried in turn; else where the first suspect begins.
 
     >>> blame([len])
     ''

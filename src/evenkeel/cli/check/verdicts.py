@@ -1,4 +1,4 @@
-"""From what the probe and the jobs have left to the rows of the table. Imports no torch."""
+"""From the results of the probe and the jobs to the rows of the table. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .rows import FAILED, MEASURED, PASSED, UNCHECKED, Row
 LOOSE = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 2e-2, "fp16": 5e-3}
 """How far losses and gradient norms of a ring may differ, relatively, by --precision."""
 EARLY = 1
-"""Steps whose numbers are compared so: Adam's first steps make much of the last bits (3e-5 in the second, measured)."""
+"""Steps whose numbers are compared so: Adam's first steps amplify the last bits (3e-5 in the second, measured)."""
 
 Found = Mapping[str, Any]
 
 SEEDED = "draw from torch's, NumPy's or Python's global generators, which are seeded, and "
 REMEDIES = {
     "read": SEEDED + "change nothing while reading",
-    "rank": "a task must not ask for its rank, its process or the order of files, nor draw on import",
+    "rank": "a task must not depend on its rank, its process or the order of files, nor draw random numbers on import",
     "state": SEEDED + "change nothing in the task but in after_step(), and save it in state_dict()",
-    "loss": "return the mean over the batch's samples (.mean()); a loss that compares samples with each other keeps "
-    "all other promises, but depends on --micro-batch",
-    "metrics": "return a row for each sample, or what adds up, and finish in summarize()",
+    "loss": "return the mean over the batch's samples (.mean()); a loss that compares samples with each other "
+    "depends on --micro-batch, but all other promises hold",
+    "metrics": "return a row for each sample, or sums that summarize() turns into the metric",
 }
 
 
@@ -35,7 +35,7 @@ def failed(row: Row, figure: str, remedy: str, line: str) -> Row:
 
 
 def of_probes(probes: Sequence[Found]) -> Iterator[Row]:
-    """The rows about data, loss and metrics, from what the task has shown to three ranks."""
+    """The rows about data, loss and metrics, from the probes of three ranks."""
     first, lines = probes[0], probes[0]["lines"]
     samples = {(name, number): bits for name, it in first["sets"].items() for number, bits in it["samples"].items()}
     row = Row(
@@ -58,15 +58,15 @@ def of_probes(probes: Sequence[Found]) -> Iterator[Row]:
                     lines["rank"],
                 )
             elif not found["differing"] and (count := sum(a != b for a, b in pairs)):
-                row = failed(row, f"{count} {name} samples of rank {rank} are others", "rank", lines["rank"])
+                row = failed(row, f"{count} {name} samples of rank {rank} differ", "rank", lines["rank"])
         if first["rebuilt"] and other["weights"] != first["weights"]:
-            row = failed(row, f"rank {rank} has other first weights", "rank", lines["rank"])
+            row = failed(row, f"rank {rank} has different first weights", "rank", lines["rank"])
     yield row
     row = Row("same seed, same loss", "model() and loss(), called twice", PASSED, "the same bits")
     if not first["rebuilt"]:
-        yield failed(row, "model() has other first weights each time", "state", lines["state"])
+        yield failed(row, "model() has different first weights each time", "state", lines["state"])
     elif not first["loss"].get("repeats", True):
-        yield failed(row, "loss() gives another value for the same batch", "state", lines["state"])
+        yield failed(row, "loss() gives different values for the same batch", "state", lines["state"])
     else:
         yield row if "repeats" in first["loss"] else row._replace(result=UNCHECKED, figure=first["loss"]["why"])
     for what in ("loss", "metrics"):
@@ -82,12 +82,12 @@ def of_probes(probes: Sequence[Found]) -> Iterator[Row]:
 
 
 class Left:
-    """What the jobs have left in their folders.
+    """The results of the jobs in their folders.
 
     Args:
         folder: that has them all.
-        missing: what went wrong with a job, by name; with "not run: " before it, why it was not run.
-        probe: what rank 0 has found.
+        missing: why a job failed, by name; after "not run: ", why it was not run.
+        probe: the findings of rank 0.
     """
 
     def __init__(self, folder: Path, missing: Mapping[str, str], probe: Found) -> None:
@@ -150,13 +150,13 @@ class Left:
     def _on_ranks(
         self, row: Row, reduce: str, read: Callable[[str], dict[Any, Any]], remedy: str, line: str, limit: float = 0.0
     ) -> Row:
-        """Compare what jobs on 1, 2 and 3 ranks have left, by name: numbers to a relative limit."""
+        """Compare the results of jobs on 1, 2 and 3 ranks by name, numbers to a relative limit."""
         jobs = [f"{reduce}-{ranks}" for ranks in (1, 2, 3)]
         if absent := self._absent(row, *jobs):
             return absent
         first, *others = map(read, jobs)
         if not first:
-            return row._replace(result=UNCHECKED, figure="the script leaves none: it does not use Evenkeel's loop")
+            return row._replace(result=UNCHECKED, figure="the script writes none: it does not use Evenkeel's loop")
         for ranks, other in enumerate(others, start=2):
             for name in [*first, *other]:
                 mine, theirs = first.get(name), other.get(name)
@@ -166,7 +166,7 @@ class Left:
         return row._replace(figure=f"{len(first)} compared")
 
     def _survived(self, name: str, event: str, job: str, attempt: int, step: int, until: int) -> Row:
-        """A job that was broken off in a step, from 0: the next attempt begins there, and has the same bits."""
+        """A job that was interrupted in a step, from 0: the next attempt must begin there, with the same bits."""
         where = "mid-epoch" if step % self.probe["steps"] else "between epochs"
         row = Row(name, f"{event}, in step {step + 1}, {where}, and undisturbed", PASSED, "no step lost, the same bits")
         if absent := self._absent(row, "tree-2", job):
@@ -174,7 +174,7 @@ class Left:
         starts = [record["step"] for record in self._records(job, "start")]
         if starts[attempt : attempt + 1] != [step]:
             figure = f"attempts began after steps {starts}, none after {step}"
-            return row._replace(result=FAILED, figure=figure, remedy="the output of the job says why")
+            return row._replace(result=FAILED, figure=figure, remedy="see the output of the job")
         first, second = self._last("tree-2"), self._last(job)
         # a signal may come before the last step's digest is written, which is no lost step
         differing = min((it for it in first if it in second and first[it] != second[it]), default=until + 1)
@@ -188,13 +188,13 @@ class Left:
         return failed(row, figure, "state", self.probe["lines"]["kill"])
 
     def _cost(self) -> Row:
-        """What a step and a batch cost, and where."""
+        """The time of a step, by part."""
         row = Row("cost of a step", "rank 0 of 2", MEASURED)
         file = self.folder / "ring-2" / "times-0.json"
         if (absent := self._absent(row, "ring-2")) or not file.exists():
             return absent or row._replace(result=UNCHECKED, figure="the script does not use Run.after_step")
-        told = json.loads(file.read_text())
-        seconds, steps = told["seconds"], max(1, told["steps"])
+        times = json.loads(file.read_text())
+        seconds, steps = times["seconds"], max(1, times["steps"])
         evaluation, _ = seconds.pop("evaluation", 0.0), seconds.pop("notes", 0.0)
         total, batch = sum(seconds.values()) / steps, self.probe["batch_size"]
         names = ("data", "transfer", "forward", "backward", "reduction", "optimizer", "checkpoint", "other")

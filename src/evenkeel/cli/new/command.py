@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +12,8 @@ import tyro
 from ... import __version__
 from ...common.display import say
 from ...config import NAME
-from .project import Answers, check, next_steps, source_of, write
+from .project import Answers, check, next_steps, write
+from .source import own_source, source_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class NewCommand:
     """Write a small project of your own, with evenkeel as a dependency.
 
     Example: evenkeel new tide --task lm --with slurm docker
+
+    --from evenkeel==VERSION is for an index of your own: the public one has another package of this name.
     """
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
@@ -28,13 +32,14 @@ class NewCommand:
     with_: Annotated[tuple[Literal["slurm", "docker"], ...], tyro.conf.arg(name="with")] = ()
     """Launchers to add: slurm, docker."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SOURCE", help_behavior_hint="")] = ""
-    """evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or a wheel to copy. Default: this version, by an index."""
+    """A wheel, a checkout, git+https://HOST/evenkeel@REVISION or evenkeel==VERSION. Default: as this was installed."""
 
     def __call__(self) -> int:
-        """Write it, and say what to do next."""
+        """Write it, and say where it is and what to type next."""
         folder, parts = Path(self.name), tuple(sorted(set(self.with_)))
         check(self.name, folder, parts)
-        source = source_of(self.from_ or f"evenkeel=={__version__}")
-        answers = Answers(self.name, self.task, parts, source.requirement, source.kind)
-        say(next_steps(folder, write(answers, __version__, folder, source.wheel)))
+        with tempfile.TemporaryDirectory() as scratch:
+            source = source_of(self.from_ or own_source(), Path(scratch))
+            answers = Answers(self.name, self.task, parts, source.requirement, source.kind)
+            say(next_steps(folder, write(answers, __version__, folder, source.wheel)))
         return 0

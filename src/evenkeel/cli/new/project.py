@@ -1,7 +1,7 @@
 """A thin project: from answers to its files, written all or none, with a record by which `update` compares later.
 
-A template may have `@name@`, `@class@` (of the task), `@requirement@` and `@find@` (for pip), and lines between `@if
-PART@` and `@end@`, which stay if the project has that part: slurm, docker, wheel, git, check or nocheck.
+A template may have `@name@`, `@class@` (of the task), `@requirement@` and `@wheel@` (for pip), and lines between `@if
+PART@` and `@end@`, which stay if the project has that part: slurm, docker, wheel, git, index, check or nocheck.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,21 +55,6 @@ IN_THE_WAY = {word for path in FILES for word in Path(path).with_suffix("").part
 }
 """Names of modules and folders in a project that the package must not hide."""
 
-GIT = re.compile(r"git\+(https|ssh|file)://[^\s\"'\\]+@[^\s\"'\\@:]+")
-VERSION = r"[0-9][0-9A-Za-z.!+]*"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the project gets the package."""
-
-    requirement: str
-    """As pip reads it: evenkeel==0.1.0, or evenkeel @ git+https://..."""
-    kind: str = "index"
-    """index, git or wheel."""
-    wheel: Path | None = None
-    """The file to copy."""
-
 
 @dataclass(frozen=True)
 class Answers:
@@ -81,34 +65,6 @@ class Answers:
     parts: tuple[str, ...]
     requirement: str
     kind: str
-
-
-def source_of(typed: str) -> Source:
-    """What --from names.
-
-    Raises:
-        Refusal: neither a version, a git address with a revision, nor a wheel of this package.
-    """
-    if re.fullmatch(f"evenkeel=={VERSION}", typed):
-        return Source(typed)
-    if typed.startswith("git+"):
-        host = typed.partition("://")[2].partition("/")[0]
-        if not GIT.fullmatch(typed) or "@" not in typed.partition("://")[2][len(host) :]:
-            raise Refusal(f"--from {typed}: name the revision, as in git+https://HOST/evenkeel@v0.1.0")
-        if ":" in host.partition("@")[0] and "@" in host:
-            raise Refusal("--from: the address has a password, which would stand in files; let git ask for it")
-        return Source(f"evenkeel @ {typed}", "git")
-    if typed.endswith(".whl"):
-        path = Path(typed)
-        named = re.fullmatch(rf"evenkeel-({VERSION})-py3-none-any\.whl", path.name)
-        if not path.is_file() or not zipfile.is_zipfile(path):
-            raise Refusal(f"--from {typed}: {'is not a wheel' if path.is_file() else 'no such file'}")
-        if not named:
-            raise Refusal(
-                f"--from {typed}: is not a wheel of evenkeel; those are named evenkeel-VERSION-py3-none-any.whl"
-            )
-        return Source(f"evenkeel=={named[1]}", "wheel", path)
-    raise Refusal(f"--from {typed}: give evenkeel==VERSION, git+https://HOST/evenkeel@REVISION, or the path of a wheel")
 
 
 def check(name: str, folder: Path, parts: Sequence[str], known: Sequence[str] = ()) -> None:
@@ -140,7 +96,8 @@ def render(answers: Answers, templates: Path = TEMPLATES) -> dict[str, str]:
         "name": answers.name,
         "class": TASKS[answers.task],
         "requirement": json.dumps(answers.requirement, ensure_ascii=False),  # a string of JSON is one of TOML
-        "find": f"--find-links {WHEELS} " if answers.kind == "wheel" else "",
+        # its path: by the name alone, pip could choose another package of this name and version from an index
+        "wheel": f"{WHEELS}/evenkeel-*.whl " if answers.kind == "wheel" else "",
     }
 
     def block(match: re.Match[str]) -> str:
@@ -190,8 +147,9 @@ def write(answers: Answers, version: str, folder: Path, wheel: Path | None = Non
 
 
 def next_steps(folder: Path, written: Sequence[str]) -> str:
-    """What to say after it."""
-    return f"wrote {len(written)} files to {folder}. Next:\n  cd {folder}\n  make train test"
+    """Where the project is, and the two commands to type."""
+    here = folder.resolve()
+    return f"wrote {len(written)} files to {here}. Next:\n  cd {here} && make train\n  make test"
 
 
 def read_record(folder: Path) -> tuple[Answers, str, dict[str, str]]:

@@ -30,7 +30,7 @@ class ReportCommand:
     Example: python -m evenkeel report runs/classify
 
     It shows curves, all attempts and where the time went. It needs no network and no data, so you can send it as it is,
-    and it can be made while the run goes on. Needs matplotlib: pip install 'evenkeel[report]'
+    and it can be made while the run goes on. Needs matplotlib: pip install matplotlib
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]]

@@ -133,7 +133,7 @@ def drawing() -> Iterator[None]:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise Refusal("report draws with matplotlib, which is not installed: pip install 'evenkeel[report]'") from None
+        raise Refusal("report draws with matplotlib, which is not installed: pip install matplotlib") from None
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the page's own font has it
         yield

@@ -1,8 +1,8 @@
-"""From the files of short runs to a table: speed-up, efficiency, what is lost to what, and a prediction.
+"""From the files of short runs to a table: speed-up, efficiency, losses by cause, and a prediction.
 
 Communication is the time in which a rank only communicates: a collective is under way and the rank computes nothing
-beside it (Li et al., "PyTorch Distributed", VLDB 2020, show what overlaps). The rank that comes last waits for nobody,
-so the least of the ranks' times is the exchange itself. What the others wait longer is imbalance.
+beside it (for the overlap see Li et al., "PyTorch Distributed", VLDB 2020). The last rank to arrive waits for no other,
+so the smallest time of all ranks is the exchange itself. The additional time of the others is imbalance.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 from ...run.records import read_records
 
 LOSSES = ("data", "communication", "imbalance", "other")
-"""Waiting for data; exchange that no computation hides; waiting for slower ranks; all else: a rank's smaller share does
-not take proportionally less time, cores and memory are shared, and each rank takes the optimizer's whole step."""
+"""Waiting for data; exchange that does not overlap computation; waiting for slower ranks; all else: a smaller share
+does not take proportionally less time, cores and memory are shared, each rank does the whole optimizer step."""
 
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A run: samples a second, and seconds a step and rank of waits."""
+    """A run: samples per second, and seconds of waiting per step and rank."""
 
     speed: float
     data: float = 0.0
@@ -43,7 +43,7 @@ class Row:
     speedup: float
     efficiency: float
     lost: dict[str, float]
-    """Of :data:`LOSSES`, as shares of a step; together with the efficiency they are 1."""
+    """By :data:`LOSSES`, as shares of a step; with the efficiency they add up to 1."""
 
 
 def measure(run_dir: Path, warm_up: int, steps: int) -> Sample:
@@ -53,24 +53,24 @@ def measure(run_dir: Path, warm_up: int, steps: int) -> Sample:
     speed = statistics.median(it["train/samples_per_s"] for it in timed[1:])
     done = timed[-1]["step"] - timed[0]["step"]
     data = (timed[-1]["spent"].get("data", 0.0) - timed[0]["spent"].get("data", 0.0)) / done  # rank 0's
-    if told := _data_waits(run_dir / "ranks.jsonl", warm_up, steps):
-        data = statistics.mean(told)
+    if waited := _data_waits(run_dir / "ranks.jsonl", warm_up, steps):
+        data = statistics.mean(waited)
     waits = [exposed(json.loads(path.read_bytes())["traceEvents"]) for path in run_dir.glob("profile/rank-*.json")]
     least = min(waits, default=0.0)
     return Sample(speed, data, least, statistics.mean(waits) - least if waits else 0.0)
 
 
 def _data_waits(path: Path, warm_up: int, steps: int) -> list[float]:
-    """Of all ranks, where the run has written them."""
+    """Of all ranks, if the run has written them."""
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
     return [seconds for it in lines if warm_up < it["step"] <= steps for seconds in it["data_wait"]]
 
 
 def exposed(events: Sequence[dict[str, Any]]) -> float:
-    """Seconds a step in which a rank's trace shows a collective and no computation beside it."""
+    """Seconds per step in which a rank's trace shows a collective and no computation beside it."""
     spans = [it for it in events if it.get("ph") == "X"]
     steps = [it for it in spans if it.get("cat") == "user_annotation" and it["name"].startswith("step ")]
-    steps = sorted(steps, key=lambda it: float(it["ts"]))[1:] or steps  # the first has what the profiler itself takes
+    steps = sorted(steps, key=lambda it: float(it["ts"]))[1:] or steps  # the first includes the profiler's own start
     if kernels := [it for it in spans if it.get("cat") == "kernel"]:
         collective = [it for it in kernels if it["name"].startswith("nccl")]
         computing = [it for it in kernels if not it["name"].startswith("nccl")]
@@ -88,7 +88,7 @@ def _spans(events: Iterable[dict[str, Any]]) -> list[Span]:
 
 
 def only(these: list[Span], without: list[Span], within: list[Span]) -> float:
-    """How long some spans last, together, inside of some others and outside of yet others.
+    """Total length of some spans, inside of others and outside of yet others.
 
     >>> only([(0, 4), (2, 6)], without=[(1, 3)], within=[(0, 5)])
     3.0
@@ -121,7 +121,7 @@ def table(found: dict[int, tuple[int, Sample]], weak: bool) -> list[Row]:
     rows = []
     for ranks, (batch, run) in sorted(found.items()):
         times = ranks / least
-        part = 1 if weak else 1 / times  # of the first run's seconds a step, if all went ideally
+        part = 1 if weak else 1 / times  # of the first run's seconds per step, in the ideal case
         seconds, speedup = batch / run.speed, run.speed / base.speed
         share = 1 - speedup / times
         lost = dict.fromkeys(LOSSES, 0.0)
@@ -135,7 +135,7 @@ def table(found: dict[int, tuple[int, Sample]], weak: bool) -> list[Row]:
 
 
 def serial_share(rows: Sequence[Row], weak: bool) -> float:
-    """The share of the work that more ranks do not speed up, by least squares, 0 .. 1.
+    """The share of the work that does not get faster with more ranks, by least squares, 0 .. 1.
 
     By Amdahl's law (1967) a fixed work on n times the ranks is 1 / (s + (1 - s) / n) times as fast; by Gustafson's
     (1988) a work that grows with the ranks n - s (n - 1) times.
@@ -159,7 +159,7 @@ class Prediction(NamedTuple):
 
 
 def predicted(rows: Sequence[Row], weak: bool) -> Prediction:
-    """What the law says that fits the work."""
+    """The prediction of the law for this kind of work."""
     ranks, s = 2 * rows[-1].ranks, serial_share(rows, weak)
     n = ranks / rows[0].ranks
     return (

@@ -1,4 +1,4 @@
-"""The options of `python -m evenkeel scaling`; starts the runs, one after the other, and prints what they show."""
+"""The options of `python -m evenkeel scaling`; starts the runs one after the other, and prints the results."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TRACED = 5
-"""Steps after the timed ones, which are traced to see the communication. The speed is that of steps without a trace."""
+"""Traced steps after the timed ones, to measure communication. The speed is that of the steps without a trace."""
 
 PATIENCE = 3600.0
-"""Seconds for which another node waits for node 0, which may be busy with runs that do not need it."""
+"""Seconds that another node waits for node 0, which may be busy with smaller runs."""
 
-STRONG, WEAK = "fixed global batch", "fixed batch a rank"
+STRONG, WEAK = "fixed global batch", "fixed batch a rank"  # keys of --json
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class ScalingCommand:
     """
 
     gpus: Annotated[str, tyro.conf.arg(aliases=["-g"], metavar="N,N,...")]
-    """Processes per node to compare, e.g. 1,2,4: one per GPU, any number without GPUs. The fewest are the baseline."""
+    """Processes per node to compare, e.g. 1,2,4: one per GPU, any number without GPUs. The smallest is the baseline."""
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N,N,...")] = "1"
     """Numbers of nodes to compare, e.g. 1,2, with a single -g. A node that a run does not need waits for the next."""
     node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"], metavar="N")] = option(None, 0, 2**16)
     """Rank of this node, from 0. Node 0 is in every run and prints the tables."""
     master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]")] = ""
-    """Address by which the other nodes reach node 0. Each run has a port of its own, from this one (29500) upwards."""
+    """Address by which the other nodes reach node 0. Each run has its own port, from this one (29500) upwards."""
     steps: int = option(60, 24, 10**6)
-    """Steps of each run. The first third is for warming up and does not count."""
+    """Steps of each run. The first third is warm-up and does not count."""
     rounds: int = option(3, 1, 1000)
-    """Repetitions, in turn, so that a change of the machine's speed affects all alike. Medians are reported."""
+    """Repetitions, interleaved, so that a change of the machine's speed affects all alike. Medians are reported."""
     output: MaybePath = None
     """Write a plot to this file: .svg or .png. Needs matplotlib."""
     json: Flag = False
@@ -86,7 +86,7 @@ class ScalingCommand:
             cores = count_cores()
             train_options = [*train_options, f"--threads={config.threads or max(1, cores // most.gpus)}"]
             if most.gpus > cores:
-                _say(f"WARNING: {most.gpus} ranks share {cores} cores; what that costs looks like bad scaling")
+                _say(f"WARNING: {most.gpus} ranks share {cores} cores; this will look like bad scaling")
         found = self._run_all(batches, nodes, most, train_options)
         if self.node_rank:
             _say("the tables are on node 0")
@@ -107,13 +107,13 @@ class ScalingCommand:
         return 0
 
     def _checked(self, train_options: list[str]) -> tuple[dict[int, int], Topology]:
-        """Nodes by the number of ranks, in order, and the largest topology; what cannot be measured is refused."""
+        """Nodes by the number of ranks, in order, and the largest topology; refuses what cannot be measured."""
         nodes, gpus = _numbers(self.nodes), _numbers(self.gpus)
         typed, varied = (f"-g {self.gpus[:40]}", gpus) if len(nodes) == 1 else (f"-n {self.nodes[:40]}", nodes)
         if len(varied) < 2 or len(nodes) * len(gpus) != len(varied):
             raise Refusal(f"{typed}: give two or more numbers, for example -g 1,2,4, or -n 1,2 -g 4")
         if odd := [n for n in varied if n % varied[0]]:
-            raise Refusal(f"{typed}: {odd[0]} is not a multiple of {varied[0]}; a batch could not grow with it")
+            raise Refusal(f"{typed}: {odd[0]} is not a multiple of {varied[0]}; the batch cannot grow with it")
         if nodes[-1] > 1 and self.node_rank is None:
             raise Refusal(f"-nr is missing: with -n {self.nodes} give each node its own, from 0")
         host, port = parse_master(self.master) if self.master else ("", DEFAULT_PORT)
@@ -130,11 +130,11 @@ class ScalingCommand:
         if self.output and not self.output.parent.is_dir():
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         if self.output and not importlib.util.find_spec("matplotlib"):
-            raise Refusal(f"--output {self.output}: matplotlib is not installed: pip install 'evenkeel[report]'")
+            raise Refusal(f"--output {self.output}: matplotlib is not installed: pip install matplotlib")
         return {n * g: n for n in nodes for g in gpus}, most
 
     def _own(self, run_dir: Path) -> dict[str, object]:
-        """Options that the short runs need for themselves."""
+        """Options that the short runs set themselves."""
         return {
             "run-dir": run_dir, "max-steps": self.steps + TRACED, "epochs": 10**6,
             "profile": f"{self.steps}:{self.steps + TRACED}", "eval-every": 10**9, "checkpoint-every": 0,
@@ -151,7 +151,7 @@ class ScalingCommand:
             if most.node_rank >= nodes[ranks]:
                 continue
             topology = Topology(ranks, max_restarts=0)
-            if nodes[ranks] > 1:  # at a port of its own: the store of the run before may still be there
+            if nodes[ranks] > 1:  # at its own port: the store of the previous run may still exist
                 n, port = nodes[ranks], most.master_port + number
                 topology = replace(most, gpus=ranks // n, min_nodes=n, max_nodes=n, master_port=port)
             sample = self._run(topology, ranks, [*options, f"--batch-size={batch}"])
@@ -161,9 +161,9 @@ class ScalingCommand:
         return {pair: middle(samples) for pair, samples in found.items() if samples}
 
     def _run(self, topology: Topology, ranks: int, options: list[str]) -> Sample | None:
-        """This node's share of a run; what it shows is known on node 0."""
+        """Run this node's share of a run; node 0 has the result."""
         link, first = link_of(topology), topology.node_rank == 0
-        if not first:  # torchrun orders nodes by address, and the files are where rank 0 is; only its address is used
+        if not first:  # torchrun orders nodes by address, and node 0 must get rank 0, which writes the files
             link = link._replace(address=f"~{topology.node_rank}")
         try:
             if topology.master_host:
@@ -176,7 +176,10 @@ class ScalingCommand:
             command = torchrun(topology, link, self.script, words)
             none, ending = subprocess.DEVNULL, partial(die_with_parent, signal.SIGTERM)
             env = {**os.environ, **command.env}
-            with output.open("wb") as file, CtrlC() as interrupt:  # the run gets it too, and ends before its folder
+            with (
+                output.open("wb") as file,
+                CtrlC() as interrupt,
+            ):  # the run gets it too, and ends before its folder is deleted
                 code = subprocess.call(command.argv, stdin=none, stdout=file, stderr=file, env=env, preexec_fn=ending)
             if interrupt.pressed:
                 raise Ended("interrupted")
@@ -202,11 +205,11 @@ class ScalingCommand:
         for title, rows in tables.items():
             console.print(_as_table(title, rows))
             it, few = forecasts[title], ", from one point" * (len(rows) == 2)
-            told = (
+            text = (
                 f"prediction, not measured: {it.ranks} ranks would be {it.speedup:.2f} x as fast as {rows[0].ranks} "
                 f"({it.law}'s law, serial share {it.serial_share:.0%}{few})\n"
             )
-            console.print(styled(told))
+            console.print(styled(text))
 
 
 def _as_table(title: str, rows: list[Row]) -> Table:

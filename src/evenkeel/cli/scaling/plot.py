@@ -1,4 +1,4 @@
-"""The plot of `scaling`: speed-up with the ideal line, and below it where a step's time goes."""
+"""The plot of `scaling`: speed-up with the ideal line, and below it the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def draw(tables: dict[str, list[Row]], path: Path) -> None:
     """Write the plot.
 
     Args:
-        tables: by title; the second with a fixed batch a rank.
+        tables: by title; the second with a fixed batch per rank.
         path: .svg or .png.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -4,7 +4,7 @@
     docker run IMAGE launch -n 2 -g 4 -nr 0 --master HOST -- --epochs 5  the options of launch/multi_node.py
 
 Exit code: 0 finished, 75 stopped and can be continued, 2 refused, 137 killed, 1 a FAIL of --doctor;
-anything else is a bug.
+any other code is a bug.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ...resilience import heartbeat
 # Signals that this process waits for. They are blocked from the start, so that none is lost.
 HEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT, signal.SIGCHLD})
 
-SAVING_SECONDS = 30.0  # how long ranks may go on that have lost torchrun; train.py's --grace is 25
+SAVING_SECONDS = 30.0  # for ranks to save after torchrun has died; train.py's --grace is 25
 
 
 def main(arguments: list[str]) -> int:
     """Run the job in a child process and return the container's exit code.
 
-    The kernel treats process 1 unlike others: signals without a handler are ignored, orphans become its children, and
-    its end kills everything. torchrun is not made for that (nor is tini, which would not wait for orphaned ranks).
+    The kernel treats process 1 differently: signals without a handler are ignored, orphans become its children, and its
+    end kills everything. torchrun is not made for that (nor is tini, which does not wait for orphaned ranks).
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     if arguments in ([], ["-h"], ["--help"]):
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     adopt_orphans()
     child = os.fork()
     if child == 0:
-        os.setsid()  # a terminal's Ctrl-C then comes once, through the parent
+        os.setsid()  # so that a terminal's Ctrl-C comes once, through the parent
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
         from ...distributed.exits import exit_code, leave
@@ -64,7 +64,7 @@ def tend(child: int) -> int:
         return code
     deadline = time.monotonic() + SAVING_SECONDS
     with contextlib.suppress(ChildProcessError):  # none is left
-        while time.monotonic() < deadline:  # the kernel has told the ranks of torchrun's death: they save
+        while time.monotonic() < deadline:  # the kernel has signalled torchrun's death to the ranks: they save
             if not os.waitpid(-1, os.WNOHANG)[0]:
                 time.sleep(0.1)
     if asked and -code in STOP_SIGNALS:  # before torchrun had handlers

@@ -1,4 +1,4 @@
-"""The job in a container: refused where it would hang or die for an obscure reason, else run by torchrun."""
+"""The job in a container: refused if it would hang or die for an obscure reason, else run by torchrun."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..topology import OWN_STORE, SHUTDOWN_SECONDS, refuse_useless_gpus
 
 TRAIN = Path("train.py")  # in the image it is in the working directory
 
-# Bytes of /dev/shm below which loader processes are likely to run out of it. Docker's default is 64 MB.
+# Bytes of /dev/shm below which loader processes are likely to run out. Docker's default is 64 MB.
 SMALL_SHM = 256 << 20
 
-_held: list[socket.socket] = []
+_claims: list[socket.socket] = []
 """Stay open as long as this process lives."""
 
 
@@ -82,7 +82,7 @@ def _torchrun(arguments: list[str]) -> int:
 
 
 def set_environment() -> None:
-    """Set what torchrun and its workers need, where the user has not; a user id without a name has no home."""
+    """Set what torchrun and its workers need, unless the user has; a user id without a name has no home."""
     beats = heartbeat.folder()
     beats.mkdir(parents=True, exist_ok=True)
     for old in beats.glob("rank-*"):
@@ -111,7 +111,7 @@ def resolves(name: str) -> bool:
 
 
 def check_host(config: Config | None) -> None:
-    """Refuse or warn of this container's devices and mounts; `config` holds train.py's options, None if unknown."""
+    """Check this container's devices and mounts; `config` has train.py's options, None if unknown."""
     refuse_useless_gpus()
     if config:
         assert config.run_dir is not None  # resolved
@@ -150,8 +150,8 @@ def hold_places(rendezvous: str, address: str) -> None:
     """Refuse if another container of this job has the same address or host name; else claim both until the end.
 
     torch identifies nodes by address and process number, our watch for hangs by host name and process number. Two
-    containers on the host's network have the same names, and often the same small process numbers; then each is taken
-    for the other. An abstract socket is visible to all containers that share a network, as an address is.
+    containers on the host's network have the same names, and often the same small process numbers, so they are
+    confused. An abstract socket is visible to all containers that share a network, as an address is.
     """
     for known_as in sorted({address, socket.gethostname()}):
         name = hashlib.sha256(f"{rendezvous} {known_as}".encode()).hexdigest()
@@ -160,8 +160,8 @@ def hold_places(rendezvous: str, address: str) -> None:
             place.bind(f"\0evenkeel/{name}")
         except OSError:
             raise Refusal(
-                f"another container of this job is on this network as {known_as}; torchrun may take the two for one, "
+                f"another container of this job is on this network as {known_as}; torchrun may confuse the two, "
                 "and hang; start one container with all the ranks, or put both on a network of their own: "
                 "docker network create NAME, then --network NAME"
             ) from None
-        _held.append(place)
+        _claims.append(place)

@@ -1,7 +1,7 @@
 """The command line of ``docker/run.py``: from a topology to the exact ``docker run`` or ``podman run`` command.
 
-It sets what only the outside can: devices, mounts, limits, restarts. The rest is decided inside, by `container`: only
-there is it known which network and GPUs there are.
+It sets what can only be set from outside: devices, mounts, limits, restarts. `container` decides the rest inside, where
+the network and the GPUs are known.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...config import Flag
 from ..launchers import MultiNode, parse_arguments
 from ..topology import SHUTDOWN_SECONDS, Command
 
-# How often the engine may restart a container. It cannot tell exit codes apart: only 0 is final, so that a job
-# refused at the last moment (2) is restarted as often, within seconds. After 75, 137 and 1 it goes on.
+# Maximum restarts of a container by the engine. It does not distinguish exit codes: only 0 is final, so a job that is
+# refused at the last moment (2) is restarted too, within seconds. After 75, 137 and 1 the run continues.
 RETURNS = 5
 
 PASSED_ON = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT", "NCCL_", "OMP_NUM_")
@@ -33,14 +33,14 @@ PASSED_ON = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "W
 
 @dataclass(frozen=True)
 class Host:
-    """What of this machine and user decides the command."""
+    """The facts about this machine and user that the command depends on."""
 
     uid: int
     gid: int
     root: bool  # the engine is called by root
     gpus: bool
     infiniband: bool
-    lockable: bool  # a process here may be allowed to lock all its memory
+    lockable: bool  # a process here may lock all its memory
     shm: int  # bytes of /dev/shm
 
     @staticmethod
@@ -52,7 +52,7 @@ class Host:
             uid, gid = (number_in(name, 0, 2**32 - 2) if name in os.environ else known for name, known in ids)
         if uid == 0 and runs.is_dir():
             uid, gid = runs.stat().st_uid, runs.stat().st_gid
-        # a daemon's own limits cannot be seen, but are not below those of its host
+        # a daemon's own limits are not visible, but are not below those of its host
         unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return Host(
@@ -103,12 +103,12 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
     """The engine's command line, or a Refusal; `environ` is this process's environment."""
     topology = typed.topology
     if typed.doctor and typed.detach:
-        raise Refusal("--doctor --detach: each restart would check anew; check once without --detach")
+        raise Refusal("--doctor --detach: every restart would check again; check once without --detach")
     podman = typed.engine == "podman"
     options = [
         f"--user={host.uid}:{host.gid}",
         "--read-only",
-        "--tmpfs=/tmp:rw,exec,mode=1777",  # exec: for what compilers make
+        "--tmpfs=/tmp:rw,exec,mode=1777",  # exec: for compiled code
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",
         "--ipc=host" if typed.shm_size == "host" else f"--shm-size={typed.shm_size or f'{host.shm >> 20}m'}",
@@ -116,7 +116,7 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
         *(["--detach", f"--restart=on-failure:{RETURNS}"] if typed.detach else ["--rm"]),
     ]
     if podman and not host.root:
-        options.append("--userns=keep-id")  # else its user 0 is this user, and all others are nobody
+        options.append("--userns=keep-id")  # else user 0 inside is this user, and all others are nobody
     if typed.name:
         options.append(f"--name={typed.name}")
     if network := typed.network or ("host" if topology.max_nodes > 1 else ""):
@@ -139,7 +139,7 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
         if not path.exists():
             raise Refusal(f"{path}: no such file or folder")
         options.append(_mount(path, path.name))
-    # by name: the engine takes the value from its environment, and no list of processes shows it
+    # by name: the engine takes the value from its environment, so that no process list shows it
     options += [f"--env={name}" for name in sorted(environ) if name.startswith(PASSED_ON)]
     options.append(f"--env=EVENKEEL_LAUNCH={uuid4().hex}")  # one launch over all restarts: --fresh starts over once
     inside = replace(typed, script=typed.script and Path(typed.script.name))
@@ -160,18 +160,18 @@ def _mount(path: Path, name: str, writable: bool = False) -> str:
 
 
 def make_runs(runs: Path, host: Host) -> None:
-    """Make the folder for runs and give it to the user; the engine would make it as root."""
+    """Make the folder for runs, owned by the user; the engine would make it as root."""
     made = [path for path in (runs, *runs.parents) if not path.exists()]
     try:
         runs.mkdir(parents=True, exist_ok=True)
         for path in made:
             os.chown(path, host.uid, host.gid)
     except OSError as error:
-        raise Refusal(f"--runs {runs}: cannot be made: {error.strerror}; name another folder") from None
+        raise Refusal(f"--runs {runs}: cannot create it: {error.strerror}; name another folder") from None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check what can be checked here, then become the engine's client; return only if there is nothing to run."""
+    """Check the options, then become the engine's client; return only if there is nothing to run."""
     typed, train_args = parse_arguments(ContainerNode, argv)
     host = Host.here(typed.runs)
     run = command(replace(typed, dry_run=False), train_args, host, os.environ)
@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     if shutil.which(typed.engine) is None:
         raise Refusal(f"--engine {typed.engine}: is not installed; see docs/docker.md")
     make_runs(typed.runs, host)
-    if typed.detach:  # what can be refused is refused before there is a container that comes back
+    if typed.detach:  # check everything before a container exists that restarts
         trial = command(replace(typed, detach=False, name="", dry_run=True), train_args, host, os.environ)
         checked = subprocess.run(trial.argv, stdout=subprocess.DEVNULL, check=False)
         if checked.returncode:

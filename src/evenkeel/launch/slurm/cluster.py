@@ -1,4 +1,4 @@
-"""What a cluster has, so that an impossible job is refused before it is submitted."""
+"""The partitions of a cluster, to refuse an impossible job before it is submitted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Partition:
 def choose(
     partitions: list[Partition], name: str | None, nodes: int, gpus: int | None, minutes: int | None
 ) -> Partition:
-    """The partition by this name, or the default one; refused if it has not what is asked for (None: not typed).
+    """The partition of this name, or the default one; refused if it lacks what is asked for (None: not typed).
 
-    Slurm would let a job wait for ever that asks for more nodes or time than its partition has.
+    Slurm lets a job that asks for more nodes or time than its partition has wait for ever.
     """
     chosen = next((it for it in partitions if (it.default if name is None else it.name == name)), None)
     if not chosen:
@@ -61,7 +61,7 @@ def partitions() -> list[Partition]:
 
 
 def parse_time(text: str) -> int:
-    """Minutes of --time; a Refusal if it is none."""
+    """Minutes of --time; a Refusal if it is malformed."""
     minutes = minutes_of(text)
     if not 1 <= (minutes or 0) <= 366 * DAY:
         raise Refusal(f"--time {text}: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d, a year at most")

@@ -1,7 +1,7 @@
-"""A copy of the code as it was submitted, so that an edit does not change a job in the queue or after a requeue.
+"""A copy of the code as submitted, so that later edits do not change a job in the queue or after a requeue.
 
 ``train.py``, the package and the task's file are run from the copy (PYTHONPATH, EVENKEEL_CODE, EVENKEEL_ORIGIN). The
-job's working directory stays where it was submitted, so relative paths of data and runs mean the same.
+job's working directory is where it was submitted, so relative paths of data and runs stay valid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST = 10 << 20  # bytes; larger files are data, and are not copied
 def copy_code(origin: Path, copy: Path, task: str, leave_out: Sequence[Path] = ()) -> str:
     """Copy a checkout: what git tracks or does not ignore; without git, all but hidden folders and ``runs``.
 
-    ``NAME.revision`` and ``NAME.diff`` beside the copy say what it was.
+    ``NAME.revision`` and ``NAME.diff`` beside the copy identify it.
 
     Args:
         origin: the checkout.

@@ -1,4 +1,4 @@
-"""`python -m evenkeel follow` of a Slurm job: its log and its state as they come, over all its requeues.
+"""`python -m evenkeel follow` of a Slurm job: its log and its state, live, over all its requeues.
 
 Only reads, so it may be ended and started again at any time.
 """
@@ -21,14 +21,14 @@ from ..agent import first_error
 from .jobs import JobRecord, JobStatus, SlurmError, ask, load
 
 POLL = 0.5  # seconds between two looks at the log
-ASK = 5.0  # seconds between two questions to Slurm's controller, which serves everybody
-ASK_AGAIN = 1.0  # seconds until a job that seems to be over is asked for again: it may just be being requeued
+ASK = 5.0  # seconds between two requests to Slurm's controller, which serves all users
+ASK_AGAIN = 1.0  # seconds before a job that seems over is checked again: it may be about to be requeued
 BACKLOG = 1 << 14  # bytes of an old log that are shown at first
 _REFUSAL = f"{Refusal.__module__}.{Refusal.__qualname__}: "  # the last line of its traceback begins like this
 
 
 def follow(run_dir: Path) -> int | None:
-    """Print the log and the changes of state of the job that last worked on a run, until it is over.
+    """Print the log and the changes of state of the newest job of a run, until it is over.
 
     Returns an exit code as `cli.follow` says; None if there is no such job.
     """
@@ -41,7 +41,7 @@ def follow(run_dir: Path) -> int | None:
     with CtrlC() as ctrl_c:
         try:
             return _Follower(record, ctrl_c).to_the_end()
-        except BrokenPipeError:  # whoever read our output has seen enough
+        except BrokenPipeError:  # the reader has closed our output
             lose_stdout()
             return 0
 
@@ -57,7 +57,7 @@ class Logs:
         self.shortened = bool(self._cut)
 
     def copy(self, out: IO[bytes]) -> None:
-        """Copy what is new. Files are opened anew: NFS shows what others wrote only then."""
+        """Copy what is new. Open the files again each time: only then NFS shows what others wrote."""
         for path in self.record.logs:
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -76,8 +76,8 @@ class _Follower:
         self.record, self.ctrl_c = record, ctrl_c
         self.logs = Logs(record)
         self.job = JobStatus("")
-        self.over = 0  # answers in a row by which the job was over, or unknown
-        self.waited = False  # it had not been started, when Slurm last knew it
+        self.over = 0  # consecutive answers that the job is over or unknown
+        self.waited = False  # it had not started when Slurm last knew it
         self.trouble = ""
         self.ask_at = 0.0
 
@@ -108,7 +108,7 @@ class _Follower:
         except SlurmError as error:
             if not self.ctrl_c.pressed and self.trouble != str(error):  # Ctrl-C reaches squeue as well
                 self.trouble = str(error)
-                self.say(f"Slurm does not answer, and is asked again: {error}")
+                self.say(f"Slurm does not answer, trying again: {error}")
             return
         requeues = job.requeues or 0
         again = f"requeued, start {requeues + 1}: " if requeues > (self.job.requeues or 0) else ""
@@ -140,13 +140,13 @@ class _Follower:
             self.say(f"finished{at}{early} -> {self.record.run_dir}")
             return 0
         if job.state == "CANCELLED" or (self.waited and not job.is_known):
-            how = "was cancelled" if job.is_known else "has left the queue without a start, so it was cancelled"
+            how = "was cancelled" if job.is_known else "left the queue without a start, so it was cancelled"
             self.say(f"{how}{at}; submit it again to continue the run")
             return STOPPED
         if said == "stopped":
             self.say(f"stopped{at} by {reason} and was not requeued; submit it again to continue the run")
             return STOPPED
-        # of the last start: the ranks of earlier ones may have failed because of their nodes
+        # only the last start counts: earlier ones may have failed because of their nodes
         traceback = first_error(self.record.errors(job.requeues).glob("*")).rstrip()
         last = traceback.rpartition("\n")[2]
         if last.startswith(_REFUSAL):
@@ -155,6 +155,6 @@ class _Follower:
         if last:
             self.say(f"the rank that failed first says:\n{traceback}")
         if said != "failed":
-            reason = f"Slurm says {job}, and the run nothing" if job.is_known else "Slurm does not know it any more"
+            reason = f"Slurm says {job}; the run recorded no reason" if job.is_known else "Slurm no longer knows it"
         self.say(f"failed{at}: {reason}; its log is {self.record.log}")
         return FAILED

@@ -1,25 +1,25 @@
 # Sourced by the script of every Slurm job of ours, on its first node: where the nodes meet, how they are started, and
-# whether the job comes back when it ends. slurm/train.sbatch uses it, and so does what slurm/submit.py submits,
-# which has a copy in the folder of the job.
+# whether the job is requeued when it ends. slurm/train.sbatch uses it; slurm/submit.py copies it into the folder of the
+# job.
 
-# One task a node, on all nodes we got: of a range, Slurm would start the least. The CPUs of a task are said again,
-# because newer versions of Slurm do not hand them down. When one node has ended, the others have the time of a snapshot.
+# One task per node, on all nodes we got: of a range, Slurm would start the least. The CPUs per task are set again,
+# because newer versions of Slurm do not pass them on. When one node has ended, the others get time for a snapshot.
 export SLURM_NTASKS=$SLURM_JOB_NUM_NODES SLURM_NNODES=$SLURM_JOB_NUM_NODES SLURM_NTASKS_PER_NODE=1 SLURM_WAIT=50
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-export SLURM_EXPORT_ENV=ALL # whatever of the submitting shell this script was not to see, the ranks are to see this one's
-export PYTHONUNBUFFERED=1   # srun's own --unbuffered makes the log a terminal, unless it has a file for each task
+export SLURM_EXPORT_ENV=ALL # the ranks get this script's environment, even if --export limits the submitting shell's
+export PYTHONUNBUFFERED=1   # srun's own --unbuffered turns the log into a terminal, unless each task has a file
 
-# What another job, or the shell that submitted this one, has said about ranks and rendezvous is not about this job.
+# Variables about ranks and rendezvous from another job or the submitting shell are not for this job.
 unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT "${!TORCHELASTIC_@}"
 
-# A task of an array has a number of its own as well, but the last one's is that of the whole array.
+# A task of an array also has a plain job id, but that of the last task is the id of the whole array.
 evenkeel_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 evenkeel_job=${evenkeel_job:-$SLURM_JOB_ID}
 
-# Over all its requeues this is one launch of one run.
+# All requeues count as one launch of one run.
 export EVENKEEL_LAUNCH=slurm-$evenkeel_job
 
-# A controller may be slow or away for a while, most of all when many jobs are preempted together.
+# A controller may be slow or down for a while, most often when many jobs are preempted together.
 evenkeel_ask() { # COMMAND...
   local try
   for try in 1 2 3 4 5 6; do
@@ -30,8 +30,8 @@ evenkeel_ask() { # COMMAND...
   return 1
 }
 
-# Nodes meet at this one, by the address that Slurm's own daemons use for it, at a port of this start alone: two jobs on one
-# node differ by their ids, and a requeued job does not meet what is left of its former self.
+# Nodes meet at this one, by the address that Slurm's own daemons use, at a port of this start only: two jobs on one node
+# differ by their ids, and a requeued job does not meet leftovers of its previous start.
 evenkeel_meeting() {
   local address port
   address=$(evenkeel_ask scontrol show node --oneliner "$SLURMD_NODENAME" | sed -E 's/.* NodeAddr=([^ ]+).*/\1/')
@@ -44,14 +44,13 @@ evenkeel_meeting() {
 EVENKEEL_MASTER=$(evenkeel_meeting)
 export EVENKEEL_MASTER
 
-# Another start makes sense after 75, stopped by a signal and saved, and where somebody was killed: 137, or 253 as Slurm has
-# it for want of memory, or a signal before anybody listened. But not if the job has been cancelled, or if a node has said
-# by Requeue=0 that nothing would come of it. Slurm itself requeues a job that it preempts or whose node it loses, but not
-# one that ends in its grace time.
+# Requeue after 75 (stopped by a signal and saved), after a kill (137, or 253 from Slurm when memory runs out), and after a
+# signal that came before the handlers. But not if the job was cancelled, or if a node has forbidden it by Requeue=0. Slurm
+# itself requeues a job that it preempts or whose node it loses, but not one that ends in its grace time.
 evenkeel_come_back() {
   local code=$1 job
   case $code in
-    201 | 202) exit $((code - 200)) ;; # failed or refused before the start, and no node had to be killed
+    201 | 202) exit $((code - 200)) ;; # failed or refused before the start, and no node was killed
     75 | 137 | 138 | 140 | 143 | 253) ;;
     *) return ;;
   esac
@@ -60,20 +59,20 @@ evenkeel_come_back() {
     *Requeue=0*) exit 1 ;;
     *JobState=RUNNING*)
       echo "evenkeel: exit code $code: the job is requeued and continues where it stopped" >&2
-      trap '' TERM # the requeue ends this shell as well, but not before it is told so
-      evenkeel_ask scontrol requeue "$evenkeel_job" || echo "evenkeel: it cannot be requeued; submit it again" >&2
+      trap '' TERM # the requeue also ends this shell, but not before scontrol has returned
+      evenkeel_ask scontrol requeue "$evenkeel_job" || echo "evenkeel: cannot requeue it; submit it again" >&2
       ;;
   esac
 }
 trap 'evenkeel_come_back $?' EXIT
-trap : TERM USR1 USR2 # they are for the ranks; this shell must live to see how those end
+trap : TERM USR1 USR2 # for the ranks; this shell must live until they end
 
-# Every node must see a folder before any of them waits for the others.
+# Every node must see a folder before any node waits for the others.
 evenkeel_probe() { # FOLDER
   local blind
   # shellcheck disable=SC2016  # for the shells of the nodes
   blind=$(srun sh -c '[ -d "$1" ] || echo "blind: $SLURMD_NODENAME"' sh "$1" 2>/dev/null | sed -n 's/^blind: //p')
   [ -z "$blind" ] && return
-  echo "evenkeel: $1: cannot be seen on ${blind//$'\n'/, }; name a --run-dir or --folder that all nodes share" >&2
+  echo "evenkeel: $1: is not visible on ${blind//$'\n'/, }; name a --run-dir or --folder that all nodes share" >&2
   exit 2
 }

@@ -1,4 +1,4 @@
-"""What is known of Slurm jobs: what Slurm says (squeue, then sacct), and the record in the run's folder."""
+"""The state of Slurm jobs, from squeue, then sacct, and the record in the run's folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ENDED = frozenset(
 WAITING = frozenset(
     ["CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"]
 )  # it has no process yet
-# Our own word for a job that Slurm has forgotten, and that is in no accounting. A waiting task of an array that is
-# cancelled becomes one at once.
+# Our own state for a job that Slurm has forgotten and that is not in the accounting. A waiting array task becomes
+# UNKNOWN as soon as it is cancelled.
 UNKNOWN = "UNKNOWN"
 
 
@@ -39,13 +39,13 @@ def slurm(*command: str, timeout: float = 60, env: Mapping[str, str] | None = No
         raise SlurmError(f"{name}: no answer within {timeout:g} s; is Slurm's controller up?") from None
     if done.returncode:
         lines = (done.stderr or done.stdout or f"{name}: exit code {done.returncode}").splitlines()
-        telling = [line for line in lines if ": fatal: " in line] or lines  # the others lead to it
+        telling = [line for line in lines if ": fatal: " in line] or lines  # the other lines only lead to it
         raise SlurmError(" ".join(" ".join(telling).split()))
     return done.stdout
 
 
 def without(prefix: str) -> dict[str, str]:
-    """This environment without the variables by which a user changes what a command of Slurm prints."""
+    """This environment without the variables that change what a command of Slurm prints."""
     return {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
 
 
@@ -81,7 +81,7 @@ class JobStatus:
 
 
 def ask(job_ids: Iterable[str]) -> dict[str, JobStatus]:
-    """The status of each job, by one question to the controller and at most one to the accounting.
+    """The status of each job, by one request to the controller and at most one to the accounting.
 
     Args:
         job_ids: as Slurm writes them: 17, or 17_2 in an array.
@@ -104,13 +104,13 @@ def _queued(job_ids: list[str]) -> Iterator[tuple[str, JobStatus]]:
     try:
         lines = slurm(*command, env=without("SQUEUE_")).splitlines()
     except SlurmError as error:
-        if "Invalid job id" in str(error):  # if the only job asked for is forgotten
+        if "Invalid job id" in str(error):  # the only job in the request is forgotten
             return
         raise
     for line in lines:
         number, array, task, state, reason, requeues, nodes = (cell.strip() for cell in line.split("|")[:7])
         if reason == "None" or state in ("CANCELLED", "COMPLETED"):
-            reason = ""  # a job that was cancelled keeps the reason for which it had waited
+            reason = ""  # a cancelled job still shows why it waited
         yield f"{array}_{task}" if task.isdecimal() else number, JobStatus(state, reason, nodes, int(requeues))
 
 
@@ -129,7 +129,7 @@ def _accounted(job_ids: list[str]) -> Iterator[tuple[str, JobStatus]]:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The job that last worked on a run, in ``RUN_DIR/slurm/job.json``. Paths are absolute."""
+    """The newest job of a run, in ``RUN_DIR/slurm/job.json``. Paths are absolute."""
 
     job_id: str  # 17, or 17_2 in an array; the same over all requeues
     run_dir: str

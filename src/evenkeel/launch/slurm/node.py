@@ -1,7 +1,7 @@
 """One node's share of a Slurm job: a task that runs torchrun's agent, which starts a rank for each GPU.
 
-So a crashed rank is restarted within the job, and the job ends with one exit code, by which job.sh decides
-whether it is requeued.
+So a crashed rank is restarted within the job. The job ends with one exit code, by which job.sh decides whether to
+requeue it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ..launchers import Gpus, check_train_options, link_of, parse_arguments, pro
 from ..topology import Command, Topology, endpoint, parse_master, parse_nodes, torchrun
 from .jobs import JobRecord, SlurmError, load, slurm
 
-MAX_REQUEUES = 5  # requeues in a row that may finish no step
+MAX_REQUEUES = 5  # consecutive requeues without a finished step
 
 # Added to the exit code of a node that was refused or failed before it had ranks. srun ends with the highest code of
-# its tasks, and other nodes may be stopped because this one does not come.
+# its tasks, and other nodes may be stopped because this one is missing.
 BEFORE_THE_START = 200
 
 
 @dataclass(frozen=True)
 class Node:
-    """What each node of a job does. submit.py pickles it for submitit; node.py makes it from its command line."""
+    """One node's work in a job. submit.py pickles it for submitit; node.py makes it from its command line."""
 
     script: Path
     train_args: tuple[str, ...]
@@ -78,11 +78,11 @@ class _Share:
         self.node = node
         self.start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.may_come_back = False
-        """Whether another start may go better, because this one is a counted requeue: what was right before may be
-        wrong for a while, such as a lost GPU or the lock of a dead node."""
+        """Whether another start may succeed: this one is a counted requeue, so its failure may be temporary, such as a
+        lost GPU or the lock of a dead node."""
 
     def prepare(self) -> int:
-        """All that may be refused, or fail, before this node has ranks; returns the doctor's exit code."""
+        """Do everything that may be refused or fail before this node has ranks; returns the doctor's exit code."""
         node, env = self.node, os.environ
         if "SLURM_STEP_NODELIST" not in env:
             raise Refusal("slurm/node.py is a task of a Slurm job: srun --ntasks-per-node=1 slurm/node.py -- OPTIONS")
@@ -113,15 +113,15 @@ class _Share:
             wait_for_master(topology)
             return torchrun(topology, link, node.script, node.train_args, cores=cores, log_dir=errors)
 
-        # at another port: another node's store may outlast the doctor by a moment, and would be taken for the job's
+        # at another port, because the doctor's store on another node may live a moment longer than the doctor
         if node.doctor and (code := launchers.doctor_says(meet(replace(topology, master_port=port + 1)))):
             return code
         self.command = meet(topology)
         return 0
 
     def run(self) -> int:
-        """Run torchrun's agent in this process. status.json then says what failed first: its writer, rank 0, may have
-        seen only that it lost a peer."""
+        """Run torchrun's agent in this process. Then write the first failure to status.json: rank 0, its writer, may
+        know only that it lost a peer."""
         os.environ.update(self.command.env)
         code = agent.main(list(self.command.argv[3:]))
         if code in (0, STOPPED, REFUSED, agent.KILLED):
@@ -134,7 +134,7 @@ class _Share:
 
 
 def _record(node: Node, job_id: str, nodes: int, run_dir: Path) -> JobRecord:
-    """The job's record: that of submit.py, or a new one for a job that sbatch or salloc started."""
+    """The job's record: from submit.py, or a new one for a job that sbatch or salloc started."""
     with contextlib.suppress(OSError, ValueError):  # half-written, on a disk that was full
         known = load(run_dir)
         if known and known.job_id == job_id:
@@ -158,7 +158,7 @@ def check_job(train_args: Sequence[str]) -> Config:
 
 
 def _count_start(record: JobRecord, start: int, config: Config, most: int) -> None:
-    """Count the starts at the present step; give up, also in status.json, after too many that finished no step."""
+    """Count the starts at the present step; after too many without progress, give up and note it in status.json."""
     run_dir = Path(record.run_dir)
     path = Path(record.folder) / f"starts-{record.job_id}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,20 +184,20 @@ def _job_id() -> str:
 
 
 def _forbid_requeues() -> None:
-    """Tell the controller; an exit code cannot: srun kills the nodes that wait for this one, and ends with 137."""
+    """Forbid requeues at the controller. An exit code cannot: srun kills the waiting nodes, and ends with 137."""
     try:
         slurm("scontrol", "update", f"JobId={_job_id()}", "Requeue=0")
     except SlurmError as error:
-        print(f"evenkeel: requeues cannot be switched off: {error}", file=sys.stderr, flush=True)
+        print(f"evenkeel: cannot forbid requeues: {error}", file=sys.stderr, flush=True)
 
 
 def _meeting() -> str:
-    """HOST:PORT where the nodes of a step meet, the same on all of them, if job.sh has not said it."""
+    """HOST:PORT where the nodes of a step meet, the same on all of them, if job.sh has not set it."""
     try:
         first = slurm("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()[0]
         known = slurm("scontrol", "show", "node", "--oneliner", first)
     except SlurmError as error:
-        raise Refusal(f"where node 0 is cannot be found out: {error}") from None
+        raise Refusal(f"cannot find the address of node 0: {error}") from None
     address = re.search(r" NodeAddr=(\S+)", known)
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", "0"))
     return endpoint(address[1] if address else first, 20000 + (job * 37 + step * 7) % 12000)
@@ -219,7 +219,7 @@ class NodeCommand:
     max_requeues: Annotated[int, tyro.conf.arg(metavar="N")] = option(MAX_REQUEUES, 0)
     """Maximum consecutive requeues without a finished step."""
     doctor: Flag = False
-    """First check all nodes by `evenkeel doctor`; a FAIL ends the job."""
+    """First run `evenkeel doctor` on all nodes; a FAIL ends the job."""
 
 
 def main(argv: Sequence[str], script: Path) -> int:

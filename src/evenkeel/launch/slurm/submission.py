@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...config import Config
 
 WARNING_SECONDS = 90  # before the time limit; Slurm may be a minute early, and a snapshot takes up to --grace, 25 s
-JOB_SCRIPT = Path(__file__).with_name("job.sh")  # what the scripts of all jobs source
+JOB_SCRIPT = Path(__file__).with_name("job.sh")  # sourced by the scripts of all jobs
 MOST_SEEDS = 10_000  # in one array; Slurm's own limit (MaxArraySize) is mostly 1,000
 
 Words = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
@@ -47,14 +47,14 @@ class Submit(NodeCommand):
       slurm/submit.py -g 1 --array-seeds 0:4 -- ...               four runs with seeds 0 to 3
       slurm/submit.py -n 2 -g 4 --dry-run -- ...                  print the script
 
-    A job that reaches its time limit or is preempted saves its last finished step, is requeued, and continues by
-    itself until it is finished. It runs a copy of the code as it is now.
+    A job that reaches its time limit or is preempted saves its last finished step, is requeued, and continues
+    automatically until it is finished. It runs a copy of the present code.
     """
 
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "1"
-    """Number of nodes. MIN:MAX takes what is free at each start."""
+    """Number of nodes. MIN:MAX takes as many as are free at each start."""
     partition: Words = None
-    """Partition to use. Default: the cluster's default one."""
+    """Partition to use. Default: the cluster's default."""
     account: Words = None
     """Account to charge."""
     qos: Words = None
@@ -82,15 +82,15 @@ class Submit(NodeCommand):
     folder: MaybePath = None
     """Folder for logs, the copy of the code and tracebacks, visible to all nodes. Default: RUN_DIR/slurm."""
     doctor: Flag = False
-    """Before each start check all nodes of the job by `evenkeel doctor`; a FAIL ends the job."""
+    """Before each start run `evenkeel doctor` on all nodes of the job; a FAIL ends the job."""
     follow: Flag = False
     """Show the job's state and log until it ends. Ctrl-C leaves it running."""
     dry_run: Flag = False
-    """Print the script for sbatch and submit nothing. Works without Slurm too, and then checks no limits of it."""
+    """Print the script for sbatch and submit nothing. Also works without Slurm, but then checks no limits."""
 
 
 def main(argv: Sequence[str], repository: Path) -> int:
-    """Check everything, submit the job, and say how to watch it."""
+    """Check everything, submit the job, and print how to watch it."""
     typed, train_args = parse_arguments(Submit, argv)
     _check(typed)
     limit = (os.environ.get("SBATCH_TIMELIMIT") or None) if typed.time is None else typed.time
@@ -115,10 +115,10 @@ def main(argv: Sequence[str], repository: Path) -> int:
         return 0
     revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, parent))
     shutil.copy2(JOB_SCRIPT, folder)
-    submitted = time.time()  # what a run says later is this job's
+    submitted = time.time()  # later records of the run are this job's
     script, limits = folder / "code" / "train.py", (typed.max_restarts, typed.max_requeues)
     jobs = _submit(executor, [Node(script, tuple(member), gpus, *limits, folder, typed.doctor) for member in members])
-    processes = "the GPUs given" if gpus is None else f"{gpus} processes"
+    processes = "the GPUs allocated" if gpus is None else f"{gpus} processes"
     print(
         f"{typed.nodes} node{'s' * (typed.nodes != '1')} x {processes}, partition {partition.name}, "
         f"{show_time(minutes)} for each start; code {revision or 'without git'}"
@@ -142,13 +142,13 @@ def main(argv: Sequence[str], repository: Path) -> int:
 
 
 def _partition(typed: Submit, name: str | None, nodes: int, minutes: int | None) -> Partition:
-    """The partition for the job; where --dry-run finds no Slurm, what is typed stands unchecked."""
+    """The partition for the job; without Slurm, --dry-run takes the one that is typed."""
     try:
         return choose(partitions(), name, nodes, typed.gpus, minutes)
     except SlurmError as error:
         if not typed.dry_run:
-            raise Refusal(f"no Slurm on this machine: {error}; launch/ starts a job on machines without it") from None
-        unchecked = "partition, nodes, -g (as GPUs) and --time are as typed, and not checked"
+            raise Refusal(f"no Slurm on this machine: {error}; launch/ starts jobs without Slurm") from None
+        unchecked = "partition, nodes, -g (as GPUs) and --time are not checked"
         print(f"evenkeel: no Slurm on this machine: {error}; {unchecked}", file=sys.stderr, flush=True)
         return Partition(name or "", default=name is None, nodes=nodes, gpus=typed.gpus or 0, minutes=None)
 
@@ -162,11 +162,13 @@ class _Printer(submitit.SlurmExecutor):
 
 
 def _check(typed: Submit) -> None:
-    """Refuse what needs neither torch nor Slurm to be refused."""
+    """Checks that need neither torch nor Slurm."""
     if typed.follow and typed.array_seeds:
-        raise Refusal("--follow: shows one job; leave it out with --array-seeds, and follow a run by its folder")
+        raise Refusal("--follow: shows one job; leave it out with --array-seeds, and follow each run by its folder")
     if typed.container and typed.array_seeds:
-        raise Refusal("--container: not with --array-seeds, for which submitit runs the Python of this machine")
+        raise Refusal(
+            "--container: does not work with --array-seeds, for which submitit runs the Python of this machine"
+        )
     if typed.mem is not None and not re.fullmatch(r"[0-9]{1,9}[KMGT]?", typed.mem, re.IGNORECASE):
         raise Refusal(f"--mem {typed.mem}: give a number with K, M, G or T, such as 64G")
     for name in ("partition", "account", "qos", "constraint", "exclude", "nodelist", "name", "container"):
@@ -182,11 +184,11 @@ def _members(typed: Submit, train_args: list[str], run_dir: Path) -> list[list[s
     bounds = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", typed.array_seeds)
     if not bounds or not 0 < int(bounds[2]) - int(bounds[1]) <= MOST_SEEDS:
         raise Refusal(
-            f"--array-seeds {typed.array_seeds}: give FIRST:END with FIRST < END, {MOST_SEEDS} at most; 0:4 are seeds "
-            "0, 1, 2 and 3"
+            f"--array-seeds {typed.array_seeds}: give FIRST:END with FIRST < END, {MOST_SEEDS} at most; 0:4 means "
+            "seeds 0, 1, 2 and 3"
         )
     if any(word == "--seed" or word.startswith("--seed=") for word in train_args):
-        raise Refusal("--seed: not with --array-seeds, which gives each run its own")
+        raise Refusal("--seed: leave it out with --array-seeds, which gives each run its own")
     seeds = range(int(bounds[1]), int(bounds[2]))
     return [[*train_args, "--seed", str(seed), "--run-dir", str(run_dir / f"seed-{seed}")] for seed in seeds]
 
@@ -197,8 +199,8 @@ def _run_dir(config: Config) -> Path:
 
 
 def _forget_other_jobs(typed: Submit) -> None:
-    """Remove what sbatch would take from the environment: variables of a job in which this runs, and those that
-    override options which the script sets."""
+    """Remove variables that sbatch would read: those of a job in which this runs, and those that override options of
+    the script."""
     ours = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
     script = "PARTITION TIMELIMIT JOB_NAME OPEN_MODE OUTPUT ERROR REQUEUE NO_REQUEUE SIGNAL ARRAY_INX GPUS_PER_NODE "
     said = {*(script + "EXPORT WCKEY").split(), *(["MEM_PER_NODE"] if typed.mem else [])}
@@ -212,7 +214,7 @@ def _forget_other_jobs(typed: Submit) -> None:
 def _executor(
     typed: Submit, partition: Partition, minutes: int, folder: Path, repository: Path, config: Config
 ) -> submitit.SlurmExecutor:
-    """submitit's executor, with all that the script says."""
+    """submitit's executor, with all settings of the script."""
     processes = typed.gpus or partition.gpus or 2
     code = folder / "code"
     preamble = [  # the script's lines before srun
@@ -257,18 +259,18 @@ def _executor(
 
 
 def _submit(executor: submitit.SlurmExecutor, nodes: list[Node]) -> list[submitit.Job[int]]:
-    """Submit one job, or an array of several. What sbatch refuses is a Refusal in its words, and nothing is left."""
-    told = io.StringIO()  # by submitit, beside the error that it raises
+    """Submit one job, or an array of several. If sbatch refuses, raise a Refusal with its message and leave nothing."""
+    output = io.StringIO()  # submitit prints details that its error lacks
     try:
-        with redirect_stderr(told), redirect_stdout(told):
+        with redirect_stderr(output), redirect_stdout(output):
             jobs: list[submitit.Job[int]] = executor.map_array(Node.__call__, nodes)
     except submitit.core.utils.FailedJobError as error:
         shutil.rmtree(executor.folder, ignore_errors=True)
         with suppress(OSError):  # there are other submissions
             executor.folder.parent.rmdir()
-        words = re.findall(r"^sbatch: error: (.*)$", f"{told.getvalue()}\n{error}", re.MULTILINE)
+        words = re.findall(r"^sbatch: error: (.*)$", f"{output.getvalue()}\n{error}", re.MULTILINE)
         reason = ": ".join(dict.fromkeys(words)) or str(error)
-        raise Refusal(f"Slurm does not take the job: {reason}") from None
+        raise Refusal(f"Slurm refuses the job: {reason}") from None
     for path in executor.folder.glob("*submi*"):  # these hold the options of train.py and the lines of --setup
         close_to_others(path)
     return jobs

@@ -1,8 +1,8 @@
-"""Rooms are deleted with their tests: the rest lints, its fast tests pass, and it trains and continues.
+"""Components are deleted with their tests: the rest lints, its fast tests pass, and it trains and continues.
 
-Not every set of rooms has to be tried. A test file is deleted with any room that it imports. So among all copies that
-still have it there is a smallest one, which has only those rooms. Every fast test is run in that one; what passes
-without a room may be expected to pass with it, and the random sets try that.
+Not every set of components has to be tried. A test file is deleted with any component that it imports. So among all
+copies that still have it there is a smallest one, which has only those components. Every fast test is run in that one;
+what passes without a component may be expected to pass with it, and the random sets try that.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import pytest
 
 from tests.conftest import KINDS
 from tests.support.copies import (
+    components,
     copy_of_the_template,
     dangling,
     how_many,
-    needs_all_rooms,
-    pairs_of_rooms,
-    rooms,
-    some_rooms,
+    needs_all_components,
+    pairs_of_components,
+    some_components,
     taken_out,
     tool,
 )
 from tests.support.processes import checked, finish, fork, read, run
 
-pytestmark = needs_all_rooms
+pytestmark = needs_all_components
 
 SMALL = ["--batch-size", 16, "--limit-batches", 4, "--wandb", "disabled", "--schedule", "constant", "--run-dir", "run"]
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--assert=plain"]
@@ -59,36 +59,38 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mypy")
 
 
-@pytest.mark.parametrize("room", rooms())
-def test_without(room: str, tmp_path: Path) -> None:
-    copy = copy_without([room], tmp_path / "copy")
-    assert not [part for part in rooms()[room].split() if [*copy.glob(f"{part}/*"), *copy.glob(part)]]
+@pytest.mark.parametrize("component", components())
+def test_without(component: str, tmp_path: Path) -> None:
+    copy = copy_without([component], tmp_path / "copy")
+    assert not [part for part in components()[component].split() if [*copy.glob(f"{part}/*"), *copy.glob(part)]]
     for steps in (2, 3):
         started = fork("train.py", *SMALL, "--max-steps", steps, env={"PYTHONPATH": str(copy / "src")}, cwd=copy)
         checked(finish(started), 0)
         assert read(copy / "run")["step"] == steps
-    python(copy, *PYTEST, "-k", "test_rooms.py")  # it collects all tests, and runs one file
+    python(copy, *PYTEST, "-k", "test_components.py")  # it collects all tests, and runs one file
 
 
-def test_without_any_two_rooms_nothing_imports_or_names_what_is_gone() -> None:
+def test_without_any_two_components_nothing_imports_or_names_what_is_gone() -> None:
     made = tool()
     files, names = made.texts(), made.tracked()
-    for without in [*pairs_of_rooms(), *some_rooms(20)]:
+    for without in [*pairs_of_components(), *some_components(20)]:
         gone, left = taken_out(made, files, without)
         assert dangling(left, names - gone, gone) == [], without
 
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.parametrize("room", rooms())
-def test_the_fast_tests_of_a_room_in_the_smallest_copy_that_has_them(room: str, cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("component", components())
+def test_the_fast_tests_of_a_component_in_the_smallest_copy_that_has_them(
+    component: str, cache: Path, tmp_path: Path
+) -> None:
     made = tool()
     files = made.texts()
-    with_it = {name: taken_out(made, files, [name])[0] for name in rooms()}
+    with_it = {name: taken_out(made, files, [name])[0] for name in components()}
     slow = tuple(f"tests/{folder}/" for folder in KINDS)
-    tests = [file for file in sorted(with_it[room]) if "/test_" in file and not file.startswith(slow)]
-    kept = {name for name, goes in with_it.items() if goes & set(tests)} | {room}
-    copy = copy_without(rooms().keys() - kept, tmp_path / "copy")
+    tests = [file for file in sorted(with_it[component]) if "/test_" in file and not file.startswith(slow)]
+    kept = {name for name, goes in with_it.items() if goes & set(tests)} | {component}
+    copy = copy_without(components().keys() - kept, tmp_path / "copy")
     lint(copy, cache)
     if tests:
         python(copy, *PYTEST, *tests)
@@ -96,8 +98,10 @@ def test_the_fast_tests_of_a_room_in_the_smallest_copy_that_has_them(room: str, 
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.parametrize("without", some_rooms(5), ids=how_many)
-def test_the_fast_tests_of_a_renamed_copy_without_many_rooms(without: list[str], cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", some_components(5), ids=how_many)
+def test_the_fast_tests_of_a_renamed_copy_without_many_components(
+    without: list[str], cache: Path, tmp_path: Path
+) -> None:
     copy = copy_without(without, tmp_path / "copy", "mytrainer")
     python(copy, "-m", "ruff", "check", "--no-cache", "--fix", ".")
     python(copy, "-m", "ruff", "format", "--no-cache", ".")

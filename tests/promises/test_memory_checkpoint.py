@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from evenkeel.common.processes import process_name
-from evenkeel.resilience.held import TRIES
 from evenkeel.resilience.interruption import KEYBOARD
+from evenkeel.resilience.memory_checkpoint import TRIES
 from evenkeel.run.checkpoint import Checkpoints, step_of
 from tests.support import needs, processes
 from tests.support import small_runs as runs
@@ -323,7 +323,7 @@ def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_later(tmp_
         _, said = process.communicate(timeout=processes.LIMIT)
         os.kill(writer, signal.SIGSTOP)  # a slower disk
     assert process.returncode == -signal.SIGKILL
-    assert "step 3 is NOT SAVED within --grace 1 s; a process goes on writing it" in said
+    assert "step 3 is NOT SAVED within --grace 1 s; a process continues writing it" in said
     again = fork(TRAIN, *job(run_dir, *RARE, *often))
     wait_for_step(run_dir, told_step(run_dir) + 1, again)
     os.kill(writer, signal.SIGCONT)

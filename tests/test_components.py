@@ -1,4 +1,4 @@
-"""The map of the source: imports go down only, no circle of modules, and each room keeps within its budget of lines."""
+"""The map of the source: imports go down only, modules form no circle, components are within their budgets of lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "src" / "evenkeel"
-ROOMS = ["common", "config", "data", "distributed", "resilience", "training", "run", "tasks", "launch", "cli"]
-"""From the bottom to the top; a room imports from itself and from those before it."""
+COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training", "run", "tasks", "launch", "cli"]
+"""From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
     "common": 1350,
@@ -26,7 +26,7 @@ BUDGET = {
     "launch": 2200,
     "cli": 6660,
 }
-"""Lines of a room. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
+"""Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_METHODS = 400, 50, 15
 """Of a file; of a function; public ones of a class."""
@@ -58,7 +58,7 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     return found - {""}
 
 
-def room(name: str) -> str:
+def component(name: str) -> str:
     return name.partition(".")[0]
 
 
@@ -67,12 +67,12 @@ def test_imports_go_down_only() -> None:
     upward = [
         f"{name} imports {other}"
         for name, path in known.items()
-        if room(name) in ROOMS
+        if component(name) in COMPONENTS
         for other in imports(name, path, known)
-        if ROOMS.index(room(other)) > ROOMS.index(room(name))
+        if COMPONENTS.index(component(other)) > COMPONENTS.index(component(name))
     ]
     assert not upward
-    assert {room(name) for name in known} - {"", "__main__", "testing"} == set(ROOMS), "testing is above all"
+    assert {component(name) for name in known} - {"", "__main__", "testing"} == set(COMPONENTS), "testing is above all"
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -91,8 +91,8 @@ def test_the_control_a_circle_and_an_upward_import_are_found(tmp_path: Path) -> 
     assert imports("data.a", tmp_path / "a.py", known) == {"run.b"}
 
 
-@pytest.mark.parametrize("name", ROOMS)
-def test_a_room_keeps_within_its_budget(name: str) -> None:
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_component_is_within_its_budget(name: str) -> None:
     files = (PACKAGE / name).rglob("*.py")
     lines = sum(len(path.read_text().splitlines()) for path in files)
     assert lines <= BUDGET[name], f"{name} has {lines} lines"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.common import kept
-from evenkeel.resilience import held
-from evenkeel.resilience.held import TRIES, Held, Memory, Offer, hold, opened
+from evenkeel.common import keeper_link
+from evenkeel.resilience import memory_checkpoint
+from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, store
 from tests.support.processes import wait_until
 from tests.support.small_runs import bytes_in_memory
 
@@ -24,13 +24,13 @@ MEGABYTE = 1 << 20
 STATE = {"weights": torch.arange(MEGABYTE, dtype=torch.float32)}
 
 
-def by_a_rank(memory: Memory, act: Callable[[], object]) -> str:
+def by_a_rank(memory: KeeperMemory, act: Callable[[], object]) -> str:
     """What a fork tells of the state that it leaves, last; as its keeper would hear it."""
     heard, told = os.pipe()
     memory.prepare()
     if not (child := os.fork()):
         try:
-            kept.enter(told, os.getppid(), 0)
+            keeper_link.open_link(told, os.getppid(), 0)
             memory.enter()
             act()
         finally:
@@ -38,29 +38,29 @@ def by_a_rank(memory: Memory, act: Callable[[], object]) -> str:
     os.close(told)
     os.waitpid(child, 0)
     with os.fdopen(heard) as words:
-        return ([""] + words.read().splitlines())[-1].removeprefix("held").strip()
+        return ([""] + words.read().splitlines())[-1].removeprefix("memory").strip()
 
 
-def await_written(memory: Memory) -> None:
+def await_written(memory: KeeperMemory) -> None:
     wait_until(lambda: not memory.reap(), "all on the disk", limit=60)
 
 
 def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) -> None:
-    def save(it: Held) -> None:
+    def save(it: MemoryCheckpoint) -> None:
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
-    memory = Memory(save)
-    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3, "folder": "here"})))
+    memory = KeeperMemory(save)
+    memory.take(by_a_rank(memory, lambda: store(partial(torch.save, STATE), {"step": 3, "folder": "here"})))
     await_written(memory)
     assert torch.load(tmp_path / "saved")["weights"].equal(STATE["weights"])
 
     def is_there() -> None:
-        assert held.before("elsewhere") is None, "the state of another run"
-        left = held.before("here")
+        assert memory_checkpoint.previous("elsewhere") is None, "the state of another run"
+        left = memory_checkpoint.previous("here")
         assert left
         assert left.step == 3
         assert torch.load(left.path)["weights"].equal(STATE["weights"])
-        hold(partial(torch.save, STATE), {"step": 4})
+        store(partial(torch.save, STATE), {"step": 4})
 
     assert by_a_rank(memory, is_there) == '{"step": 4}'
 
@@ -69,26 +69,26 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
 def test_a_state_that_has_no_room_is_not_held_at_all(limit: int) -> None:
     def act() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        if not hold(partial(torch.save, STATE), {"step": 1}):
-            assert held._facts == {}
-            assert os.fstat(held._mine).st_size == 0
-            hold(lambda file: file.write(b"less"), {"step": 2})  # the process goes on
+        if not store(partial(torch.save, STATE), {"step": 1}):
+            assert memory_checkpoint._facts == {}
+            assert os.fstat(memory_checkpoint._own).st_size == 0
+            store(lambda file: file.write(b"less"), {"step": 2})  # the process goes on
 
-    assert by_a_rank(Memory(print), act) == ('{"step": 2}' if limit == MEGABYTE else '{"step": 1}')
+    assert by_a_rank(KeeperMemory(print), act) == ('{"step": 2}' if limit == MEGABYTE else '{"step": 1}')
 
 
 def test_a_state_that_is_being_replaced_when_its_process_dies_is_not_whole() -> None:
     def act() -> None:
-        hold(partial(torch.save, STATE), {"step": 1})
-        hold(lambda file: (file.write(b"half"), os._exit(0)), {"step": 2})
+        store(partial(torch.save, STATE), {"step": 1})
+        store(lambda file: (file.write(b"half"), os._exit(0)), {"step": 2})
 
-    assert by_a_rank(Memory(print), act) == ""
+    assert by_a_rank(KeeperMemory(print), act) == ""
 
 
 def test_a_process_without_a_keeper_holds_nothing() -> None:
-    assert not hold(partial(torch.save, STATE), {})
-    assert held.before("") is None
-    assert held.offer("") is None
+    assert not store(partial(torch.save, STATE), {})
+    assert memory_checkpoint.previous("") is None
+    assert memory_checkpoint.offer("") is None
 
 
 @pytest.mark.parametrize("kills", [1, TRIES])
@@ -98,50 +98,50 @@ def test_a_child_that_is_killed_is_followed_by_another(
 ) -> None:
     """Also when the run has come further, so that only the child needs the memory. With TRIES kills: the control."""
 
-    def save(it: Held) -> None:
+    def save(it: MemoryCheckpoint) -> None:
         (tmp_path / str(os.getpid())).touch()
         if len([*tmp_path.iterdir()]) <= kills:
             time.sleep(600)
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
-    memory, before = Memory(save), bytes_in_memory(os.getpid())
-    memory.take(by_a_rank(memory, lambda: hold(partial(torch.save, STATE), {"step": 3})))
+    memory, before = KeeperMemory(save), bytes_in_memory(os.getpid())
+    memory.take(by_a_rank(memory, lambda: store(partial(torch.save, STATE), {"step": 3})))
     for count in range(1, kills + 1):
         wait_until(lambda: memory.reap() == [3] and len([*tmp_path.iterdir()]) == count, "a child", limit=60)  # noqa: B023
         if forgotten:
-            memory.forget()
+            memory.discard()
         (writer,) = memory._writers
         os.kill(writer, signal.SIGKILL)
     await_written(memory)
     assert (tmp_path / "saved").exists() == (kills < TRIES)
     lost = f"evenkeel: NOT SAVED: {TRIES} processes that wrote step 3 were killed, the last of them by signal 9\n"
     assert capfd.readouterr().err == (lost if kills == TRIES else "")
-    memory.forget()
+    memory.discard()
     assert bytes_in_memory(os.getpid()) == before, "no memory is left behind"
 
 
 def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
-    offer = Offer(3, str(tmp_path / "state"), held._identity(str(tmp_path / "state")))
-    file = opened([offer])
+    offer = Offer(3, str(tmp_path / "state"), memory_checkpoint._identity(str(tmp_path / "state")))
+    file = open_first([offer])
     assert file, "the control"
     file.close()
     boot, device, inode = offer.identity
     for other in (("another boot", device, inode), (boot, device + 1, inode), (boot, device, inode + 1)):
-        assert opened([offer._replace(identity=other)]) is None
-    assert opened([offer._replace(path="/proc/1/fd/999999")]) is None
+        assert open_first([offer._replace(identity=other)]) is None
+    assert open_first([offer._replace(path="/proc/1/fd/999999")]) is None
 
 
 def test_a_process_that_is_forked_keeps_no_memory() -> None:
     def act() -> None:
-        hold(partial(torch.save, STATE), {"step": 1, "folder": ""})
-        mine = held._mine
+        store(partial(torch.save, STATE), {"step": 1, "folder": ""})
+        mine = memory_checkpoint._own
         os.fstat(mine)
         if not (loader := os.fork()):
             with contextlib.suppress(OSError):
                 os.fstat(mine)
                 os._exit(1)
-            os._exit(hold(partial(torch.save, STATE), {"step": 3}))
-        hold(partial(torch.save, STATE), {"step": os.waitpid(loader, 0)[1]})
+            os._exit(store(partial(torch.save, STATE), {"step": 3}))
+        store(partial(torch.save, STATE), {"step": os.waitpid(loader, 0)[1]})
 
-    assert by_a_rank(Memory(print), act) == '{"step": 0}'
+    assert by_a_rank(KeeperMemory(print), act) == '{"step": 0}'

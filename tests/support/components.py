@@ -7,7 +7,7 @@ from typing import Any
 
 
 def optional(name: str) -> list[Any]:
-    """A class by its dotted name, such as `launch.slurm.submission.Submit`; empty where its room has been left out."""
+    """A class by its dotted name, such as `launch.slurm.submission.Submit`; empty where it has been left out."""
     module, _, attribute = f"evenkeel.{name}".rpartition(".")
     try:
         return [getattr(import_module(module), attribute)]

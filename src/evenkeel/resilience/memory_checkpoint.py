@@ -1,0 +1,237 @@
+"""A checkpoint in memory that outlives the rank that wrote it, because its keeper shares the memory.
+
+Without it, ranks that start again in place wait for a disk twice: for the rescue of the last finished step, and to read
+it. So a survivor writes the step into a file without a name (memfd_create(2)), which a fork shares. Its keeper passes
+the file to the next rank. Meanwhile a child of the keeper writes it to the disk, so that no more is lost than without
+this if all processes die. The file is in no folder and has no size limit; the kernel frees it with its last process.
+
+    rank        store          write a state, instead of or before a checkpoint
+    keeper      KeeperMemory   what its rank has stored; a child writes it to the disk
+    next rank   previous       the same, to start from
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ..common import keeper_link
+from ..common.processes import name_process
+
+TRIES = 3
+"""How many children try to write a state to the disk, one after the other, if they are killed."""
+
+
+class MemoryCheckpoint(NamedTuple):
+    """A whole state in memory."""
+
+    descriptor: int
+    facts: dict[str, Any]
+    """The manifest of its checkpoint and the folder for it; JSON."""
+
+    @property
+    def path(self) -> str:
+        """A path to open it again by: forks share the descriptor, and so its position in the file."""
+        return f"/proc/self/fd/{self.descriptor}"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.facts["step"])
+
+
+class Offer(NamedTuple):
+    """Where other processes of this machine can read a state that a rank has found in memory."""
+
+    step: int
+    path: str
+    identity: tuple[str, int, int]
+    """The kernel's boot, the file's device and its inode: elsewhere the path may be another file's."""
+
+
+_own = -1
+_facts: dict[str, Any] = {}
+"""Of the state in `_own`; empty: that is not whole."""
+_previous: MemoryCheckpoint | None = None
+
+
+def store(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
+    """Store a state for the keeper, in place of the last one.
+
+    Args:
+        write: writes it, into a file that can seek.
+        facts: see :class:`MemoryCheckpoint`.
+
+    Returns:
+        False if there is no keeper, or too little memory.
+    """
+    global _facts
+    if _own < 0:
+        return False
+    discard()
+    try:
+        with open(f"/proc/self/fd/{_own}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
+            write(file)
+    except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
+        discard()
+        return False
+    keeper_link.send("memory", json.dumps(facts))  # only now: it is whole
+    _facts = facts
+    return True
+
+
+def discard() -> None:
+    """Discard what this process has stored."""
+    global _facts
+    if _own >= 0:
+        keeper_link.send("memory")
+        _facts = {}
+        os.ftruncate(_own, 0)
+
+
+def previous(folder: str) -> MemoryCheckpoint | None:
+    """What the previous rank of this keeper has stored, if it was of the run with this folder of checkpoints."""
+    return _previous if _previous and _previous.facts["folder"] == folder else None
+
+
+def offer(folder: str) -> Offer | None:
+    """Where the other ranks of this machine can read :func:`previous`, until :func:`discard_previous`."""
+    if not (left := previous(folder)):
+        return None
+    path, identity = f"/proc/{os.getpid()}/fd/{left.descriptor}", ("", 0, 0)
+    with contextlib.suppress(OSError):  # a sandbox may hide /proc; then no other rank finds the file
+        identity = _identity(path)
+    return Offer(left.step, path, identity)
+
+
+def open_first(offers: Iterable[Offer]) -> IO[bytes] | None:
+    """Open the first of these that this process can read. It stays readable if the rank that offers it dies."""
+    for each in offers:
+        with contextlib.suppress(OSError):
+            if _identity(each.path) == each.identity:
+                return Path(each.path).open("rb")
+    return None
+
+
+def _identity(path: str) -> tuple[str, int, int]:
+    status = Path(path).stat()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), status.st_dev, status.st_ino
+
+
+def discard_previous() -> None:
+    """Free what the previous rank has stored."""
+    global _previous
+    if _previous:
+        os.close(_previous.descriptor)
+        _previous = None
+
+
+def _disown() -> None:
+    global _own, _facts
+    discard_previous()
+    if _own >= 0:
+        os.close(_own)
+    _own, _facts = -1, {}
+
+
+class KeeperMemory:
+    """The state of the run that a keeper has in memory.
+
+    Args:
+        save: writes it to the disk; called in a child, which then ends.
+    """
+
+    def __init__(self, save: Callable[[MemoryCheckpoint], object]) -> None:
+        self._save = save
+        self._checkpoint: MemoryCheckpoint | None = None
+        self._next = -1
+        self._writers: dict[int, tuple[MemoryCheckpoint, int]] = {}
+        """By pid: what each child writes, and how many tries are left."""
+
+    def prepare(self) -> None:
+        """Allocate the memory of the rank that is forked next."""
+        with contextlib.suppress(OSError):  # a sandbox may forbid it; then the rank writes to the disk
+            self._next = os.memfd_create("state")
+
+    def enter(self) -> None:
+        """In that rank: :func:`store` writes there, and :func:`previous` is what the keeper has."""
+        global _own, _previous
+        _own, _previous = self._next, self._checkpoint
+        being_written = {found.descriptor for found, _ in self._writers.values()}
+        for descriptor in being_written - {_previous and _previous.descriptor}:
+            os.close(descriptor)
+        os.register_at_fork(after_in_child=_disown)  # or loader processes would keep it allocated
+        keeper = os.getppid()
+
+        def save_orphaned() -> None:
+            if _facts and os.getppid() != keeper:  # it died before it could save it
+                self._save(MemoryCheckpoint(_own, _facts))
+
+        keeper_link.before_exit(save_orphaned)
+
+    def take(self, facts: str) -> None:
+        """After the end of that rank: take over what it has stored, if that is whole, and start to write it.
+
+        Args:
+            facts: those it sent last; "": the state is not whole, or there is none.
+        """
+        if facts:
+            self.discard()
+            self._checkpoint = MemoryCheckpoint(self._next, json.loads(facts))
+            self._write(self._checkpoint, TRIES)
+        elif self._next >= 0:
+            os.close(self._next)
+        self._next = -1
+
+    def _write(self, found: MemoryCheckpoint, tries: int) -> None:
+        if pid := os.fork():
+            self._writers[pid] = found, tries - 1
+            return
+        name_process("writer")
+        try:
+            self._save(found)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+
+    def discard(self) -> None:
+        """Free it, because the run has come further. What is still being written is freed afterwards."""
+        found, self._checkpoint = self._checkpoint, None
+        self._close_unused(found)
+
+    def _close_unused(self, found: MemoryCheckpoint | None) -> None:
+        being_written = [each for each, _ in self._writers.values()]
+        if found and found != self._checkpoint and found not in being_written:
+            os.close(found.descriptor)
+
+    def reap(self) -> list[int]:
+        """Collect children that have ended, and start another for one that was killed: without a checkpoint of an
+        evaluated step, that step could not be the best. Returns the steps that are still being written."""
+        for pid, (found, tries) in list(self._writers.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del self._writers[pid]
+            if os.WIFSIGNALED(status) and tries:
+                self._write(found, tries)
+                continue
+            if os.WIFSIGNALED(status):
+                last = f"the last of them by signal {os.WTERMSIG(status)}"
+                with contextlib.suppress(OSError):
+                    what = f"{TRIES} processes that wrote step {found.step} were killed, {last}"
+                    print(f"evenkeel: NOT SAVED: {what}", file=sys.stderr, flush=True)
+            self._close_unused(found)
+        return sorted({found.step for found, _ in self._writers.values()})
+
+    def kill_writers(self) -> None:
+        """Kill the children that still write. Does not wait for their end, which a slow disk may delay."""
+        for pid in self._writers:
+            os.kill(pid, signal.SIGKILL)
+        self._writers = {}
