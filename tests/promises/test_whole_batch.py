@@ -55,6 +55,23 @@ def test_the_bits_are_the_same_on_any_ranks_through_a_kill_between_the_passes_an
 TOLD = ["train/loss", "train/labels", "train/kept", "train/grad_norm"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "worlds"),
+    [
+        (["--micro-batch", 8, "--precision", "bf16"], (0, 4)),  # of which one is idle
+        (["--micro-batch", 5, "--precision", "fp16", "--model-parallel", 2], (0, 3)),
+        (["--micro-batch", 5, "--sync-batchnorm", "--num-workers", 1], (4, 5)),
+    ],
+    ids=["bf16", "fp16", "sync-batchnorm"],
+)
+def test_with_other_options_the_bits_are_the_same_too(tmp_path: Path, options: list[Any], worlds: list[int]) -> None:
+    for ranks in worlds:
+        trained(ranks, job(tmp_path / str(ranks), "--reduce", "tree", "--epochs", 2, *options))
+    one, other = (weights_of(tmp_path / str(ranks)) for ranks in worlds)
+    assert one == other
+
+
 def test_ranks_with_other_embeddings_end_in_a_line(tmp_path: Path) -> None:
     """Before anything of another shape is exchanged."""
     first, second = fork_ranks(2, TRAIN, *job(tmp_path / "run", "--die", "1:other rows"))
