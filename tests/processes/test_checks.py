@@ -48,7 +48,7 @@ WRONG = [
     ("ManySizes", 1, "sample[0]: RuntimeError: stack expects each tensor to be equal size, but got [3, 4]"),
     ("DataClasses", 1, "a sample: TypeError: default_collate: batch must contain tensors"),
     ("MissingKey", 1, "a sample: KeyError: 'y'; return tensors"),
-    ("OneUnused", 1, "2 of the model's 4 parameters got no gradient from loss(): spare.weight, spare.bias; use them"),
+    ("OneUnused", 1, "2 of the model's 4 parameters got no gradient: spare.weight, spare.bias; use them"),
     ("TooLong", 2, "the training data has 100 samples by its __len__, but not all that a start reads are there"),
 ]
 """Task of odd_tasks.py, exit code, what is said."""

@@ -42,7 +42,7 @@ def test_a_part_that_one_rank_leaves_out_in_a_later_step_commits_nothing(tmp_pat
         for process in ranks:
             kill_group(process)
     assert [process.returncode for process in ended] == [1, 1]
-    assert "parameters got no gradient from loss()" in the_line(ended[0].stderr)
+    assert "parameters got no gradient" in the_line(ended[0].stderr)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 

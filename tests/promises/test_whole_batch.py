@@ -10,8 +10,17 @@ import pytest
 import torch
 
 from tests.support import small_runs
-from tests.support.processes import TRAIN, finish_all, fork_ranks, records, start, torchrun
-from tests.support.small_runs import SUPPORT, restarts_of, signal_ranks_at, steps_of, stop_at, trained, weights_of
+from tests.support.processes import TRAIN, checked, finish, finish_all, fork_ranks, records, start, torchrun
+from tests.support.small_runs import (
+    SUPPORT,
+    restarts_of,
+    signal_ranks_at,
+    steps_of,
+    stop_at,
+    the_line,
+    trained,
+    weights_of,
+)
 
 
 def job(run_dir: Path, *more: object, task: str = "Contrast") -> list[str]:
@@ -44,6 +53,34 @@ def test_the_bits_are_the_same_on_any_ranks_through_a_kill_between_the_passes_an
 
 
 TOLD = ["train/loss", "train/labels", "train/kept", "train/grad_norm"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "worlds"),
+    [
+        (["--micro-batch", 8, "--precision", "bf16"], (0, 4)),  # of which one is idle
+        (["--micro-batch", 5, "--precision", "fp16", "--model-parallel", 2], (0, 3)),
+        (["--micro-batch", 5, "--sync-batchnorm", "--num-workers", 1], (4, 5)),
+    ],
+    ids=["bf16", "fp16", "sync-batchnorm"],
+)
+def test_with_other_options_the_bits_are_the_same_too(tmp_path: Path, options: list[Any], worlds: list[int]) -> None:
+    for ranks in worlds:
+        trained(ranks, job(tmp_path / str(ranks), "--reduce", "tree", "--epochs", 2, *options))
+    one, other = (weights_of(tmp_path / str(ranks)) for ranks in worlds)
+    assert one == other
+
+
+def test_ranks_with_other_embeddings_end_in_a_line(tmp_path: Path) -> None:
+    """Before anything of another shape is exchanged."""
+    first, second = fork_ranks(2, TRAIN, *job(tmp_path / "run", "--die", "1:other rows"))
+    line = the_line(checked(finish(first), 1).stderr)
+    assert line.startswith(
+        "embed() returned rows of a [8] float32, b [8] float32, label [] int64 for one batch and of "
+    )
+    assert line.endswith("it must return the same names, types and shapes for all")
+    assert checked(finish(second), 1).stderr.count("embed()") == 0, "one rank says it"
 
 
 def weights(run_dir: Path) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +17,8 @@ from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.data.randomness import derive, seed_computation
 from evenkeel.data.sampler import Step
+from evenkeel.training.arrivals import BACKWARD, FORWARD, WAITING, Arrivals
+from evenkeel.training.arrivals import DATA as LOADING
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.oom import explained
 from evenkeel.training.optimization import clip_grad_norm
@@ -317,6 +321,18 @@ def test_a_step_is_given_to_batch_loss_and_batches_are_loaded_once() -> None:
     for batch in learner.micro_batches(Step(1, micro_batches, stream)):
         learner.backward(learner(batch))
     assert (seen, loaded) == ([1], [0, 1])
+
+
+def test_the_wait_for_other_ranks_between_the_passes_is_not_a_ranks_own_time() -> None:
+    arrivals, begun = Arrivals(replace(ALONE, world_size=2)), time.perf_counter()
+    arrivals.begin(PLAN.micro_batches(0)[:1])
+    for part in (LOADING, FORWARD, WAITING, FORWARD, BACKWARD):
+        time.sleep(0.2 * (part == WAITING))
+        arrivals.mark(part)
+    total = time.perf_counter() - begun
+    arrivals._add_up()
+    assert sum(arrivals._row[:3]) <= total - 0.2
+    assert arrivals._row[3:] == [1, 5, 1], "micro-batches, samples, steps"
 
 
 class Data(Task):

@@ -244,7 +244,7 @@ def explain(error: BaseException, model: nn.Module) -> None:
 def _unused(missing: Sequence[str], of: int) -> EndedHere:
     named = f": {listed(missing)}" if missing else ""
     return EndedHere(
-        f"{len(missing) or 'some'} of the model's {of} parameters got no gradient from loss(){named}; use them in the "
+        f"{len(missing) or 'some'} of the model's {of} parameters got no gradient{named}; use them in the "
         "loss, freeze them by requires_grad_(False), or set unused_parameters = True in the task's class if only some "
         "steps do not use them"
     )

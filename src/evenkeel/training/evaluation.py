@@ -220,10 +220,7 @@ def same_tensors(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for holder, name, buffer, value in buffers:
-                if buffer.layout is not torch.strided:  # a constant: `copy_` wants as many values, `data` is ignored
-                    holder[name] = value
-                    continue
-                if buffer.shape != value.shape:  # it has grown; the optimizers' and the state's is the same object
+                if buffer.shape != value.shape:  # it has grown; the state has the same object
                     buffer.data = value
                 holder[name] = buffer.copy_(value)
         for parameter, flag in flags:

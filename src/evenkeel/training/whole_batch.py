@@ -15,7 +15,6 @@ and ranks are summed, and not averaged; who sums them in which order is as for a
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..common.errors import Ended, EndedHere, Refusal
-from ..common.phases import DATA, REDUCTION, activity
+from ..common.phases import COMPUTING, DATA, REDUCTION, activity
 from ..config import Config
+from ..data.batch import with_parts
 from ..data.plan import MicroBatch, Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
@@ -153,12 +153,13 @@ class WholeBatch:
         for micro_batch, batch in zip(step.micro_batches, step.batches, strict=True):
             batches.append(batch)
             # on the CPU nothing is moved, and a task may change its batch
-            again = copy.deepcopy(batch) if world.device.type == "cpu" else batch
+            again = _cloned(batch) if world.device.type == "cpu" else batch
             rows.append(_packed(first_pass(micro_batch, again)).to(world.device))
             activity.enter(DATA)
         activity.enter(REDUCTION)
         layout, sizes = self._agreed_layout(world), self._sizes_by_rank(step.number, runs, plan)
         everything = _unpacked(_gathered(rows, sizes, layout, world), layout)
+        activity.enter(COMPUTING)
         self._differentiate(everything, step.number, seed, world)
         return self._second_pass(step, batches, sum(sizes[: world.rank]))
 
@@ -205,6 +206,10 @@ class WholeBatch:
             raise
         self._found = loss.detach().reshape(()), parts
         self._gradients = {name: slope for name, slope in zip(learning, found, strict=True) if slope is not None}
+
+
+def _cloned(batch: Any) -> Any:
+    return batch.clone() if isinstance(batch, Tensor) else with_parts(batch, _cloned)
 
 
 def _packed(embeddings: Mapping[str, Tensor]) -> Tensor:
