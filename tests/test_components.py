@@ -20,7 +20,7 @@ BUDGET = {
     "data": 3000,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 4510,
+    "training": 4520,
     "run": 4660,
     "tasks": 2220,
     "launch": 2200,

@@ -53,7 +53,7 @@ def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
         ProfileCommand(tmp_path)()
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "rank-0.json").write_text(content)
-    with pytest.raises(Refusal, match="not a trace that"):
+    with pytest.raises(Refusal, match="not a trace of"):
         ProfileCommand(tmp_path)()
     with pytest.raises(Refusal, match="exists already"):
         ProfileCommand(tmp_path, tmp_path / "profile" / "rank-0.json")()

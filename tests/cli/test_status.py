@@ -66,7 +66,7 @@ def test_random_damage_to_what_a_run_has_written_ends_neither_status_nor_follow(
         json.dumps([as_json(it) for it in found.look()])
         follower = _Follower(run_dir)
         follower.console, follower.begun = console, True
-        follower.tell(it := status_of(run_dir, follower.metrics))
+        follower.report(it := status_of(run_dir, follower.metrics))
         console.print(follower.panel(it))
 
 

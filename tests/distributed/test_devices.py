@@ -46,7 +46,7 @@ def test_too_many_processes_see_the_mapping_and_the_entry_that_is_none(monkeypat
     text = explain_devices(3, 2)
     assert "(CUDA_VISIBLE_DEVICES=2,3,7,1)" in text
     assert "local rank 0 -> cuda:0 (GPU 2), local rank 1 -> cuda:1 (GPU 3), local rank 2 -> none" in text
-    assert "the entry 7 is no GPU of this machine, and CUDA ignores it and all after it" in text
+    assert "the entry 7 is not a GPU of this machine, so CUDA ignores it and all after it" in text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert "ignores" not in explain_devices(3, 2)
 
@@ -55,7 +55,7 @@ def test_gpus_that_are_not_there_do_not_become_the_cpu_in_silence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(Refusal, match=r"^CUDA_VISIBLE_DEVICES=7: names no GPU that torch can use here.* CPU$"):
+    with pytest.raises(Refusal, match=r"^CUDA_VISIBLE_DEVICES=7: has no GPU that torch can use here.* CPU$"):
         refuse_missing(0, control=tmp_path)
     refuse_missing(0, control=tmp_path / "no driver")  # a habit on a machine without GPUs
     refuse_missing(1, control=tmp_path)

@@ -144,7 +144,7 @@ def tied() -> nn.Module:
         (lambda: nn.Linear(4, 4), "Linear can be cut at 0 of the 0 places between its modules with weights"),
         (Forked, "Forked can be cut at 0 of the 1 places"),
         (tied, "Sequential can be cut at 0 of the 1 places"),
-        (Undecided, "Undecided cannot be cut, because torch.fx does not see how its data flows (TraceError: "),
+        (Undecided, "Undecided cannot be cut, because torch.fx cannot trace it (TraceError: "),
     ],
 )
 def test_what_cannot_be_cut_is_refused(make: Callable[[], nn.Module], message: str) -> None:
@@ -200,7 +200,7 @@ def test_a_cut_network_computes_the_same_in_every_bit_and_its_checkpoints_do_not
     whole, parts = make(), make()
     line = placement.place(parts, Config(model_parallel=2), [CPU, CPU])
     assert line.startswith("--model-parallel 2: ")
-    assert line.endswith("; there is no GPU, so all is on the CPU")
+    assert line.endswith("; there is no GPU, so everything is on the CPU")
     found = []
     for model in (whole, parts):
         torch.manual_seed(1)
@@ -283,7 +283,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         named(model, {"segmenter": 1, "discriminator": 1})
     both = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     both["b"].weight = both["a"].weight
-    with pytest.raises(Refusal, match=r"a\.weight and b\.weight are one tensor and must be on one device"):
+    with pytest.raises(Refusal, match=r"a\.weight and b\.weight are the same tensor and must be on one device"):
         named(both, {"a": 0, "b": 1})
 
 

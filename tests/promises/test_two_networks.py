@@ -38,7 +38,7 @@ def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> 
     logs = "".join(path.read_text() for path in (run_dir / "logs").rglob("rank-0.log"))
     assert "--place segmenter=0,discriminator=1: part 0 " in logs
     assert "segmenter is cut before segmenter.classifier.0" in logs
-    assert "there is no GPU, so all is on the CPU" in logs
+    assert "there is no GPU, so everything is on the CPU" in logs
     last = {record["step"]: record for record in records(run_dir, "train")}[16]
     assert last["train/lr"] == pytest.approx(2e-3 * 0.5**0.9), "the segmenter's, at step 15 of 30"
     assert last["train/lr_discriminator"] == pytest.approx(1e-4 * 0.5), "by a schedule of its own"

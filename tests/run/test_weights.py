@@ -228,7 +228,7 @@ def test_an_average_beside_the_model_is_not_taken_for_it(file: Path) -> None:
     read_weights(model, file)
     assert same(saved, model)
     torch.save({"net": average.state_dict(), "model": saved.state_dict()}, file)
-    assert "weights that fit are in net and in model; save those that are meant" in refusal(model, file)
+    assert "weights that fit are in net and in model; save the ones you want" in refusal(model, file)
     torch.save({"average": average.state_dict()}, file)
     read_weights(model, file)
     assert same(average, model)
@@ -260,7 +260,7 @@ def test_names_and_shapes_that_differ_are_listed_with_the_nearest(file: Path) ->
         "1 missing: head.weight (nearest in the file: module.classifier.head_weight); "
         "1 unexpected: module.classifier.head_weight (nearest in the model: head.weight); "
         "2 of another shape: seen is float32 [], the model's int64 [], head.bias is float32 [5], the model's "
-        "float32 [3]; mend the model's options or the file; --init-partial loads what fits and leaves the rest random"
+        "float32 [3]; fix the model's options or the file; --init-partial loads what fits and leaves the rest random"
     )
 
 
@@ -290,7 +290,7 @@ def test_a_file_of_which_nothing_fits_is_refused_with_partial_too(file: Path) ->
         torch.save(weights, file)
         for partial in (False, True):
             assert refusal(model, file, partial).endswith(
-                "nothing in it fits, so --init-partial would not help; name the file of such a model"
+                "nothing in it fits, so --init-partial would not help; name a file of this model"
             )
     assert sha256(model.state_dict()) == before
 
@@ -372,7 +372,7 @@ def test_files_that_hold_code_are_refused_with_the_way_to_convert_them(what: str
     dictionary = {"model": saved.state_dict(), "args": argparse.Namespace(lr=1.0), "epoch": 3}
     torch.save(saved if what == "module" else dictionary, file, _use_new_zipfile_serialization=zipped)
     message = refusal(model, file)
-    assert "holds more than tensors: to read it is to run its code (" in message
+    assert "has more than tensors: reading it would run its code (" in message
     assert (f"{__name__}.Pickled" if what == "module" else "argparse.Namespace") in message
     assert "if you trust who made it, convert it once" in message
     convert(message)
@@ -408,7 +408,7 @@ def truncated(file: Path) -> bytes:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "is no file of torch.save or safetensors, or damaged (EOFError)"),
+        (b"", "is not a file of torch.save or safetensors, or is damaged (EOFError)"),
         (b"hello\n" * 9, "or damaged ("),
         (b"\x80\x02}q\x00.", "or damaged ("),
         (b"\x10\0\0\0\0\0\0\0{}", "or damaged (SafetensorError: "),
@@ -424,9 +424,9 @@ def test_files_that_are_something_else(content: Any, expected: str, file: Path) 
 
 def test_files_without_named_tensors(file: Path, tmp_path: Path) -> None:
     torch.save([torch.zeros(1)], file)
-    assert refusal(Net(), file).endswith("holds no tensors by name, only a list")
+    assert refusal(Net(), file).endswith("has no named tensors, only a list")
     torch.save({"epoch": 3, "loss": 0.5}, file)
-    assert refusal(Net(), file).endswith("holds no tensors by name, only a dict with epoch, loss")
+    assert refusal(Net(), file).endswith("has no named tensors, only a dict with epoch, loss")
     assert "a folder without checkpoints; name a file, a run directory or a step-* folder" in refusal(Net(), tmp_path)
 
 

@@ -314,7 +314,7 @@ def test_help_lists_every_option_with_its_default(
         (["--batch-size", "8", "--micro-batch", "9"], ["--micro-batch 9: is above --batch-size 8"]),
         (["--epochs", "0"], ["--epochs 0: must be at least 1"]),
         (["--init-from", "none.pt"], ["--init-from none.pt: no such file"]),
-        (["--init-from", "../tasks_of_mine.py"], ["--init-from ../tasks_of_mine.py: is no file of torch.save"]),
+        (["--init-from", "../tasks_of_mine.py"], ["--init-from ../tasks_of_mine.py: is not a file of torch.save"]),
         (["--init-from", ".."], ["--init-from ..: a folder without checkpoints"]),
         (["--task", ""], ["--task is empty (an unset shell variable?): give a value or leave it out"]),
         (["--task="], ["--task is empty"]),

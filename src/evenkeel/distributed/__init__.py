@@ -2,15 +2,15 @@
 
 - `world`: `World`, this process's rank and device from torchrun's environment; the process group; small collectives.
 - `rendezvous`: how restarted workers agree on a store namespace that no earlier attempt has used.
-- `devices`: GPUs by torch's number and the machine's; refusals where GPUs are missing.
+- `devices`: GPUs by torch's number and the machine's; refusals if GPUs are missing.
 - `exits`: from an exception to an exit code and one line on stderr.
 - `tree`: the binary tree over micro-batch ids in which `--reduce tree` adds.
 - `reduction`: `Ring`, the stock all-reduce, and `Tree`, the same bits on any number of ranks; both are DDP hooks.
 - `data_parallel`: all of `--strategy dp`, `nn.DataParallel`.
 - `placement`: `--place` and `--model-parallel`, a model on several devices of one process.
 - `sync_batchnorm`: `--sync-batchnorm`, BatchNorm over the global batch on CPUs and GPUs.
-- `collectives`: a task's own, which are refused unless it allows them.
-- `transfer`: batches to the GPU while it computes.
+- `collectives`: refuses collectives in a task unless the task allows them.
+- `transfer`: copies batches to the GPU while it computes.
 
 Not here: the step itself, which wraps the model in DDP (`training/distributed_loss.py`), signals, hangs and dead peers
 (`resilience/`), and starting the processes (`launch/`).

@@ -1,11 +1,11 @@
 """Collectives in a task's own code, which are refused unless the task allows them.
 
-A loss that gathers negatives from all ranks sees those of the micro-batches that are computed at the same time, so its
-result depends on the number of ranks. Where a rank has a micro-batch more than the others, they do not come, and the
-job breaks.
+A loss that gathers negatives from all ranks gets those of the micro-batches that are computed at the same time, so its
+result depends on the number of ranks. If a rank has one micro-batch more than the others, its collective has no peers,
+and the job breaks.
 
-All functions of `torch.distributed`, the functional ones too, ask a helper for their process group before anything is
-sent. These helpers are watched. So a function that a task has imported by name is found as well, and on every rank
+All functions of `torch.distributed`, also the functional ones, call a helper for their process group before they send
+anything. These helpers are wrapped. So a function that a task has imported by name is found too, and on every rank
 before it waits. `sync_batchnorm`, which is exact, allows its own.
 """
 
@@ -24,15 +24,15 @@ from torch.distributed import distributed_c10d as c10d
 from ..common.errors import EndedHere
 
 HELPERS = {c10d: ["_rank_not_in_group"], functional: ["_resolve_group", "_resolve_group_name"]}
-"""Names that not every release of torch has."""
+"""Not every release of torch has all of these names."""
 
 UNINITIALIZED = "process group has not been initialized"
-"""What torch says where there is no process group, as in a job of one process."""
+"""torch's message without a process group, as in a job of one process."""
 
 QUESTIONS = ("get_", "set_")
-"""How the names of functions begin that ask the helpers too, but send nothing."""
+"""Prefixes of functions that also call the helpers, but send nothing."""
 
-_refused: list[str] = []  # what must not call collectives now, the innermost last
+_refused: list[str] = []  # names of callers that must not use collectives now, the innermost last
 
 
 @contextmanager

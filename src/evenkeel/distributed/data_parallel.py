@@ -3,8 +3,8 @@
     model = parallel(Loss(model, task), strategy, device)  # the module itself, or divided among several GPUs
     loss = model(batch if isinstance(model, Parallel) else transfer(batch))
 
-The loss is computed on each GPU, so only numbers come back to the first one. Shares count by their samples: the mean of
-the GPUs' means would be another number where shares are not equal.
+The loss is computed on each GPU, so only numbers come back to the first one. Shares are weighted by their samples: the
+mean of the GPUs' means would be wrong for unequal shares.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _part(batch: Any, where: slice, samples: int) -> Any:
 
 
 class Share(nn.Module):
-    """What each GPU computes: the sums of the losses over its samples, each of shape [1, ...]."""
+    """The part of each GPU: the sums of the losses over its samples, each of shape [1, ...]."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Parallel(nn.DataParallel[Share]):
         (batch,) = inputs
         parts = divide(batch, chunks(samples_in(batch), len(self.devices)))
         moved = [(to_device(part, device),) for part, device in zip(parts, self.devices, strict=False)]
-        for number, device in enumerate(self.devices[: len(moved)]):  # or all would draw the same dropout
+        for number, device in enumerate(self.devices[: len(moved)]):  # else all draw the same dropout
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(derive(torch.initial_seed(), "replica", number))
         return moved, [{}] * len(moved)

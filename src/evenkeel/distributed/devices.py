@@ -58,9 +58,9 @@ def explain_devices(local_world_size: int, gpus: int, each: int = 1) -> str:
     got = ", ".join(f"local rank {rank} -> {share(rank)}" for rank in range(local_world_size))
     names = _visible()
     if len(names) > gpus:
-        got += f"; the entry {names[gpus]} is no GPU of this machine, and CUDA ignores it and all after it"
+        got += f"; the entry {names[gpus]} is not a GPU of this machine, so CUDA ignores it and all after it"
     needs = f" with {each} GPUs each (--place or --model-parallel)" if each > 1 else ""
-    most = f"start at most {gpus // each}" if gpus >= each else "use fewer for each process"
+    most = f"start at most {gpus // each}" if gpus >= each else "use fewer per process"
     return (
         f"{local_world_size} process{'es' * (local_world_size != 1)} on this node{needs} but {gpus} visible "
         f"GPU{'s' * (gpus != 1)} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): "
@@ -79,7 +79,7 @@ def refuse_missing(gpus: int, control: Path = GPU_DEVICES) -> None:
     asked = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not gpus and asked.strip() not in HIDDEN and control.exists():
         raise Refusal(
-            f"CUDA_VISIBLE_DEVICES={asked}: names no GPU that torch can use here{_of_the_machine()}; name others, or "
+            f"CUDA_VISIBLE_DEVICES={asked}: has no GPU that torch can use here{_of_the_machine()}; name others, or "
             "set CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
 
@@ -91,7 +91,7 @@ class Device(NamedTuple):
     line: str
     """For messages."""
     kind: str
-    """Of which all ranks should have the same."""
+    """Should be the same for all ranks."""
 
 
 def describe(device: torch.device) -> Device:
@@ -130,4 +130,4 @@ def _of_the_machine() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     gpus = [line.strip() for line in listed.splitlines() if line.strip()]
-    return f" (there are: {'; '.join(gpus)})"
+    return f" (this machine has: {'; '.join(gpus)})"

@@ -1,4 +1,4 @@
-"""From an exception to an exit code and a line on stderr, once a node."""
+"""From an exception to an exit code and a line on stderr, once per node."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..common.errors import FAILED, NODES_REFUSE, REFUSED, Ended, EndedHere, Ref
 from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
-"""In the texts of such errors: gloo's are a RuntimeError as any other."""
+"""Patterns in these errors: gloo's have no type of their own but RuntimeError."""
 
 OTHERS_SPEAK = 10.0
-"""Seconds that other ranks of a node wait for local rank 0 to print a refusal, before they print it themselves."""
+"""Seconds that other ranks of a node wait for local rank 0 to print a refusal before they print it themselves."""
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run a main program and return its exit code.
 
-    A refusal is one line on stderr and 2, another known end one line and 1, a bug a traceback and 1. A refusal also
-    ends torchrun, which would start the ranks again.
+    A refusal prints one line on stderr and returns 2, another known end one line and 1, a bug a traceback and 1. A
+    refusal also ends torchrun, which would start the ranks again.
     """
     try:
         return main() or 0
@@ -42,12 +42,12 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Refusal as refusal:
         line = " ".join(str(refusal).split())
         if keeper_link.has_keeper():
-            keeper_link.send("refusal", line)  # which stands in this process's place for torchrun
+            keeper_link.send("refusal", line)  # the keeper reports it to torchrun
         else:
             refuse(line)
         return REFUSED
     except Exception as error:
-        # printed here, so that `leave` can follow: taking down the interpreter delays a job's restart by a second
+        # printed here, so that `leave` can follow: shutting down the interpreter delays a restart by a second
         if keeper_link.has_keeper() and is_loss_of_a_rank(error):
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         else:
@@ -56,7 +56,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 
 def is_loss_of_a_rank(error: BaseException | None) -> bool:
-    """Whether an error is what a collective, or the store, says when another process is gone."""
+    """Whether a collective or the store raises such an error when another process is gone."""
     while error and os.environ.get("WORLD_SIZE", "1") != "1":
         if type(error).__module__ == "torch.distributed" or (
             isinstance(error, RuntimeError) and re.search(LOST, str(error))
@@ -76,7 +76,7 @@ def _shorten_report(line: str) -> None:
 
 
 def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be gone; the exit code is right all the same
+    with contextlib.suppress(OSError):  # stderr may be gone; the exit code is still right
         say(f"evenkeel: {line}", to_stderr=True)
 
 
@@ -98,10 +98,10 @@ def refuse(line: str) -> None:
 def leave(code: int) -> NoReturn:
     """End a process that has used collectives, after all `atexit` functions.
 
-    Without taking down the interpreter: gloo's threads may still be releasing a collective, which once in some hundred
-    runs aborted the process (exit code -6), and torchrun would restart a run that has finished.
+    Does not shut down the interpreter: gloo's threads may still be releasing a collective, which once in some hundred
+    runs aborted the process (exit code -6), and torchrun would restart a finished run.
     """
-    if not keeper_link.has_sent_loss():  # another fork would miss what they delete
+    if not keeper_link.has_sent_loss():  # else the next fork misses what they delete
         atexit._run_exitfuncs()
     leave_nothing()
     for stream in (sys.stdout, sys.stderr):

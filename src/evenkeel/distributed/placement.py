@@ -1,10 +1,10 @@
 """A model on several devices of one process: whole networks (--place), or one cut into parts (--model-parallel).
 
-Both say which device each tensor is on, and before which modules inputs are moved. Names in the state dict do not
-change, so checkpoints do not depend on the placement.
+Both assign a device to each tensor, and move inputs before some modules. Names in the state dict do not change, so
+checkpoints do not depend on the placement.
 
-`torch.fx` finds, without running the network, where it may be cut: a cut inside a residual block, say, would add
-tensors of two devices. It is no pipeline: while one device computes, the other waits.
+`torch.fx` finds the possible cuts without running the network: a cut inside a residual block, for example, would add
+tensors of two devices. This is not a pipeline: while one device computes, the others wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..data.batch import to_device
 NO_TENSOR = frozenset(
     {"shape", "device", "dtype", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda", "training"}
 )
-"""Attributes and methods of a tensor that return none; what is computed from them is on no device."""
+"""Attributes and methods of a tensor that do not return a tensor; their results are on no device."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Placement:
     """For the log."""
 
     def connect(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
-        """Let inputs follow to the devices of a module's tensors."""
+        """Register hooks that move inputs to the devices of a module's tensors."""
         follow = _Follow(devices[0])
         for name, number in self.arrivals.items():
             model.get_submodule(name).register_forward_pre_hook(follow.inputs_to(devices[number]), with_kwargs=True)
@@ -53,7 +53,7 @@ class Placement:
 
 
 class _Follow:
-    """Moves values to a device, which goes on with the random numbers of the device before.
+    """Moves values to a device, which continues with the random numbers of the previous device.
 
     So dropout in a cut network draws what it would draw on one device. CPUs have one generator anyway.
     """
@@ -73,13 +73,13 @@ class _Follow:
 
 
 def place(model: nn.Module, config: Config, devices: Sequence[torch.device]) -> str:
-    """Put a model on the devices of this rank, as --place or --model-parallel say; on the first one without these.
+    """Put a model on the devices of this rank, by --place or --model-parallel; without these on the first one.
 
     Returns:
-        A line that says what is where; empty without these options.
+        A line about the placement; empty without these options.
 
     Raises:
-        Refusal: the model cannot be placed so.
+        Refusal: the model cannot be placed like this.
     """
     if config.channels_last:
         channels_last(model)
@@ -97,7 +97,7 @@ def place(model: nn.Module, config: Config, devices: Sequence[torch.device]) -> 
     on_cpu = devices[0].type == "cpu"
     names = [f"part {i}" if on_cpu else str(device) for i, device in enumerate(devices)]
     shown = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in zip(names, sizes, strict=True))
-    return f"{placement.line}: {shown}" + ("; there is no GPU, so all is on the CPU" if on_cpu else "")
+    return f"{placement.line}: {shown}" + ("; there is no GPU, so everything is on the CPU" if on_cpu else "")
 
 
 def channels_last(model: nn.Module) -> None:
@@ -137,7 +137,7 @@ def named(model: nn.Module, networks: Mapping[str, int]) -> Placement:
 
 
 def cut(model: nn.Module, parts: int) -> Placement:
-    """Cut a network into consecutive parts, the largest as small as can be; of an `nn.ModuleDict`, each network.
+    """Cut a network into consecutive parts, the largest as small as possible; of an `nn.ModuleDict`, each network.
 
     Raises:
         Refusal: there are too few places at which it may be cut.
@@ -167,12 +167,12 @@ def _without_ties(model: nn.Module, found: Placement, typed: str) -> Placement:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if found.tensors.get(other, 0) != found.tensors.get(name, 0):
-            raise Refusal(f"{typed}: {other} and {name} are one tensor and must be on one device; untie them")
+            raise Refusal(f"{typed}: {other} and {name} are the same tensor and must be on one device; untie them")
     return found
 
 
 class _Flow:
-    """In which order a network's modules run, and between which of them it may be cut.
+    """The order in which a network's modules run, and the places where it may be cut.
 
     A *place* is the number of a unit (an innermost module with tensors) in order of execution. A value has the place of
     the unit on whose device it is; a module's inputs have that of its first unit. An operation outside the units that
@@ -180,7 +180,7 @@ class _Flow:
 
     Args:
         network: is traced, not run.
-        typed: begins the message of a refusal.
+        typed: the beginning of a refusal.
     """
 
     def __init__(self, network: nn.Module, typed: str) -> None:
@@ -193,7 +193,7 @@ class _Flow:
         self._together: list[set[int]] = []
         """Places that must be on one device."""
         self._loose: dict[str, set[int]] = {}
-        """Parameters used outside the units, with the places of the values that they meet."""
+        """Parameters used outside the units, with the places of the values that they are combined with."""
         self._follow(self._trace())
         self._weights = self._weigh()
 
@@ -217,7 +217,7 @@ class _Flow:
             except Exception as error:  # whatever a network does with a value that has no number
                 reason = reason or f"{type(error).__name__}: {error}".split("\n")[0]
         raise Refusal(
-            f"{self.typed} cannot be cut, because torch.fx does not see how its data flows ({reason}); write it as an "
+            f"{self.typed} cannot be cut, because torch.fx cannot trace it ({reason}); write it as an "
             "nn.Sequential, or put whole networks on devices with --place"
         )
 
@@ -275,14 +275,14 @@ class _Flow:
 
 
 def _enter(value: Any, module: str) -> Any:
-    """In a traced network: a value as it is within a module, which may have moved it to its device."""
+    """In a traced network: a value inside a module, which may have moved it to its device."""
     return value
 
 
 class _Tracer(fx.Tracer):
     """Traces down to torch's own and innermost modules, and notes where values enter the others.
 
-    A coarse one looks only into the network itself and sequences in it, because a part may be beyond tracing.
+    A coarse one traces only the network itself and sequences in it, because some parts cannot be traced.
     """
 
     def __init__(self, coarse: bool) -> None:
@@ -318,7 +318,7 @@ def _gives_no_tensor(node: fx.Node) -> bool:
 
 
 def balanced(weights: Sequence[int], allowed: Sequence[int], parts: int) -> list[int]:
-    """Cut a row of weights before some of the allowed places so that the heaviest part is as light as can be.
+    """Cut a row of weights before some of the allowed places so that the heaviest part is as light as possible.
 
     Returns:
         The first places of all parts but the first.

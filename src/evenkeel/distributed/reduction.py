@@ -1,10 +1,10 @@
-"""How the ranks' gradients become one: the stock all-reduce, or a sum whose order does not depend on the ranks.
+"""The sum of the ranks' gradients: the stock all-reduce, or a sum whose order does not depend on the ranks.
 
-`Ring` is what DDP does by itself; its last bits depend on the number of ranks. `Tree` adds the gradients of the
+`Ring` is DDP's default; its last bits depend on the number of ranks. `Tree` adds the gradients of the
 micro-batches in the order of `tree`. Both have a DDP communication hook, called for each bucket of gradients as soon as
 backward has filled it, so that the exchange overlaps the rest of backward. Where micro-batches may leave parameters
-unused, the tree exchanges all gradients after backward, without DDP: DDP's own collective about used parameters could
-come in another order than those of the tree's thread, which NCCL does not survive.
+unused, the tree exchanges all gradients after backward, without DDP: DDP's own collective about used parameters and
+those of the tree's thread could run in different orders, which breaks NCCL.
 
 The tree's exchange of a bucket of n numbers, cut into one chunk for each rank:
 
@@ -13,7 +13,7 @@ The tree's exchange of a bucket of n numbers, cut into one chunk for each rank:
 3. the owner folds them into the root;
 4. a second all-to-all brings all roots to all ranks.
 
-With one subtree for each rank that moves as many bytes as a ring does.
+With one subtree per rank that moves as many bytes as a ring.
 """
 
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
@@ -38,11 +38,11 @@ class Ring:
     def __init__(self, world: World) -> None:
         self.world = world
         self.hooked = world.launched
-        """Whether DDP has the gradients reduced, by :meth:`hook`; otherwise :meth:`end` does."""
+        """Whether DDP reduces the gradients, by :meth:`hook`; otherwise :meth:`end` does."""
         self.complete = False
         """Whether DDP has passed all buckets of the step to the hook."""
         self.arrived: Callable[[], None] = lambda: None
-        """Is called when DDP passes the last one: this rank has nothing more to compute."""
+        """Called when DDP passes the last one: this rank has nothing more to compute."""
         self._under_way: list[dist.Work] = []
 
     def begin(self, runs: Sequence[range]) -> None:
@@ -51,13 +51,13 @@ class Ring:
         self._under_way.clear()
 
     def keep(self, micro_batch: int) -> None:
-        """Keep the gradient of a micro-batch, which is in ``.grad``; another one of this rank follows."""
+        """Store the gradient of a micro-batch, which is in ``.grad``; another micro-batch of this rank follows."""
 
     def end(self) -> None:
         """Finish the step after the last backward pass; raises what went wrong in a thread of the reduction."""
 
     def catch_up(self) -> None:
-        """Wait for the hook's collectives so far: at the same time two NCCL communicators might wait for each other."""
+        """Wait for the hook's collectives so far, because two NCCL communicators might wait for each other."""
         while self._under_way:
             self._under_way.pop().wait()
 
@@ -67,7 +67,7 @@ class Ring:
             self.arrived()
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """DDP's communication hook. Here: all-reduce a bucket without dividing it, for the weights are in the loss."""
+        """DDP's communication hook. Here: all-reduce a bucket without dividing, because the loss has the weights."""
         self._note(bucket)
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         self._under_way.append(work)
@@ -104,7 +104,7 @@ class Tree(Ring):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._place: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
         self._runs: Sequence[range] = []
-        self._kept = Fold(_add)
+        self._so_far = Fold(_add)
         self._used: set[int] = set()
         self._memory: dict[Any, Tensor] = {}
         self._exchanges: dict[Any, Exchange] = {}
@@ -113,21 +113,21 @@ class Tree(Ring):
     def begin(self, runs: Sequence[range]) -> None:
         """Begin a step."""
         super().begin(runs)
-        self._runs, self._kept, self._used = runs, Fold(_add), set()
+        self._runs, self._so_far, self._used = runs, Fold(_add), set()
 
     def keep(self, micro_batch: int) -> None:
         """Move the gradient from ``.grad`` into the fold."""
         gradients = self._taken()
         if self.unused:
             torch._foreach_add_(gradients, 0.0)  # makes -0.0 +0.0
-        self._kept.push(Node(0, micro_batch), gradients)
+        self._so_far.push(Node(0, micro_batch), gradients)
 
     def end(self) -> None:
         """Without DDP, fold in the last micro-batch and add up over the ranks."""
         if self.hooked:
             self._pipeline.check()
             return
-        fold = self._fold(self._taken() if self._runs[self.world.rank] else [], self._kept.sums)
+        fold = self._fold(self._taken() if self._runs[self.world.rank] else [], self._so_far.sums)
         used = [place in self._used for place in range(len(self.parameters))]
         total, used = self._sum_over_ranks(fold, used) if self.world.world_size > 1 else (fold.root(), used)
         for parameter, gradient, is_used in zip(self.parameters, total, used, strict=True):
@@ -143,9 +143,9 @@ class Tree(Ring):
         return gradients
 
     def _sum_over_ranks(self, fold: Fold[list[Tensor]], used: list[bool]) -> tuple[list[Tensor], list[bool]]:
-        """For each parameter its sum over all ranks, and whether any rank has used it."""
+        """The sum of each parameter over all ranks, and whether any rank has used it."""
         uses = torch.tensor(used)
-        asked = dist.all_reduce(uses, dist.ReduceOp.MAX, async_op=True)  # by gloo: no GPU is waited for
+        asked = dist.all_reduce(uses, dist.ReduceOp.MAX, async_op=True)  # by gloo, without waiting for a GPU
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self.parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
@@ -170,10 +170,10 @@ class Tree(Ring):
             return future
         parameters = bucket.parameters()
         places = [self._place[parameter] for parameter in parameters]
-        kept = [(node, [gradients[i] for i in places]) for node, gradients in self._kept.sums]
-        fold = self._fold(_views(buffer, parameters), kept)
+        sums = [(node, [gradients[i] for i in places]) for node, gradients in self._so_far.sums]
+        fold = self._fold(_views(buffer, parameters), sums)
         if self.world.world_size == 1:
-            fold.root()  # is in the bucket, because `_add` adds to the right one of two
+            fold.root()  # in the bucket, because `_add` adds to the right operand
             future.set_result(buffer)
             return future
         key = bucket.index(), buffer.numel()
@@ -198,13 +198,13 @@ class Tree(Ring):
 
         return wait
 
-    def _fold(self, last: list[Tensor], kept: Sequence[tuple[Node, list[Tensor]]]) -> Fold[list[Tensor]]:
+    def _fold(self, last: list[Tensor], earlier: Sequence[tuple[Node, list[Tensor]]]) -> Fold[list[Tensor]]:
         """This rank's nodes with the last micro-batch's gradients; none on an idle rank."""
         fold, run = Fold(_add), self._runs[self.world.rank]
         if run:
             if self.unused:
                 torch._foreach_add_(last, 0.0)
-            fold.sums = list(kept)
+            fold.sums = list(earlier)
             fold.push(Node(0, run[-1]), last)
         return fold
 
@@ -217,7 +217,7 @@ class Tree(Ring):
         return rows
 
     def _reused(self, key: Any, like: Tensor, numel: int) -> Tensor:
-        """Flat memory that is the same in each step."""
+        """Flat memory that is reused in each step."""
         if key not in self._memory:
             self._memory[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
         return self._memory[key]
@@ -270,7 +270,7 @@ class Exchange:
     def scatter(self, rows: Sequence[Tensor], runs: Sequence[range]) -> Any:
         """Begin to send each rank its chunk of this rank's sums (`rows`, each of shape [n]); returns a handle."""
         mine = self.chunks[self.world.rank]
-        if runs is not self._runs:  # steps share a few, and on a thousand ranks this takes milliseconds
+        if runs is not self._runs:  # few differ between steps, and on a thousand ranks this takes milliseconds
             nodes = [list(subtrees(run)) for run in runs]
             self._runs, self._counts = runs, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
@@ -307,7 +307,7 @@ class Exchange:
 
 
 class _Job(NamedTuple):
-    """A bucket with all that this rank adds to it; on a GPU it is filled at the event `ready`."""
+    """A bucket with this rank's sums; on a GPU it is filled at the event `ready`."""
 
     exchange: Exchange
     rows: list[Tensor]
@@ -326,7 +326,7 @@ class _Pipeline:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        # on each GPU a stream of its own, because the one that computes is busy with the rest of backward
+        # a separate stream on each GPU, because the computing one is busy with the rest of backward
         gpus = [device for device in devices if device.type == "cuda"]
         self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -341,7 +341,7 @@ class _Pipeline:
         self._jobs.put(job)
 
     def check(self) -> None:
-        """Raise what has gone wrong in the thread. A future cannot carry it: DDP takes any value for a tensor."""
+        """Raise an error of the thread. A future cannot carry it: DDP takes any value for a tensor."""
         if self._error:
             raise self._error
 
@@ -353,7 +353,7 @@ class _Pipeline:
                     for stream in self._streams:
                         stack.enter_context(torch.cuda.stream(stream))
                     self._one_pass(taken)
-            except BaseException as error:  # whatever it is, backward waits for the futures
+            except BaseException as error:  # of any type, because backward waits for the futures
                 self._error = error
                 while not (taken and taken[-1].last):
                     taken.append(self._jobs.get())

@@ -44,31 +44,31 @@ from ..common.errors import NODES_REFUSE, EndedHere, Refusal
 from ..common.network import Waiting, reach
 
 _REFUSED = "refused by rank "
-"""Begins what is written in place of a call if another node has refused the job's input."""
+"""Prefix of the value that replaces a call if another node has refused the job's input."""
 
 DIED = "died"
-"""The key by which a keeper tells those of its generation that its rank has died."""
+"""The key by which a keeper reports to its generation that its rank has died."""
 
 UNKEPT = "unkept"
 """The key that tells keepers not to wait for all ranks: one has no keeper, or ends for good."""
 
 PATIENCE = 1.0
-"""Seconds in which a call must fill, or it is repeated. Doubled each time, so that a slow store only delays the job."""
+"""Seconds in which all ranks must answer a call, else it is repeated. Doubled each time for slow stores."""
 
 
 def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | None = None) -> Store:
-    """Connect to the job's store at MASTER_ADDR and MASTER_PORT, and say what is waited for.
+    """Connect to the job's store at MASTER_ADDR and MASTER_PORT, and report the waiting.
 
-    torch's own `env://` gives the same store, but rank 0 waits in it for all others without knowing who is missing.
+    torch's own `env://` gives the same store, but there rank 0 waits for all others without knowing which are missing.
 
     Args:
         rank: this worker's rank.
         world_size: the number of ranks.
         timeout: for the store's operations.
-        patience: seconds that the store may take to appear; None: `timeout`.
+        patience: seconds to wait for the store; None: `timeout`.
 
     Raises:
-        EndedHere: it has not appeared.
+        EndedHere: it did not appear.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     here = rank == 0 and not _agent_hosts()  # in this process, or beside its keeper
@@ -92,7 +92,7 @@ def _agent_hosts() -> bool:
 
 
 def refuse_together(text: str) -> None:
-    """Have the other nodes refuse as well, which would wait for this one, and wait until they do.
+    """Make the other nodes, which would wait for this one, refuse as well, and wait until they do.
 
     One rank of each node calls it, under torchrun.
     """
@@ -104,7 +104,7 @@ def refuse_together(text: str) -> None:
         namespace.add("refused", 1)
         deadline = time.monotonic() + NODES_REFUSE
         while time.monotonic() < deadline:
-            if not _refused(namespace):  # nor overwritten by a rank 0 that has just called
+            if not _refused(namespace):  # repeated in case a new call of rank 0 has overwritten it
                 namespace.set("call", f"{_REFUSED}{rank}: {text}")
             if namespace.add("refused", 0) >= int(os.environ["GROUP_WORLD_SIZE"]):
                 break
@@ -118,7 +118,7 @@ def _namespace(store: Store, world_size: int) -> Store:
 
 
 def _refused(namespace: Store) -> str:
-    """What another node has refused; empty if none has."""
+    """Another node's refusal; empty if there is none."""
     call = namespace.get("call").decode() if namespace.check(["call"]) else ""
     return call if call.startswith(_REFUSED) else ""
 
@@ -167,9 +167,8 @@ def _call(namespace: Store, world_size: int, timeout: timedelta) -> str:
             continue
         if time.monotonic() - called <= patience:
             names = [name.decode() for name in namespace.multi_get(here)]
-            cast("Any", namespace).multi_set(
-                [f"{nonce}/go/{name}" for name in names], [""] * len(names)
-            )  # not in the stub
+            go = [f"{nonce}/go/{name}" for name in names]
+            cast("Any", namespace).multi_set(go, [""] * len(names))  # not in the stub
             return nonce
         patience *= 2
         nonce, here, called = _new_call(namespace, world_size)
@@ -193,9 +192,7 @@ def _new_call(namespace: Store, world_size: int) -> tuple[str, list[str], float]
     if refused := _refused(namespace):
         raise Refusal(refused)
     nonce = uuid4().hex
-    keeper_link.send(
-        "generation", nonce
-    )  # first: should this rank die, its keeper must be able to tell those who read it
+    keeper_link.send("generation", nonce)  # first: if this rank dies, its keeper must reach those who read it
     namespace.set("call", nonce)
     return nonce, [f"{nonce}/here/{rank}" for rank in range(1, world_size)], time.monotonic()
 
@@ -207,12 +204,12 @@ def _answer(namespace: Store, rank: int, world_size: int, timeout: timedelta) ->
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this node wait for the same
             what = f"rank {rank} of {world_size} waits for rank 0{', which waits for others' if nonce else ''}"
             waiting.tell(lambda: what)  # noqa: B023
-        # the call first: once there is a new one, a go under the old one is that of a dead rank 0
+        # check for a new call first: a go under the old one would be from a dead rank 0
         if namespace.check(["call"]) and (call := namespace.get("call").decode()) != nonce:
             if call.startswith(_REFUSED):
                 raise Refusal(call)
             if namespace.check([f"{call}/{DIED}"]):
-                continue  # all that answered it are leaving
+                continue  # the ranks that answered it are leaving
             nonce = call
             keeper_link.send("generation", nonce)
             namespace.set(f"{nonce}/here/{rank}", name)

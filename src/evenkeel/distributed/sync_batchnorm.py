@@ -1,8 +1,8 @@
 """BatchNorm over the whole global batch.
 
-torch's SyncBatchNorm runs on GPUs only and mixes the micro-batches that are computed at the same time. Here statistics
-are those of all samples of a step, as of plain BatchNorm on one process with the whole batch. So each micro-batch of a
-step needs a rank of its own. Ranks exchange mean, sum of squared deviations and count, and combine them in the order of
+torch's SyncBatchNorm runs on GPUs only and mixes the micro-batches that are computed at the same time. Here the
+statistics are those of all samples of a step, as with plain BatchNorm on one process with the whole batch. So each
+micro-batch of a step needs its own rank. Ranks exchange mean, sum of squared deviations and count, and combine them in the order of
 micro-batches; with `--reduce tree` the bits are the same on any number of ranks that is large enough.
 """
 
@@ -66,7 +66,7 @@ def refuse_too_few_ranks(plan: Plan, world_size: int) -> None:
     enough = -(-min(plan.global_batch, plan.samples) // world_size)
     raise Refusal(
         f"--sync-batchnorm: a step has {plan.max_world_size} micro-batches of {plan.micro_batch} samples, and each "
-        f"needs a rank of its own, but there {'are' if world_size > 1 else 'is'} only {world_size}; start "
+        f"needs its own rank, but there {'are' if world_size > 1 else 'is'} only {world_size}; start "
         f"{plan.max_world_size} ranks, or a new run with --micro-batch {enough}"
     )
 
@@ -95,8 +95,8 @@ class SyncBatchNorm(_BatchNorm):
         "Algorithms for computing the sample variance", 1983)."""
         own_variance, own_mean = (value.double() for value in torch.var_mean(_wide(x), _but_channels(x), correction=0))
         number = x.numel() // x.shape[1]
-        told = self.peers.gather(torch.cat([own_mean, own_variance * number, own_mean.new_full((1,), number)]))
-        means, squares, counts = torch.split(told, [len(own_mean), len(own_mean), 1], dim=1)
+        gathered = self.peers.gather(torch.cat([own_mean, own_variance * number, own_mean.new_full((1,), number)]))
+        means, squares, counts = torch.split(gathered, [len(own_mean), len(own_mean), 1], dim=1)
         total = counts.sum()
         mean = (means * counts).sum(0) / total
         return total, mean, (squares + counts * (means - mean).square()).sum(0) / total
@@ -178,12 +178,12 @@ def _kind(layer: nn.Module, name: str) -> type[SyncBatchNorm]:
     found = own if isinstance(layer, SyncBatchNorm) else vars(own).get("synchronised")
     if not (isinstance(found, type) and issubclass(found, SyncBatchNorm)):
         raise Refusal(
-            f"--sync-batchnorm: {name or 'the model'} is a {own.__name__}, a BatchNorm of its own kind, which would "
-            "keep the statistics of its micro-batch; use nn.BatchNorm1d, 2d or 3d there, or leave --sync-batchnorm out"
+            f"--sync-batchnorm: {name or 'the model'} is a {own.__name__}, a custom BatchNorm, which would "
+            "use the statistics of its micro-batch; use nn.BatchNorm1d, 2d or 3d there, or leave --sync-batchnorm out"
         )
     return found
 
 
 def peers_of(model: nn.Module) -> Peers | None:
-    """What the synchronised layers of a model share; None if it has none."""
+    """The object that the synchronised layers of a model share; None without such layers."""
     return next((module.peers for module in model.modules() if isinstance(module, SyncBatchNorm)), None)

@@ -1,7 +1,7 @@
-"""Batches to the GPU while it computes.
+"""Copy batches to the GPU while it computes.
 
-A copy on the stream that computes waits for all work launched before it. On a stream of its own a micro-batch arrives
-while the one before is computed, because the host is ahead by most of a step.
+A copy on the computing stream waits for all earlier work. On a separate stream a micro-batch arrives while the previous
+one is computed, because the host is ahead by most of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..data.batch import to_device
 
 
 class Transfer:
-    """Brings batches to the device of the model's first layer; does nothing on the CPU."""
+    """Copies batches to the device of the model's first layer; does nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""One order of addition: a binary tree over micro-batch ids, the same for any number of ranks.
+"""A fixed order of addition: a binary tree over micro-batch ids, the same for any number of ranks.
 
 Floating-point sums depend on the order of addition, and stock data parallelism has another order for each number of
 ranks. Here the leaves of the tree are a step's micro-batches, and each inner node is the sum of its two children:
@@ -8,8 +8,8 @@ ranks. Here the leaves of the tree are a step's micro-batches, and each inner no
       +-------+       +-----+        a missing leaf is no zero: its sibling moves up
           +-------------+
 
-A rank has a contiguous run of leaves and computes the maximal subtrees within it. Those of all ranks give the root. No
-bit depends on which rank has computed a node.
+A rank has a contiguous run of leaves and computes the maximal subtrees within it. From those of all ranks follows the
+root. No bit depends on which rank has computed a node.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def subtrees(run: range) -> Iterator[Node]:
 
 
 class Fold(Generic[T]):
-    """Adds up nodes that come from left to right, like a binary counter with one sum for each bit that is set.
+    """Adds up nodes from left to right, like a binary counter with one sum for each bit that is set.
 
     Args:
         add: (left, right) -> their sum. It may overwrite either.

@@ -1,4 +1,4 @@
-"""Who this process is: torchrun's environment, its device, and the process group.
+"""This process's place in the job: torchrun's environment, its device, and the process group.
 
 Without torchrun's variables the process is alone: world size 1, no process group, and every collective below does
 nothing. So `python train.py` and `torchrun train.py` are one code path.
@@ -31,7 +31,7 @@ from .rendezvous import UNKEPT, fresh_store, job_store
 T = TypeVar("T")
 
 IN_PLACE = timedelta(seconds=120)
-"""How much later than others a rank may be that starts again in place. Otherwise torchrun restarts the job."""
+"""Maximum delay of a rank that starts again in place, after which torchrun restarts the job."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class World:
     local_world_size: int
     """Processes on this node."""
     device: torch.device
-    """Where this process computes."""
+    """The device on which this process computes."""
     launched: bool
     """Whether torchrun started it; if not, there is no process group."""
     more_devices: tuple[torch.device, ...] = ()
-    """Where else it computes, if its model is on several devices (`placement`)."""
+    """Its other devices, if its model is on several (`placement`)."""
     shares_gpu: bool = False
     """Whether other ranks may compute on the same GPU (--share-gpu), which NCCL does not allow."""
 
@@ -62,9 +62,9 @@ class World:
 
     @property
     def backend(self) -> str:
-        """What carries collectives: gloo for CPU tensors, and NCCL beside it for CUDA ones, unless ranks share GPUs.
+        """The backends of collectives: gloo for CPU tensors, and NCCL for CUDA tensors unless ranks share GPUs.
 
-        Gloo takes CUDA tensors by way of pinned memory of the host, in all collectives that are used here.
+        Gloo takes CUDA tensors through pinned host memory, in all collectives used here.
         """
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" and not self.shares_gpu else "gloo"
 
@@ -77,7 +77,7 @@ class World:
         Args:
             devices_per_rank: k; local rank r has the visible GPUs r * k up to r * k + k - 1.
             strategy: "dp" refuses more than one process.
-            share_gpu: begin with the first GPU again where there are too few.
+            share_gpu: start again with the first GPU if there are too few.
 
         Raises:
             Refusal: there are too few visible GPUs or too many processes, or variables are missing or contradict each
@@ -129,14 +129,14 @@ class World:
             # watch for hangs end it instead
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store = job_store(self.rank, self.world_size, timeout)
-        # where ranks start again in place, torchrun does not look for a node that is gone
+        # while ranks start again in place, torchrun does not notice a lost node
         patience = min(timeout, IN_PLACE) if keeper_link.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, patience)
         if not keeper_link.has_keeper():
             store.set(UNKEPT, "")
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         yield store
-        dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, which wait for this rank
+        dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, and they for this rank
 
     def broadcast(self, value: T | None, source: int = 0) -> T:
         """Return one rank's value on all ranks; by pickle, for small things."""
@@ -156,7 +156,7 @@ class World:
     def broadcast_tensors(self, tree: Any, source: int = 0) -> Any:
         """Return one rank's nested dicts and lists of tensors and plain data on all ranks, the tensors on the CPU.
 
-        The other ranks pass anything. Each tensor is sent by itself, so no rank holds a second copy of the whole.
+        The other ranks pass anything. Each tensor is sent separately, so no rank needs a second copy of the whole.
         """
         if not self.launched:
             return tree
@@ -179,11 +179,11 @@ class World:
 
 
 def _refuse_bare_srun() -> None:
-    """Refuse `srun -n 4 python train.py`, whose tasks know nothing of each other: four runs in one folder."""
+    """Refuse `srun -n 4 python train.py`, which would start four separate runs in one folder."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1":
         if os.environ.get("SLURM_PROCID") != "0":
-            leave(REFUSED)  # one of them says it
+            leave(REFUSED)  # only task 0 prints it
         raise Refusal(
             f"srun started {tasks} tasks of train.py without torchrun; start one task for each node: "
             "srun --ntasks-per-node=1 slurm/node.py -- OPTIONS"

@@ -76,12 +76,12 @@ class Saver:
         return work.result()
 
     def pin(self, state: State) -> None:
-        """Page-lock the memory for copies from a GPU, once; on rank 0 only, for all ranks would need too much."""
+        """Page-lock the memory for copies from a GPU, once; on rank 0 only, because all ranks would need too much."""
         if not self._staging.pinned:
             state.pin(self._staging)
 
     def start(self, state: State, metrics: dict[str, float]) -> None:
-        """Begin a checkpoint of the state as it is now. The result of the last one must have been taken."""
+        """Start a checkpoint of the present state. The result of the last one must have been taken."""
         assert not self.busy
         begun = time.perf_counter()
         with activity.during(CHECKPOINT):
@@ -107,7 +107,7 @@ class Saver:
         return time.perf_counter() - begun
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
-        """Write the state after the last step, without a copy of what is on the host: no training goes on.
+        """Write the state after the last step, without a copy of host tensors: no training goes on.
 
         Raises:
             OSError: it cannot be written.
@@ -115,42 +115,42 @@ class Saver:
         self.checkpoints.save(state.capture(staging=Staging(*self._devices, still=True)), metrics)
 
     def _leave(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
-        """Leave a state in memory for the keeper, if there is one with room."""
+        """Store a state in memory for the keeper; False without a keeper or enough memory."""
         facts = asdict(self.checkpoints.manifest(captured["step"], metrics, kind))
         facts |= {"folder": self.checkpoints.place, "keep": self.checkpoints.keep}
         return self._memory and memory_checkpoint.store(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
-        """Save the last finished step from this rank, unless another rank of the node has done so; says what came of
-        it. From any thread.
+        """Save the last finished step from this rank, unless another rank of the node has done so; returns the result
+        as text. From any thread.
 
         Args:
-            state: the live one, which is not to change any more.
+            state: the live one, which must not change any more.
             local_rank: this rank's.
-            in_place: ranks are about to start again in place; then memory will do, if there is a keeper.
+            in_place: ranks are about to start again in place; then memory is enough, if there is a keeper.
         """
         if state.step == 0:
             return "no step has finished; nothing to save"
-        # moments, not durations: whatever is waited for, the second half of the grace is left for the writing
+        # deadlines, not durations: whatever the waits take, the second half of --grace is left for writing
         begun, grace = time.monotonic(), self._grace
-        kept = self._staging.take(begun + grace / 4)
+        taken = self._staging.take(begun + grace / 4)
         try:
-            # new memory if the writer does not come back with the other; on a CPU none, because no step is committed
-            # any more, while of a GPU that hangs nobody knows
-            staging = self._staging if kept and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
+            # new memory if the writer does not return the other; on a CPU none, because no more steps are committed
+            # there, while a GPU that hangs may still commit one
+            staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(begun + grace / 2, staging, final=True)
             new = captured["step"] > self.checkpoints.newest_step()
-            if in_place and kept and new and self._leave(captured, {}, "snapshot"):
-                log.info("left step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
+            if in_place and taken and new and self._leave(captured, {}, "snapshot"):
+                log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is in memory"
             # wait after the capture, because small steps go on meanwhile
             time.sleep(min(STAGGERED * local_rank, grace / 8))
             path = self.checkpoints.rescue(captured, begun + grace / 2)
-        except (OSError, Torn, RuntimeError) as error:  # the last from a GPU that has failed
+        except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
             return f"not saved ({error})"
         finally:
-            if kept:
+            if taken:
                 self._staging.give_back()
         seconds = time.monotonic() - begun
         if path:
@@ -159,7 +159,7 @@ class Saver:
 
 
 def write_memory_checkpoint(found: memory_checkpoint.MemoryCheckpoint) -> None:
-    """Write it to the run's folder, unless another rank of the node has done so; for a keeper's child."""
+    """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
     manifest = manifest_of(found.facts)
     void = manifest.bits_void_from
     folder, keep = Path(found.facts["folder"]), int(found.facts["keep"])

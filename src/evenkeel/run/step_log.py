@@ -1,4 +1,4 @@
-"""The line of metrics of a step, and what is worth saying beside it: steps left out, ranks that are late, hints."""
+"""The line of metrics of a step, and warnings: steps left out, late ranks, hints."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .stragglers import Stragglers
 log = logging.getLogger(__name__)
 
 MANY_OVERFLOWS = 10
-"""Steps in a row that float16's loss scaling may leave out without a warning: the first scale is a guess."""
+"""Consecutive steps that float16's loss scaling may leave out without a warning: the first scale is a guess."""
 
 LAST_LINE_SECONDS = 0.5
-"""How long a stop waits for the line of metrics of the last step. It takes a millisecond, where it comes at all."""
+"""Seconds that a stop waits for the line of metrics of the last step, which usually takes a millisecond."""
 
 
 class StepLog:
     """Reports steps: every rank measures, rank 0 writes. On other ranks the attempt has no tracker.
 
-    The task says how many tokens a batch has.
+    The task gives the number of tokens in a batch.
     """
 
     def __init__(self, attempt: Attempt, task: Task, state: State) -> None:
@@ -38,7 +38,7 @@ class StepLog:
         self.arrivals = Arrivals(attempt.world)
         """When this rank is ready for the reductions; the steps mark it."""
         self.losses = 0
-        """Losses that the job has made; one that is not the task's counts as two."""
+        """Number of losses of the job; one that is not the task's counts as two."""
         self.shares = Shares(attempt.config, attempt.plan, attempt.world, attempt.hosts)
         """How many micro-batches each rank computes."""
         ranks = attempt.path / "ranks.jsonl"
@@ -46,8 +46,8 @@ class StepLog:
         if attempt.directory and attempt.tracker:
             attempt.directory.note(shares=self._shares_text() if attempt.config.shares != "equal" else "")
         self._logged = 0
-        self._skipped_told = 0
-        self._overflows_told = (0, 0)
+        self._skipped_logged = 0
+        self._overflows_logged = (0, 0)
 
     def after_step(self, model: DistributedLoss, norm: Tensor) -> None:
         """Log the last step and divide the next ones, if it is time.
@@ -70,16 +70,18 @@ class StepLog:
         loss = model.loss
         if not tracker:
             return
-        if state.skipped > self._skipped_told:
-            self._skipped_told = state.skipped
-            log.warning("step %d was not finite and is left out, %d in this attempt", state.last_skipped, state.skipped)
+        if state.skipped > self._skipped_logged:
+            self._skipped_logged = state.skipped
+            log.warning(
+                "step %d was not finite and was left out, %d in this attempt", state.last_skipped, state.skipped
+            )
             tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
         more = {name: float(rate) for name, rate in state.rates.items()}
         if state.scaler:  # of the next step, and how many the run has left out for it
             more |= {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
-            self._tell_overflows(state.step, int(more["overflows"]))
+            self._report_overflows(state.step, int(more["overflows"]))
         if tracker.per_sample is None:
-            # another loss, or networks that take turns, cost something else
+            # with another loss, or networks that take turns, the factors differ
             config, world = self._attempt.config, self._attempt.world
             tracker.per_sample = (
                 per_sample(self._task, state.model, *model.last_micro_batch, config, world) if self.losses == 1 else {}
@@ -87,14 +89,14 @@ class StepLog:
         parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
         tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
         self._logged = state.step
-        self._tell_hints()
+        self._report_hints()
 
     def finish(self) -> None:
         """Take the arrivals of the last steps."""
         self._take_arrivals(self.arrivals.last())
 
     def await_last_line(self) -> None:
-        """For a stop, which may have come between the commit of the last step and its line, which soon follows."""
+        """For a stop between the commit of the last step and its line of metrics: wait for the line."""
         step, deadline = self._state.step, time.monotonic() + LAST_LINE_SECONDS
         due = self._attempt.tracker is not None and step % self._attempt.config.log_every == 0
         while due and self._logged < step and time.monotonic() < deadline:
@@ -116,29 +118,29 @@ class StepLog:
     def _shares_text(self) -> str:
         return ":".join(map(str, self.shares.sizes))
 
-    def _tell_hints(self) -> None:
-        """Say a hint when it is new in this run, and keep in status.json those of now."""
+    def _report_hints(self) -> None:
+        """Log a hint when it is new in this run, and store the present ones in status.json."""
         attempt = self._attempt
         if not (attempt.directory and attempt.tracker and self._stragglers):
             return
-        told = attempt.directory.status.get("hints", {})
+        known = attempt.directory.status.get("hints", {})
         now = hints(measure(attempt.config, attempt.plan, attempt.world))
-        for subject in now.keys() - told.keys():
+        for subject in now.keys() - known.keys():
             attempt.tracker.say(f"hint: {now[subject]}")
         now |= {f"rank {rank}": text for rank, text in self._stragglers.named.items()}
-        if {subject for subject, text in told.items() if text} != now.keys():
-            attempt.directory.note(hints={**dict.fromkeys(told, ""), **now})
+        if {subject for subject, text in known.items() if text} != now.keys():
+            attempt.directory.note(hints={**dict.fromkeys(known, ""), **now})
 
-    def _tell_overflows(self, step: int, overflows: int) -> None:
-        """Some overflows are part of finding the scale; where there is nothing else, nothing is learned."""
-        known, overflows_then = self._overflows_told
+    def _report_overflows(self, step: int, overflows: int) -> None:
+        """Some overflows are normal while the scale is found; if all steps overflow, nothing is learned."""
+        known, overflows_then = self._overflows_logged
         all_of_them = overflows - overflows_then == step - known
         if all_of_them and step - known < MANY_OVERFLOWS:
             return
-        self._overflows_told = (step, overflows)
+        self._overflows_logged = (step, overflows)
         if all_of_them:
             log.warning(
-                "the gradient has overflowed in all of the last %d steps, and they are left out: lower --lr or "
+                "the gradient overflowed in all of the last %d steps, which were left out: lower --lr or "
                 "--loss-scale, or use --precision bf16",
                 step - known,
             )

@@ -1,4 +1,4 @@
-"""Ranks that are late, by name: the rows of `training.arrivals` in ranks.jsonl, and a judgement on them."""
+"""Late ranks: writes the rows of `training.arrivals` to ranks.jsonl, and names ranks that are late."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..training.arrivals import BACKWARD, DATA, FORWARD, MICRO_BATCHES, SAMPLES,
 log = logging.getLogger(__name__)
 
 RATIO = 1.25
-"""A rank is late if it needs this many times what the median rank needs ..."""
+"""A rank is late if it takes this many times as long as the median rank ..."""
 DEVIATIONS = 3.0
 """... and is beyond the median by this many median absolute deviations ..."""
 TIMES = 4
-"""... in so many spans in a row; as many without end it."""
+"""... in so many consecutive spans; as many in time end it."""
 SPAN = 4.0
-"""Seconds that are judged at once, at least. Shorter ones show what the machine's scheduler does (docs/live.md)."""
+"""Minimum seconds of a span. Shorter ones show effects of the machine's scheduler (docs/live.md)."""
 
 WORDS = {DATA: "data", FORWARD: "forward", BACKWARD: "backward"}
 """Names of a step's parts."""
@@ -32,8 +32,8 @@ Row = Sequence[float]
 def late(rows: Sequence[Row], units: Sequence[int] = (SAMPLES, MICRO_BATCHES)) -> dict[int, tuple[float, str]]:
     """Ranks that are late in one span: how many times later than the median, and in which part of the step.
 
-    Late by micro-batch and by sample. One of the two alone deceives where some micro-batches are smaller: a small one
-    takes less time, but more for a sample. With unequal shares (--shares) by step alone. The median absolute deviation
+    Late per micro-batch and per sample: either alone misleads if some micro-batches are smaller, because a small one
+    takes less time, but more per sample. With unequal shares (--shares) late per step. The median absolute deviation
     is a scale that the late ranks themselves do not move (Hampel, "The Influence Curve and Its Role in Robust
     Estimation", 1974). Idle ranks do not count.
     """
@@ -60,7 +60,7 @@ def _part(rows: Sequence[Row], busy: Sequence[int], rank: int) -> str:
 
 
 class Stragglers:
-    """Writes ranks.jsonl, and says once when a rank begins to be late and once when that is over. On rank 0 only.
+    """Writes ranks.jsonl, and logs once when a rank becomes late and once when that is over. On rank 0 only.
 
     Args:
         path: the file.
@@ -71,9 +71,9 @@ class Stragglers:
     def __init__(self, path: Path, hosts: Sequence[str], shares: str = "equal") -> None:
         self.path, self.hosts, self.shares = path, hosts, shares
         self.named: dict[int, str] = {}
-        """What there is to say of the ranks that are late."""
-        self._told = False  # whether the hosts are in the file
-        self._counts = [0] * len(hosts)  # spans in a row: late, or below 0 in time
+        """A text for each late rank."""
+        self._hosts_written = False
+        self._counts = [0] * len(hosts)  # consecutive spans: late, or below 0 in time
         self._rows = [[0.0] * (STEPS + 1) for _ in hosts]
         self._since = (0, time.monotonic())
 
@@ -86,10 +86,10 @@ class Stragglers:
             "arrival": [round(sum(each), 6) for each in zip(*parts.values(), strict=True)],
             "data_wait": [_mean(row[DATA], row[STEPS]) for row in rows],
         }
-        hosts = {} if self._told else {"hosts": list(self.hosts)}
+        hosts = {} if self._hosts_written else {"hosts": list(self.hosts)}
         try:
             append_json(self.path, record | parts | hosts)
-            self._told = True
+            self._hosts_written = True
         except OSError as error:
             log.error("%s: %s", self.path.name, error)
         self._rows = [[a + b for a, b in zip(*both, strict=True)] for both in zip(self._rows, rows, strict=True)]

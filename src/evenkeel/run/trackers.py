@@ -1,6 +1,6 @@
-"""Where a run's metrics go besides metrics.jsonl and the screen: Weights & Biases, TensorBoard, a CSV file.
+"""Other places for a run's metrics: Weights & Biases, TensorBoard, a CSV file.
 
-All get the same values by the same names (SET/METRIC), from rank 0. Trouble with one never ends a training.
+All get the same values by the same names (SET/METRIC), from rank 0. An error in one never ends the training.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..config import Config
 log = logging.getLogger(__name__)
 
 INIT_TIMEOUT = 20.0
-"""Seconds that wandb may wait for its server (and it takes 10 more to give up); WANDB_INIT_TIMEOUT overrides it."""
+"""Seconds that wandb waits for its server (plus 10 to give up); WANDB_INIT_TIMEOUT overrides it."""
 
 
 class MetricsLog(Protocol):
-    """A place for metrics. What its methods raise turns it off, with a warning."""
+    """A place for metrics. If a method raises, the place is turned off with a warning."""
 
     name: str
     """In warnings."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take values by full names, as they are after a step. Steps do not decrease, and may come twice."""
+        """Log values by full names after a step. Steps do not decrease, and may repeat."""
 
     def show(self, step: int, name: str, path: Path) -> None:
         """Take a picture (.png) or a table (.csv)."""
@@ -44,7 +44,7 @@ class MetricsLog(Protocol):
 
 
 class WandB:
-    """The run's one W&B run, by the id that the run has kept."""
+    """The run's only W&B run, by the id that the run has stored."""
 
     name = "Weights & Biases"
 
@@ -54,13 +54,13 @@ class WandB:
         typed = sys.argv
         self._report = config.wandb_report and path
         try:
-            sys.argv = typed[:1]  # wandb would send all of it, secrets too; the other options are in its config
+            sys.argv = typed[:1]  # wandb would send the command line, secrets too; the other options are in its config
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "evenkeel"),
                 name=os.environ.get("WANDB_NAME", path.name),
                 # a sweep's agent names its runs itself
                 id=None if "WANDB_SWEEP_ID" in os.environ else run_id,
-                resume="allow" if mode == "online" else None,  # offline has nothing to ask, and would warn
+                resume="allow" if mode == "online" else None,  # offline there is no server to ask, and wandb would warn
                 mode=mode,
                 settings=wandb.Settings(init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT))),
                 dir=path,
@@ -84,7 +84,7 @@ class WandB:
             self._run.log({name: wandb.Table(columns=[*head], data=rows)}, step=step)
 
     def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
-        """Send the best values as the summary, the report if asked for, and what is left."""
+        """Send the best values as the summary, the report if wanted, and the remaining data."""
         if summary:
             self._run.summary.update(dict(summary))
             try:
@@ -95,7 +95,7 @@ class WandB:
         self._run.finish(exit_code=exit_code)
 
     def _send_report(self, path: Path) -> None:
-        """Make the page in a process of its own, because that takes seconds and libraries that a training lacks."""
+        """Make the page in its own process, because that takes seconds and more libraries."""
         command = [sys.executable, "-m", __name__.partition(".")[0], "report", str(path)]
         made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         if made.returncode:
@@ -110,7 +110,7 @@ class WandB:
 
 
 class TensorBoard:
-    """Event files in the run's folder. TensorBoard hides what an earlier attempt wrote beyond the resumed step."""
+    """Event files in the run's folder. TensorBoard hides values of an earlier attempt beyond the resumed step."""
 
     name = "TensorBoard"
 
@@ -121,7 +121,7 @@ class TensorBoard:
         self._writer = make(folder, purge_step=step + 1 if folder.exists() else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write them to the file, so that a kill loses none."""
+        """Write and flush them, so that a kill loses none."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -145,7 +145,7 @@ class TensorBoard:
 
 
 class CsvFile:
-    """A row for each report, a column for each name. Rows beyond the resumed step are dropped, and so is half a row."""
+    """A row for each report, a column for each name. Drops rows beyond the resumed step, and an incomplete row."""
 
     name = "metrics.csv"
 
@@ -170,7 +170,7 @@ class CsvFile:
         """It is in the run's folder already."""
 
     def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
-        """Nothing is left to do: each row is in the file."""
+        """Nothing to do: each row is in the file."""
 
     def _rows(self) -> list[dict[str, Any]]:
         whole, _, _ = self.path.read_text().rpartition("\n")
@@ -210,7 +210,7 @@ def wandb_mode(asked: str) -> tuple[Any, str]:
         return asked, ""
     if mode := os.environ.get("WANDB_MODE"):
         return mode, ""
-    # look where wandb looks, without its import of a second and without ever holding the key
+    # look where wandb looks, without its import, which takes a second, and without reading the key
     found = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]

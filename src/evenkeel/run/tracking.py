@@ -1,7 +1,7 @@
 """What a run reports: a live display, metrics.jsonl, other places for metrics (`trackers`), a log for each rank.
 
-All but the logs are rank 0's. `metrics.jsonl` is append-only: after a stop without a checkpoint some steps are done
-again and appear twice; a "start" record between them says from which step.
+Only rank 0 reports, except for the logs. `metrics.jsonl` is append-only: after a stop without a checkpoint some steps
+are done again and appear twice; a "start" record between them has the step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def start_logs(folder: Path, world: World) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that loses records to a full disk without a traceback for each; stderr has what matters."""
+    """A log file that prints no traceback when the disk is full; stderr has the warnings."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         if not isinstance(sys.exc_info()[1], OSError):
@@ -53,7 +53,7 @@ class _LogFile(logging.FileHandler):
 
 
 class Tracker:
-    """What rank 0 reports of one attempt; ``attempt`` counts the starts of the run, this one included."""
+    """Reports one attempt on rank 0; ``attempt`` counts the starts of the run, including this one."""
 
     def __init__(self, config: Config, plan: Plan, run_dir: Path, attempt: int, world_size: int) -> None:
         self.config, self.plan, self.path = config, plan, run_dir
@@ -61,7 +61,7 @@ class Tracker:
         self.metrics: dict[str, float] = {}
         self._losses: dict[str, float] = {}
         self.per_sample: dict[str, float] | None = None
-        """Factors from samples/s to other figures (`training.flops`); None: nobody has asked."""
+        """Factors from samples/s to other figures (`training.flops`); None: not computed yet."""
         self._ends: list[dict[str, Any]] = []  # of attempts so far, which the goodput needs
         self._logs: list[MetricsLog] = []
         self._mark = (time.perf_counter(), 0, 0.0)
@@ -69,7 +69,7 @@ class Tracker:
         self._display = display.shown
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
-        """Open the run's one W&B run, by the id that the run has kept. Trouble with it never ends the training."""
+        """Open the run's only W&B run, by the stored id. An error in it never ends the training."""
         mode, why = wandb_mode(self.config.wandb)
         if mode == "disabled":
             self.say(f"Weights & Biases is off{': ' if why else ''}{why}")
@@ -81,7 +81,7 @@ class Tracker:
             log.warning("Weights & Biases is off: %s: %s", type(error).__name__, error)
 
     def start(self, step: int, evaluated: bool = False) -> None:
-        """The attempt begins at a step, of which an earlier one has perhaps reported the evaluation."""
+        """Start at a step; `evaluated`: an earlier attempt has reported its evaluation."""
         self._evaluated = step if evaluated else -1
         self._logs += in_the_folder(self.config, self.path, step)
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
@@ -101,7 +101,7 @@ class Tracker:
         more: dict[str, float] | None = None,
         parts: dict[str, float] | None = None,
     ) -> None:
-        """Report a step: its loss, the gradient's norm, the speed since the last report, and what else there is.
+        """Report a step: its loss, the gradient's norm, the speed since the last report, and more.
 
         ``parts`` of the loss, by their full names, are shown as well.
         """
@@ -125,7 +125,7 @@ class Tracker:
         productive = goodput(spent_so_far) if sum(spent_so_far.values()) >= YOUNG else None
         if self._display:
             self._display.metrics = self._latest()
-            # its own speed and time left are newer
+            # the display computes speed and remaining time itself
             self._display.more = rates(values | {f"{TRAIN}/samples_per_s": None}) + shares(values, productive)
         else:
             words = self.plan.epoch_at(step), *self._latest(), *rates(values), eta(left), *shares(values, productive)
@@ -160,13 +160,13 @@ class Tracker:
         try:
             display.say(text)
         except BrokenPipeError:
-            lose_stdout()  # the reader may go (`| head`, a closed terminal) without an end to the training
-            log.info("nobody reads the output any more; metrics.jsonl goes on")
+            lose_stdout()  # the reader may close (`| head`, a terminal); the training goes on
+            log.info("the output has no reader any more; metrics.jsonl continues")
         except OSError as error:  # a file on a full disk
             log.error("the output: %s", error)
 
     def close(self, exit_code: int = 0, best: Mapping[str, float] | None = None) -> None:
-        """End the display and the other places for metrics, which hear of a finished run's best evaluation."""
+        """End the display and the other places for metrics; they get a finished run's best evaluation."""
         if self._display:
             self._display.stop({0: "finished", STOPPED: "stopped"}.get(exit_code, "failed"))
         self.show(lambda place: place.finish(best or {}, exit_code))

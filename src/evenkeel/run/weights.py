@@ -1,7 +1,7 @@
-"""Weights in files from anywhere: read into a model, and written for others (docs/weights.md).
+"""Weights in files of any origin: load them into a model, and write them for other programs (docs/weights.md).
 
 Wrappers add to the names: `module.` (DataParallel, DDP), `_orig_mod.` (torch.compile). A file that does not fit is
-refused with the names that differ, where `load_state_dict(strict=False)` would leave the model random without a word.
+refused with the names that differ; `load_state_dict(strict=False)` would silently leave the model random.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from .records import chosen
 WRAPPERS = ("module", "_orig_mod")
 
 USUAL = {"state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params"}
-"""Where training scripts keep the weights in a larger dictionary. Others are looked into after these."""
+"""Keys under which training scripts store weights in a larger dictionary. Other keys are tried after these."""
 
 SHOWN, SHOWN_RANDOM = 3, 20
-"""Names in a refusal, and in the report of --init-partial, before the rest is only counted."""
+"""Maximum names in a refusal, and in the report of --init-partial; the others are only counted."""
 
 CONVERT = (
     "import sys, torch; f = lambda x: f(x.state_dict()) if hasattr(x, 'state_dict') else "
     "{k: f(v) for k, v in x.items()} if isinstance(x, dict) else x if torch.is_tensor(x) else None; "
     "torch.save(f(torch.load(sys.argv[1], map_location='cpu', weights_only=False)), sys.argv[2])"
 )
-"""Runs the code in a file, and keeps its tensors and the dictionaries they are in."""
+"""Runs the code in a file, and saves its tensors and the dictionaries around them."""
 
 CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu').state_dict(), sys.argv[2])"
 
 
 def read_chosen(model: nn.Module, run: Path, checkpoint: str, memory: TaskState | None = None) -> str:
-    """Load what `--checkpoint` of a command means (`records.chosen`); return where it is. Refuses by that name."""
+    """Load the checkpoint that a command's --checkpoint names (`records.chosen`); return where it is."""
     try:
         return read_weights(model, chosen(run, checkpoint), memory=memory)[0]
     except Refusal as refusal:
@@ -64,8 +64,8 @@ def read_weights(
         memory: what the task remembers, which is loaded from a checkpoint that has it.
 
     Raises:
-        Refusal: the file holds no weights that can be read without running code, or they do not fit. The model may
-            have some of them by then.
+        Refusal: the file has no weights that can be read without running code, or they do not fit. Some may already be
+            in the model.
     """
     tree, read, remembered = _read(path)
     where, weights, pairs = _find(tree, read, model.state_dict())
@@ -77,15 +77,15 @@ def read_weights(
     if not (missing or unused or misfits):
         return where, f"all {len(own)} tensors of the model are from it" + partial * "; --init-partial was not needed"
     if partial and loaded:
-        told = [f"{len(loaded)} of the model's {len(own)} tensors are from it"]
+        lines = [f"{len(loaded)} of the model's {len(own)} tensors are from it"]
         if random := [f"{_printable(n)} ({misfits.get(n, 'not in the file')})" for n in own if n not in loaded]:
-            told.append(f"{len(random)} stayed as initialised: {_some(random, SHOWN_RANDOM)}")
+            lines.append(f"{len(random)} stayed as initialised: {_some(random, SHOWN_RANDOM)}")
         if unused:
-            told.append(f"{len(unused)} in the file are not used: {_some(unused, SHOWN_RANDOM)}")
-        return where, "; ".join(told)
-    remedy = "mend the model's options or the file; --init-partial loads what fits and leaves the rest random"
+            lines.append(f"{len(unused)} in the file are not used: {_some(unused, SHOWN_RANDOM)}")
+        return where, "; ".join(lines)
+    remedy = "fix the model's options or the file; --init-partial loads what fits and leaves the rest random"
     if not loaded:
-        remedy = "nothing in it fits, so --init-partial would not help; name the file of such a model"
+        remedy = "nothing in it fits, so --init-partial would not help; name a file of this model"
     lists = {
         "missing": _nearest(missing, unused or weights, "in the file"),
         "unexpected": _nearest(unused, missing or own, "in the model"),
@@ -111,10 +111,10 @@ def _load(
     misfits = {name: how for name, theirs in pairs.items() if (how := _misfit(weights[theirs], own[name]))}
     names = {name: theirs for name, theirs in pairs.items() if name not in misfits}
     for theirs in weights.keys() - pairs.values():
-        if _bare(theirs) not in own:  # perhaps a hook of the model understands it: the names of an old weight_norm, say
+        if _bare(theirs) not in own:  # a hook of the model may accept it, such as the names of an old weight_norm
             names.setdefault(_bare(theirs), theirs)
     given = OrderedDict((name, weights[theirs]) for name, theirs in names.items())
-    # versions of the modules: BatchNorm would take a file without for an old one, and fill in num_batches_tracked
+    # versions of the modules: without them BatchNorm would assume an old file, and add num_batches_tracked
     given._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
     try:
         absent, unexpected = model.load_state_dict(given, strict=False)  # both are reported below
@@ -151,7 +151,7 @@ def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:
     import safetensors.torch
 
     if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
-        raise Refusal(f"--as safetensors: holds tensors only, and {_some(others)} is none; use --as bare")
+        raise Refusal(f"--as safetensors: only for tensors, and {_some(others)} is not one; use --as bare")
     # the format knows no shared memory, so tied weights are written once for each name
     alone = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
     try:
@@ -174,11 +174,11 @@ def _read(path: Path) -> tuple[Any, str, Any]:
     for found in reversed(paths):
         try:
             state = load(found)
-        except (Damaged, OSError) as damage:  # the latter: a run at work has deleted it
+        except (Damaged, OSError) as damage:  # OSError: an active run has deleted it
             damages.append(str(damage))
             continue
         passed_over = f" ({len(damages)} newer damaged)" if damages else ""
-        average = ", its averaged weights" * ("ema" in state)  # those that the run evaluates and exports
+        average = ", its averaged weights" * ("ema" in state)  # the run evaluates and exports these
         name = f"{path}{f' at {found.name}' * (found != folder)}{passed_over}{average}"
         return averaged(state), name, state.get("task")
     if damages:
@@ -200,15 +200,15 @@ def _read_file(path: Path) -> Any:
 
                 return safetensors.torch.load_file(path)
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises what it stumbles over: KeyError, EOFError, ...
+    except Exception as error:  # torch raises many kinds: KeyError, EOFError, ...
         text = re.sub(r"(?s).*WeightsUnpickler error:\s*", "", str(error).strip()).split("\n")[0].split(". ")[0]
         what = _printable(type(error).__name__ + f": {text}" * bool(text))
-        damaged = f"is no file of torch.save or safetensors, or damaged ({what}); get it again or name another"
+        damaged = f"is not a file of torch.save or safetensors, or is damaged ({what}); get it again or name another"
         raise Refusal(f"--init-from {path}: {_holds_code(path, str(error)) or damaged}") from None
 
 
 def _holds_code(path: Path, error: str) -> str:
-    """Why a file can be read only by running code, and how to convert it; empty if that is not what is wrong."""
+    """Why a file can be read only by running code, and how to convert it; empty if that is not the problem."""
     names: list[str] = []
     with contextlib.suppress(Exception):
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
@@ -218,12 +218,12 @@ def _holds_code(path: Path, error: str) -> str:
         return ""
     code, needs = CONVERT_SCRIPT if script else CONVERT, ""
     mine = [name.removeprefix("__main__.") for name in names if name.startswith("__main__.")]
-    if mine and all(name.isidentifier() for name in mine):  # they come from the file, and are going to be typed
+    if mine and all(name.isidentifier() for name in mine):  # they come from the file, and the user will type them
         code, needs = f"from SCRIPT import {', '.join(mine)}; {code}", ", SCRIPT being the program that saved it"
     why = f"its code ({_some(names)})" if names else "a TorchScript program" if script else "an old pickle"
     new = path.with_name(f"{path.stem}-weights.pt")
     return (
-        f"holds more than tensors: to read it is to run {why}, so it is refused; if you trust who made it, convert it "
+        f"has more than tensors: reading it would run {why}, so it is refused; if you trust its author, convert it "
         f"once, where that code is installed and best in a container without network{needs}: "
         f'python -c "{code}" {shlex.quote(str(path))} {shlex.quote(str(new))}'
     )
@@ -242,17 +242,17 @@ def _find(tree: Any, read: str, own: Mapping[str, Any]) -> tuple[str, dict[str, 
         ranked.append((rank, place, weights, pairs))
     if not ranked:
         keys = f" with {_some([str(key) for key in tree])}" if isinstance(tree, dict) and tree else ""
-        raise Refusal(f"--init-from {read}: holds no tensors by name, only a {type(tree).__name__}{keys}")
+        raise Refusal(f"--init-from {read}: has no named tensors, only a {type(tree).__name__}{keys}")
     best = [entry for entry in ranked if entry[0] == max(rank for rank, *_ in ranked)]
     _, place, weights, pairs = best[0]
     if len(best) > 1 and pairs:
         places = " and in ".join(".".join(place) or "itself" for _, place, *_ in best)
-        raise Refusal(f"--init-from {read}: weights that fit are in {places}; save those that are meant by themselves")
+        raise Refusal(f"--init-from {read}: weights that fit are in {places}; save the ones you want in their own file")
     return read + f", its {_printable('.'.join(place))}" * bool(place), weights, pairs
 
 
 def _dictionaries(tree: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """All dictionaries of named tensors in nested ones, and where they are."""
+    """All dictionaries of named tensors in nested ones, with their places."""
     if isinstance(tree, Mapping):
         if any(isinstance(key, str) and isinstance(value, Tensor) for key, value in tree.items()):
             yield place, {str(key): value for key, value in tree.items()}
@@ -323,5 +323,5 @@ def _some(names: Sequence[str], shown: int = SHOWN) -> str:
 
 
 def _printable(name: str) -> str:
-    """A name out of a file, without what would command a terminal."""
+    """A name from a file, safe for a terminal."""
     return name if name.isprintable() else ascii(name)
