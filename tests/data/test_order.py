@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, WeightedRandomSampler
 
+import evenkeel.data.order as order_module
 from evenkeel.cli.plan import PlanCommand
 from evenkeel.common.errors import EndedHere, Refusal
 from evenkeel.config import Config
@@ -453,6 +455,12 @@ def test_loader_processes_do_not_ask_for_an_epoch_after_the_last() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ what is said
+
+
+def test_the_examples_in_docstrings() -> None:
+    results = doctest.testmod(order_module)
+    assert results.attempted >= 3
+    assert not results.failed
 
 
 def test_the_example_of_the_page_draws_classes_equally_and_puts_like_lengths_together() -> None:

@@ -25,6 +25,7 @@ from ..common.errors import Refusal
 from ..config import Config
 from .data_digest import OFTEN, ONCE, Digests, alike, look
 from .dataset import SizedDataset
+from .order import Listed
 
 SAMPLED = 64
 """The most elements of a container or an array that are looked at, evenly spaced."""
@@ -88,7 +89,7 @@ def _values(sets: Mapping[str, SizedDataset]) -> Iterator[Any]:
         part = waiting.popleft()
         if isinstance(part, (int, float, str, bytes, type(None))):
             yield part
-        elif id(part) not in seen and not isinstance(part, (type, ModuleType, nn.Module)):
+        elif id(part) not in seen and not isinstance(part, (type, ModuleType, nn.Module, Listed)):
             seen.add(id(part))
             yield id(part)
             yield from _own_values(part)

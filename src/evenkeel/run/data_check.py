@@ -62,7 +62,10 @@ class DataCheck:
         # of the epoch that the run was in, whose order must be the one of which a part has been trained on
         listed = self._listed if before.get("order") == self.order else None
         orders = before.get("orders", {}).items() if listed else ()
-        other = next((epoch for epoch, known in orders if listed and listed.digest(int(epoch)) != known), "")
+        other = next(
+            (epoch for epoch, known in orders if epoch.isdecimal() and listed and listed.digest(int(epoch)) != known),
+            "",
+        )
         everywhere = self._world.gather((self.samples, self.order, self.digests, self._config.other_data, other))
         samples, order, *_ = everywhere[0]
         for rank, (there, theirs, _, _, changed) in enumerate(everywhere):

@@ -85,6 +85,22 @@ def test_what_a_user_has_named_is_shown_as_it_is(rich: Path) -> None:
     assert EVIL in json.dumps(page.labels).replace('\\"', '"')
 
 
+def test_it_says_which_samples_an_epoch_has(tmp_path: Path) -> None:
+    run_dir = copy_of_a_run(tmp_path / "run")
+    assert ReportCommand((run_dir,))() == 0
+    plain = (run_dir / "report.html").read_text()
+    assert "read in" not in plain
+    assert "without the end" not in plain
+    status = json.loads((run_dir / "status.json").read_text())
+    (run_dir / "status.json").write_text(json.dumps(status | {"order": "50 draws by <b>weights</b>"}))
+    with (run_dir / "config.toml").open("a") as file:
+        file.write("drop_last = true\n")
+    assert ReportCommand((run_dir,))() == 0
+    text = (run_dir / "report.html").read_text()
+    assert "read in 50 draws by &lt;b&gt;weights&lt;/b&gt;" in text
+    assert "without the end of an epoch that fills no batch" in text
+
+
 def test_each_figure_has_words_and_no_id_comes_twice(rich: Path) -> None:
     page = Page(rich / "report.html")
     assert len(page.labels) == page.tags["svg"] >= 12
