@@ -2,8 +2,8 @@
 
 torch's SyncBatchNorm runs on GPUs only and mixes the micro-batches that are computed at the same time. Here the
 statistics are those of all samples of a step, as with plain BatchNorm on one process with the whole batch. So each
-micro-batch of a step needs its own rank. Ranks exchange mean, sum of squared deviations and count, and combine them in the order of
-micro-batches; with `--reduce tree` the bits are the same on any number of ranks that is large enough.
+micro-batch of a step needs its own rank. Ranks exchange mean, sum of squared deviations and count, and combine them in
+the order of micro-batches; with `--reduce tree` the bits are the same on any number of ranks that is large enough.
 """
 
 from __future__ import annotations

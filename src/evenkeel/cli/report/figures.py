@@ -1,4 +1,4 @@
-"""The figures of a report. Each function yields figures, none where there is nothing to show."""
+"""The figures of a report. Each function yields figures, or none if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_STEPS = ("lr", "samples_per_s", "grad_norm")
 """They come after the evaluations' metrics, in this order; what else is measured in steps comes last."""
 
 DECADES = ("loss", "grad_norm")
-"""Shown on a logarithmic axis where they span more than two decades."""
+"""Shown on a logarithmic axis if they span more than two decades."""
 
 ENDS = {"killed": ("X", "bad"), "failed": ("D", "second"), "stopped": ("s", "fifth"), "finished": ("o", "good")}
 """How an attempt has ended -> marker and colour."""
@@ -197,7 +197,7 @@ def _attempts_in_words(history: History) -> str:
 
 
 def time_spent(histories: Sequence[History]) -> Iterator[Figure]:
-    """Where the time went: a bar for each account of the ledger and each run."""
+    """The use of time: a bar for each account of the ledger and each run."""
     ledgers = [(number, history.seconds) for number, history in enumerate(histories) if history.goodput is not None]
     if not ledgers:
         return
@@ -299,7 +299,7 @@ def classified(found: Classified) -> Iterator[Figure]:
 
 
 def thinned(steps: Values, values: Values, most: int = MOST) -> tuple[Numbers, Numbers]:
-    """At most so many points: the first and the last one, and the least and the greatest value of each stretch."""
+    """At most so many points: the first and the last one, and the minimum and maximum of each interval."""
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if len(x) <= most:
         return x, y

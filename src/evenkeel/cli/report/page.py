@@ -25,10 +25,10 @@ from .ranks import read_ranks
 from .theme import SERIES, Figure
 
 BEGINS = "<!DOCTYPE html><!-- evenkeel report -->"
-"""By these words a file is known as a report, which another one may replace."""
+"""The text by which a file is recognised as a report that may be replaced."""
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""The browser itself refuses whatever a page might load."""
+"""With this the browser refuses to load anything."""
 
 FACTS = {
     "state": "state",
@@ -43,7 +43,7 @@ FACTS = {
 """The key figures of a run and their headings."""
 
 ROWS = 200
-"""Attempts that are listed; of more the last ones."""
+"""Maximum number of listed attempts, the last ones."""
 
 
 def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]]:
