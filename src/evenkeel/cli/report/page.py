@@ -148,7 +148,7 @@ def gallery(made: Iterable[Figure], more: str = "") -> str:
     """Figures as cards, each with its words for those who do not see it; ``more`` is the HTML of another card."""
     cards = "".join(
         f'<figure class="{it.place}"><figcaption>{escape(it.title)}</figcaption>'
-        f'<div class="scroll" role="img" aria-label="{escape(it.told)}" tabindex="0">{it.svg()}</div></figure>'
+        f'<div class="scroll" role="img" aria-label="{escape(it.description)}" tabindex="0">{it.svg()}</div></figure>'
         for it in made
     )
     return f'<div class="cards">{cards}{more}</div>' if cards else ""

@@ -86,13 +86,13 @@ class Figure:
     Attributes:
         name: of its file with --png; unique within a report.
         title: its heading.
-        told: its description, for screen readers.
+        description: its description, for screen readers.
         canvas: matplotlib's figure.
     """
 
     name: str
     title: str
-    told: str
+    description: str
     canvas: Canvas
 
     @property
