@@ -248,7 +248,7 @@ a container may write to the data set that is mounted
     + ""
 
 compare: digests of steps that were done again are those of the first time
-    cli/compare.py | tests/cli/test_compare.py | tests/processes/test_compare.py
+    cli/digests.py | tests/cli/test_compare.py | tests/processes/test_compare.py
     - if step <= record["step"]}
     + if step}
 

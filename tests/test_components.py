@@ -17,7 +17,7 @@ COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training
 BUDGET = {
     "common": 1350,
     "config": 480,
-    "data": 3000,
+    "data": 3010,
     "distributed": 1970,
     "resilience": 1520,
     "training": 4520,

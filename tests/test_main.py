@@ -69,4 +69,4 @@ def test_without_any_command_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("evenkeel.__main__.COMMANDS", {"gone": "cli.gone.Gone"})
     monkeypatch.setattr(sys, "argv", ["evenkeel", "gone"])
     assert run() == 2
-    assert capsys.readouterr().err == "evenkeel: there are no commands: all of them have been deleted from this copy\n"
+    assert capsys.readouterr().err == "evenkeel: there are no commands: all have been deleted from this copy\n"

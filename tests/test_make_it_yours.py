@@ -87,7 +87,8 @@ def test_a_file_of_the_users_that_imports_a_room_is_refused(
     mine = files | {"src/evenkeel/tasks/mine.py": "from .lm import LM\n"}
     with pytest.raises(SystemExit, match="2"):
         made.goes({"lm": components()["lm"]}, mine)
-    said = "src/evenkeel/tasks/mine.py imports evenkeel.tasks.lm, which would go; change it, or keep that component"
+    why = "imports evenkeel.tasks.lm, which would be deleted; change it, or keep that component"
+    said = f"src/evenkeel/tasks/mine.py {why}"
     assert capsys.readouterr().err == f"make_it_yours: {said}\n"
     maybe = mine | {"src/evenkeel/tasks/mine.py": "try:\n    from .lm import LM\nexcept ImportError:\n    pass\n"}
     made.goes({"lm": components()["lm"]}, maybe)

@@ -1,6 +1,6 @@
 """Hooks of mkdocs (mkdocs.yml): docs/index.md is the navigation, README.md is a page, links to the source are text.
 
-On GitHub `[plan](../src/evenkeel/data/plan.py)` leads to the file. The site has no source, so only the text is left.
+On GitHub `[plan](../src/evenkeel/data/plan.py)` leads to the file. The site has no source, so only the text remains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def navigation(index: str) -> list[dict[str, Any]]:
 
 
 def inside(markdown: str, folder: str = "docs/") -> str:
-    """A page of a folder of the repository as a page of the site: a link to what the site has not becomes its text."""
+    """A page of a folder of the repository as a page of the site: a link to a file outside it becomes its text."""
 
     def link(match: re.Match[str]) -> str:
         text, target = match.groups()

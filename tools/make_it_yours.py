@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Make this template yours: own 600 lines, or own it all.
+"""Make this template yours: a small project of 600 lines, or a fork of it all.
 
     tools/make_it_yours.py mytrainer --thin --with slurm    a project beside this checkout, which has it as a dependency
     tools/make_it_yours.py mytrainer                        this checkout, with your name for the package
     tools/make_it_yours.py mytrainer --without slurm docker the same without the components that you do not need
 
---thin is `evenkeel new` (docs/thin.md), from a wheel of this checkout unless --from names another source. All else
-works on this checkout itself and commits nothing. All is computed before anything is written, and a failure or Ctrl-C
-leaves the checkout as it was. Earlier runs continue: what they wrote does not depend on the name. `EVENKEEL_...`
+--thin is `evenkeel new` (docs/thin.md), from a wheel of this checkout unless --from names another source. The other two
+change this checkout itself and commit nothing. Everything is computed before anything is written, and a failure or
+Ctrl-C leaves the checkout as it was. Earlier runs continue: their files do not depend on the name. `EVENKEEL_...`
 variables keep their names, because shells' start-up files and jobs in a queue may set them.
 """
 
@@ -61,7 +61,7 @@ COMPONENTS = {
     "examples": "examples tests/processes/test_examples.py tests/processes/test_adapters.py docs/nanogpt.md",
     "benchmarks": "benchmarks tests/processes/test_benchmarks.py",
 }
-"""What can be taken out: these files and folders are deleted, and so is what imports any of them in USERS."""
+"""Optional components: these files and folders are deleted, and so are files in USERS that import them."""
 
 USERS = ("tests/", "benchmarks/", "examples/")
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -76,7 +76,7 @@ def refuse(line: str, code: int = 2) -> NoReturn:
 
 
 def git(*arguments: str) -> str:
-    """What git says here; raises OSError if it fails."""
+    """The output of git here; raises OSError if it fails."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)  # noqa: S607
     if done.returncode:
         raise OSError(f"git {arguments[0]}: {' '.join(done.stderr.split())}")
@@ -89,7 +89,7 @@ def tracked(*patterns: str) -> set[str]:
 
 
 def texts() -> dict[str, str]:
-    """All tracked text files and their contents, but not the runs that an earlier version has left for tests."""
+    """All tracked text files and their contents, except the runs of earlier versions in tests/fixtures."""
     found = {}
     for name in git("grep", "-lzIe", "", "--", ".", ":!tests/fixtures").split("\0"):
         with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):  # not ours
@@ -98,14 +98,14 @@ def texts() -> dict[str, str]:
 
 
 def ours(name: str) -> Any:
-    """A module of the package that needs only the standard library; the package itself would ask for torch."""
+    """A module of the package that needs only the standard library; the package itself would need torch."""
     package = sys.modules.setdefault(NAME, types.ModuleType(NAME))
     package.__path__ = [str(ROOT / "src" / NAME)]
     return importlib.import_module(f"{NAME}.{name}")
 
 
 def check_name(name: str, files: Texts) -> None:
-    """Refuse a name that a package here cannot have."""
+    """Refuse an invalid name for the package."""
     taken = {*folders(files), *re.findall(r"^([\w-]+)==", files.get("requirements.lock", ""), re.MULTILINE)}
     taken |= {Path(file).stem for file in files if file.endswith(".py") and not file.startswith(("src/", "tests/"))}
     if reason := ours("common.package_name").why_not(name, taken, INSTALLED):
@@ -118,7 +118,7 @@ def check_name(name: str, files: Texts) -> None:
 
 
 def check_git() -> None:
-    """Refuse where git could not undo it all."""
+    """Refuse if git could not undo everything."""
     try:
         changed = git("status", "--porcelain").splitlines()
     except OSError:
@@ -136,7 +136,7 @@ def module(name: str) -> str:
 def needed(name: str, text: str) -> set[str]:
     """Dotted names that a Python file imports whenever it is imported itself.
 
-    Not those in a function, a `try` or a `with`, where it may do without, and not those for type checkers only.
+    Not those in a function, a `try` or a `with`, which are optional, and not those for type checkers only.
     """
     package = module(name).split(".")[: None if name.endswith("/__init__.py") else -1]
     found = set[str]()
@@ -160,7 +160,7 @@ def folders(names: Iterable[str]) -> set[str]:
 
 
 def closure(gone: set[str], names: set[str], imports: Mapping[str, set[str]]) -> set[str]:
-    """Some files and what goes with them: what imports them, a conftest.py's folder, an `__init__.py` left alone."""
+    """Some files and those to delete with them: their importers, a conftest.py's folder, a lone `__init__.py`."""
     users = {name for name in names if name.startswith(USERS)}
     more = gone
     while more:
@@ -177,18 +177,18 @@ def closure(gone: set[str], names: set[str], imports: Mapping[str, set[str]]) ->
 
 
 def goes(components: Mapping[str, str], files: Texts) -> set[str]:
-    """All files that go with some components; refuses if anything else would be left with an import of them."""
+    """All files to delete with some components; refuses if a remaining file imports one of them."""
     gone = set[str]()
     for component, patterns in components.items():
         if not (own := tracked(*patterns.split())):
-            refuse(f"--without {component}: has been taken out already")
+            refuse(f"--without {component}: was removed already")
         gone |= own
     imports = {name: needed(name, text) for name, text in files.items() if name.endswith(".py")}
     gone = closure(gone, tracked(), imports)
     modules = {module(name) for name in gone if name.endswith(".py")}
     for name in sorted(imports.keys() - gone):
         if wanted := imports[name] & modules:
-            refuse(f"{name} imports {min(wanted)}, which would go; change it, or keep that component")
+            refuse(f"{name} imports {min(wanted)}, which would be deleted; change it, or keep that component")
     return gone
 
 
@@ -198,7 +198,7 @@ FENCE = re.compile(r"^((?:(?!```|[#|]).+\n)*(?!```|[#|]).+:\n\n)?```(.*)\n((?:.*
 
 
 class Gone:
-    """What goes, and how text names it."""
+    """The files and commands to remove, and patterns for them in text."""
 
     def __init__(self, components: Iterable[str], gone: set[str], files: Texts) -> None:
         self.components = set(components)
@@ -212,32 +212,32 @@ class Gone:
         self.call = re.compile(rf"(?<![\w-])(?:{'|'.join(calls) or '(?!)'})(?![\w-])")
 
     def named(self, text: str) -> bool:
-        """Whether a text names a path or a command that goes."""
+        """Whether a text names a removed path or command."""
         return bool(self.path.search(text) or self.call.search(text))
 
 
 def makefile(text: str, gone: Gone, project: str) -> str:
-    """The Makefile without the targets whose recipe names what goes, and without extras that the project has not."""
+    """The Makefile without targets whose recipes name something removed, and without extras that no longer exist."""
     text = TARGET.sub(lambda target: "" if target[1] in gone.targets else target[0], text)
     text = re.sub(r" --extra (\w+)", lambda it: it[0] if f"\n{it[1]} = [" in project else "", text)
     return re.sub(rf"(?<=.) (?:{'|'.join(gone.targets) or '(?!)'})(?= |$)", "", text, flags=re.MULTILINE)
 
 
 def script(text: str, gone: Gone) -> str:
-    """A shell script without the lines that name what goes, and without each `if` whose first line does."""
+    """A shell script without lines that name something removed, and without each `if` whose first line does."""
     text = re.sub(r"^if (.*)\n(?:.*\n)*?fi\n", lambda it: "" if gone.named(it[1]) else it[0], text, flags=re.MULTILINE)
     return "".join(line for line in text.splitlines(keepends=True) if not gone.named(line))
 
 
 def docstring(name: str, text: str, gone: Gone) -> str:
-    """An `__init__.py` without the lines of its docstring about a file that goes."""
+    """An `__init__.py` without the lines of its docstring about removed files."""
     here = name.removesuffix("__init__.py")
     names = [re.escape(path.removeprefix(here)) for path in gone.paths if path.startswith(here)]
     return re.sub(rf"^(?: +|- `)(?:{'|'.join(names) or '(?!)'})(?![\w.]).*\n", "", text, flags=re.MULTILINE)
 
 
 def page(name: str, text: str, gone: Gone) -> str:
-    """A Markdown page without links, list items, commands, promises and rows that have nothing behind them any more."""
+    """A Markdown page without links, list items, commands, promises and rows about something removed."""
 
     def fence(match: re.Match[str]) -> str:
         language, *about = match[2].split() or [""]
@@ -267,7 +267,7 @@ def page(name: str, text: str, gone: Gone) -> str:
     text = re.sub(r"^- \[[^]]*\]\(([^):#]+)\).*\n", item, FENCE.sub(fence, text), flags=re.MULTILINE)
     text = re.sub(r"(!?)\[([^]]*)\]\(([^):#]+)(?:#[^)]*)?\)", link, text)
     text = re.sub(r"`pytest [^`]*`", lambda proof: re.sub(f" {gone.path.pattern}", "", proof[0]), text)
-    text = re.sub(r"^\|.*`pytest( -k \w+)?`.*\n", "", text, flags=re.MULTILINE)  # a promise without a proof
+    text = re.sub(r"^\|.*`pytest( -k \w+)?`.*\n", "", text, flags=re.MULTILINE)  # a promise without a test
     return re.sub(r"^\|.*\n", row, text, flags=re.MULTILINE)
 
 
@@ -279,7 +279,7 @@ def imported(text: str) -> set[str]:
 
 
 def project(text: str, gone: Gone, unused: set[str]) -> str:
-    """pyproject.toml without packages that nothing imports any more, and without folders that go."""
+    """pyproject.toml without packages that nothing imports any more, and without removed folders."""
     for package in re.findall(r'"([\w-]+)>=', text):
         if package.replace("-", "_") in unused:
             text = re.sub(rf'^ *"{package}>=[^"]*",.*\n|"{package}>=[^"]*"(, )?', "", text, flags=re.MULTILINE)
@@ -293,7 +293,7 @@ def project(text: str, gone: Gone, unused: set[str]) -> str:
 
 
 def edited(files: Texts, gone: Gone) -> dict[str, str]:
-    """What is left of all text files."""
+    """The remaining text files, edited."""
     left = {name: text for name, text in files.items() if name not in gone.paths}
     before, after = ({name for it in some for name in imported(some[it]) if it[-3:] == ".py"} for some in (files, left))
     packages = project(files.get("pyproject.toml", ""), gone, before - after)
@@ -314,7 +314,7 @@ def edited(files: Texts, gone: Gone) -> dict[str, str]:
 
 
 def renamed(files: Texts, name: str) -> dict[str, str]:
-    """The contents of all files, with the package's other name."""
+    """The contents of all files, with the package's new name."""
     changed = {file: text.replace(NAME, name) for file, text in files.items()}
     if len(name) > len(NAME) and (project := changed.get("pyproject.toml")):  # accept lines that become too long
         changed["pyproject.toml"] = project.replace("\nignore = [\n", '\nignore = [\n  "E501",\n', 1)
@@ -326,11 +326,12 @@ def renamed(files: Texts, name: str) -> dict[str, str]:
 
 
 def apply(files: Texts, gone: set[str], left: Texts, name: str) -> int:
-    """Make the checkout so, and stage it; returns how many files are new or changed.
+    """Apply the changes to the checkout and stage them; returns how many files are new or changed.
 
-    All is written beside first, and then moved. If a move or git fails, or a signal comes, all is moved back.
+    Everything is written to a temporary folder first, and then moved. If a move or git fails, or a signal comes,
+    everything is moved back.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # for git as well; they are asked for below
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # for git as well; the loop below checks for them
     names = {file: file.replace(NAME, name) for file in tracked() - gone}  # with those that they will have
     fresh = {file: to for file, to in names.items() if file != to or files.get(file) != left.get(file)}
     with tempfile.TemporaryDirectory(prefix=".make_it_yours-", dir=ROOT) as folder:
@@ -361,7 +362,7 @@ def apply(files: Texts, gone: set[str], left: Texts, name: str) -> int:
 
 
 def tidy(empty: Iterable[str]) -> None:
-    """Delete folders that have no file of git's any more; what Python has left in one would make it a package."""
+    """Delete folders without tracked files; leftovers of Python in one would make it a package."""
     for folder in sorted(empty, reverse=True):
         shutil.rmtree(ROOT / folder / "__pycache__", ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -369,7 +370,7 @@ def tidy(empty: Iterable[str]) -> None:
 
 
 def make_it(name: str, without: list[str]) -> None:
-    """Check, compute, write, and say what has been done."""
+    """Check, compute, write, and print what was done."""
     for component in without:
         if component not in COMPONENTS:
             refuse(f"--without {component}: unknown; choose from {', '.join(COMPONENTS)}")
@@ -381,16 +382,16 @@ def make_it(name: str, without: list[str]) -> None:
     left = edited(files, Gone(components, gone, files)) if gone else files
     count = apply(files, gone, renamed(left, name) if name != NAME else left, name)
     if gone:
-        print(f"took out {', '.join(components)}: {len(gone)} files")
+        print(f"removed {', '.join(components)}: {len(gone)} files")
     if name != NAME:
         print(f"renamed {NAME} to {name}")
     print(f"{count} files are new or changed. Nothing is committed; git reset --hard undoes it. Next:")
-    print("  write your task (docs/tasks.md), and keep of README.md and docs/ what is true of your job")
+    print("  write your task (docs/tasks.md), and shorten README.md and docs/ to what is true of your job")
     print("  make format lint test")
 
 
 def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
-    """Write a project of the user's own beside this checkout."""
+    """Write a small project beside this checkout."""
     try:
         thin, origin = ours("cli.new.project"), ours("cli.new.source")
     except ModuleNotFoundError:
@@ -409,9 +410,9 @@ def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
 
 
 def main() -> None:
-    """Do it, or say in a line why not."""
+    """Do it, or print one line why not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", metavar="NAME", help="what you will import, e.g. mytrainer")
+    parser.add_argument("name", metavar="NAME", help="name of your package, e.g. mytrainer")
     parser.add_argument("--without", metavar="COMPONENT", nargs="+", default=[], help=", ".join(COMPONENTS))
     thin = parser.add_argument_group("with --thin")
     thin.add_argument("--thin", action="store_true", help="write a small project beside this checkout")

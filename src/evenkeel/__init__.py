@@ -2,15 +2,15 @@
 
 `train.py` uses only these names, and so may a training script of your own:
 
-    Task            what is trained on what: data, model, loss, metrics; the one thing a user must write
+    Task            data, model, loss, metrics; the only thing that a user must write
     parse           the command line: options and the task
     start           run a main function: exit codes, one-line errors, `python train.py -n 2 -g 4`
-    Run             one run across all restarts: its steps, and what is saved and told after them
+    Run             one run across all restarts: its steps, and what is saved and logged after them
     DistributedLoss the model and a loss on all ranks; from `Run.distribute`
     clip_grad_norm  scale the gradient down to a norm, and return the norm
     evaluate        --eval-only
     Classification, secret, constants   for tasks: see their docstrings
-    announce        say on a terminal that imports take seconds
+    announce        print on a terminal that imports take seconds
 """
 
 import io
@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 
 
 def _need_packages() -> None:
-    """Raise one line with the remedy where another Python than that of `make setup` has found this package."""
+    """Raise one line with the remedy if a Python other than that of `make setup` imports this package."""
     if missing := [name for name in ("torch", "tyro") if find_spec(name) is None]:
         line = f"{sys.executable} has no package {missing[0]}; type `. .venv/bin/activate`, or first `make setup`"
         raise ModuleNotFoundError(line, name=__name__)  # by this name `python -m evenkeel` prints no traceback
@@ -46,9 +46,9 @@ _need_packages()
 
 
 def _keep_streams() -> None:
-    """Point closed standard streams (`>&-`) at /dev/null, or a checkpoint opened in their place would get the output.
+    """Open closed standard streams (`>&-`) as /dev/null, else a checkpoint could be opened in their place.
 
-    And let stdout escape a path that it cannot encode, instead of ending the run.
+    Also let stdout escape a path that it cannot encode, instead of ending the run.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -90,7 +90,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is exported when it is asked for: launchers and commands need no torch, which takes two seconds."""
+    """Import exported names on demand: launchers and commands need no torch, which takes two seconds."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f".{home}", __name__), name)

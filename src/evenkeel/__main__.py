@@ -1,4 +1,4 @@
-"""Begin a project, check machines, plan a job, watch and report its runs, predict, compare, try what a job survives."""
+"""Start a project, check machines, plan a job, watch and report runs, predict, compare, test what a job survives."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ COMMANDS = {
     "profile": "cli.profile.ProfileCommand",
     "scaling": "cli.scaling.command.ScalingCommand",
 }
-"""Where each command is. Any of these modules may be deleted."""
+"""The place of each command. Any of these modules may be deleted."""
 
 
 def subcommands() -> dict[str, Callable[..., Any]]:
-    """The commands that are there, by name."""
+    """The existing commands, by name."""
     found = {}
     for name, place in COMMANDS.items():
         module, _, kind = place.rpartition(".")
@@ -58,7 +58,7 @@ def main() -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     known = subcommands()
     if not known:
-        raise Refusal("there are no commands: all of them have been deleted from this copy")
+        raise Refusal("there are no commands: all have been deleted from this copy")
     refuse_empty(arguments[:cut], *known.values())
     _refuse_unknown(arguments[:cut], known)
     prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"

@@ -60,7 +60,7 @@ ODDER = [type("Odder", (pooled,), {}) for pooled in optional("tasks.segment.Pool
 @pytest.mark.parametrize("kind", [Odd, *ODDER])
 def test_a_batchnorm_of_its_own_kind_is_refused_by_name_and_nothing_is_changed(kind: type[nn.Module]) -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.ReLU(), kind(3)))
-    with pytest.raises(Refusal, match=rf"--sync-batchnorm: 1\.1 is a {kind.__name__}, a BatchNorm of its own kind"):
+    with pytest.raises(Refusal, match=rf"--sync-batchnorm: 1\.1 is a {kind.__name__}, a custom BatchNorm"):
         synchronise(model, Plan(6, 6, 6, 1), World(0, 0, 1, 1, CPU, launched=False))
     assert type(model[0]) is nn.BatchNorm2d
 

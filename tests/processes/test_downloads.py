@@ -239,7 +239,7 @@ def test_pretrained_weights_are_downloaded_once_checked_and_never_unpickled(
     tell(monkeypatch, weights={"squeezenet1_1": server.url + name})
     refused = refusal(WORKER, "squeezenet1_1")
     assert refused.startswith("evenkeel: --pretrained --model squeezenet1_1: not found, and the download failed (inv")
-    assert f"put {name} into {cache}; TORCH_HOME names another place" in refused
+    assert f"put {name} into {cache}; TORCH_HOME sets another folder" in refused
     server.files[name] = buffer.getvalue()
     server.asked.clear()
     done = finish_all([fork(WORKER, "squeezenet1_1") for _ in range(2)])
@@ -247,4 +247,4 @@ def test_pretrained_weights_are_downloaded_once_checked_and_never_unpickled(
     assert server.asked == {name: 1}
     torch.save({"weights": print}, cache / name)  # as a pickle that names a function
     refused = refusal(WORKER, "squeezenet1_1")
-    assert f"{cache / name} cannot be read (Weights only load failed" in refused
+    assert f"cannot read {cache / name} (Weights only load failed" in refused

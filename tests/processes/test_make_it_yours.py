@@ -41,7 +41,7 @@ def test_a_renamed_copy_without_most_components(copy: Path, tmp_path: Path) -> N
     left_by_python = copy / "src" / "evenkeel" / "cli" / "chaos" / "__pycache__"
     left_by_python.mkdir()
     said = run(command(copy, "mytrainer", "--without", *without), cwd=copy).stdout
-    assert f"took out {', '.join(without)}: " in said
+    assert f"removed {', '.join(without)}: " in said
     assert "renamed evenkeel to mytrainer" in said
     assert not (copy / "src" / "evenkeel").exists(), "or it would be a package still"
     run(["git", "grep", "-l", "evenkeel", "--", ":!tests/fixtures"], cwd=copy, expect=1)  # nowhere

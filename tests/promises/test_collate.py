@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.components import has
 from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, records, run_forked
 from tests.support.readme import blocks
-from tests.support.rooms import has
 from tests.support.small_runs import SUPPORT, options, signal_ranks_at, the_line, trained, weights_of
 
 TASKS = SUPPORT / "ragged_task.py"

@@ -48,7 +48,7 @@ def test_a_run_is_that_of_one_process_with_the_whole_batch_and_the_same_bits_on_
     first, second = fork_ranks(2, TRAIN, *options)
     refused = checked(finish(first), 2)
     kill_group(second)  # which leaves the speaking to the first, and waits for torchrun to end it
-    assert "needs a rank of its own, but there are only 2; start 3 ranks" in refused.stderr
+    assert "needs its own rank, but there are only 2; start 3 ranks" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     trained(5, options)
     assert read(run_dir)["world_sizes"] == [4, 3, 5]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.components import has
 from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, records, run_forked, start, torchrun
-from tests.support.rooms import has
 from tests.support.small_runs import (
     SUPPORT,
     ended,

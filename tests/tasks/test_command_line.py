@@ -243,8 +243,8 @@ def test_the_run_directory_holds_the_values_of_options(folder: Path) -> None:
         ("runs/{lrr}", "there is no option lrr; there are task, epochs"),
         ("runs/{}", "there is no option {}; "),
         ("runs/{task.__class__}", "there is no option task.__class__; "),
-        ("runs/{lr", "a brace stands alone"),
-        ("runs/lr}", "a brace stands alone"),
+        ("runs/{lr", "unmatched brace"),
+        ("runs/lr}", "unmatched brace"),
     ):
         with pytest.raises(Refusal) as caught:
             run_dir(template)
@@ -296,7 +296,7 @@ def test_help_lists_every_option_with_its_default(
         (["--learnign_rate=0.1"], ["--learnign_rate=0.1; did you mean --lr?"]),
         (["--amp"], ["--amp: here it is --precision bf16 or --precision fp16"]),
         (["--learning_rate=3"], ["--learning_rate: here it is --lr ("]),
-        (["--resume", "auto"], ["--resume: nothing to type: the same command continues where it stopped"]),
+        (["--resume", "auto"], ["--resume: not needed: the same command continues where it stopped"]),
         (["-b", "64"], ["-b: here it is --batch-size, of all processes together"]),
         (
             ["--task", "tests.support.recording_task:Recorded", "--model", "x"],

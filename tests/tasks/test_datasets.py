@@ -42,7 +42,7 @@ def test_an_idx_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     write_idx(tmp_path / "MNIST" / "raw")
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(Refusal, match=r"^--dataset mnist: its files in .* cannot be read \(.+\); delete them"):
+    with pytest.raises(Refusal, match=r"^--dataset mnist: cannot read its files in .* \(.+\); delete them"):
         Classify(dataset="mnist", data_dir=tmp_path).train_dataset()
 
 
@@ -118,7 +118,7 @@ def test_what_is_no_folder_of_images_is_refused(tmp_path: Path) -> None:
             assert [task.train_dataset(), task.test_dataset()]
         return str(caught.value)
 
-    assert f"is no image folder ({tmp_path / 'train'}: No such file" in refusal()
+    assert f"is not an image folder ({tmp_path / 'train'}: No such file" in refusal()
     (tmp_path / "train").mkdir()
     assert "has no folders); --dataset imagefolder reads" in refusal()
     (tmp_path / "train" / "a").mkdir()
@@ -226,7 +226,7 @@ def test_a_bad_sample_has_a_stand_in_of_its_own_in_each_epoch(tmp_path: Path, ca
     assert len(caplog.records) == 2, "each file once"
     for path in paths:
         path.write_bytes(b"no image at all")
-    with pytest.raises(BadSample, match="nor do 100 others that were drawn in its place"):
+    with pytest.raises(BadSample, match="nor do 100 others that were drawn instead"):
         train[7]
 
 

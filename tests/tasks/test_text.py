@@ -116,11 +116,11 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(Refusal, match=said):
             tokens_of(tmp_path / text, Tokenizer(tokenizer), tmp_path / kept)
 
-    refused("^--text .*odd.bin: 3 bytes are no uint16 tokens of --tokenizer bytes$", "odd.bin")
+    refused("^--text .*odd.bin: 3 bytes are not uint16 tokens of --tokenizer bytes$", "odd.bin")
     refused("^--text .*nowhere: no such file or folder$", "nowhere")
     refused("^--text .*empty: has no .txt files$", "empty")
-    refused("^--data-dir .*a.txt: cannot keep the tokens there: File exists$", "a.txt", kept="a.txt")
-    refused("^--tokenizer 300: a number of tokens makes none of a text; use bytes or a file$", "a.txt", "300")
+    refused("^--data-dir .*a.txt: cannot write the tokens there: File exists$", "a.txt", kept="a.txt")
+    refused("^--tokenizer 300: a number cannot tokenize text; use bytes or a tokenizer.json$", "a.txt", "300")
     refused("^--tokenizer 1: a vocabulary has from 2 to", "a.txt", "1")
     refused("^--tokenizer gpt2: no such file; give bytes, a tokenizer.json or the size", "a.txt", "gpt2")
     monkeypatch.setitem(sys.modules, "tokenizers", None)

@@ -4,7 +4,7 @@ inductor works in a folder of this node, because a compiler on a shared file sys
 the run directory, and a start on any node of the same kind unpacks them. torch's own
 `torch.compiler.save_cache_artifacts` leaves out the libraries that g++ has made.
 
-These files are code that will be run: they are taken only if they belong to this user and are open to nobody else.
+These files are code that will be run: they are used only if they belong to this user and no other user can open them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CompiledCode:
                     archive.extractall(self.folder)
                     self._packed = set(archive.namelist())
         except Exception as why:  # zipfile raises nearly everything: it is encrypted, of an unknown method, ...
-            self._begin_anew()  # a part of it might be half a library
+            self._begin_anew()  # it might have an incomplete library
             return f"{self.archive}: {why or type(why).__name__}: it is not used, and the model is compiled again"
         return ""
 

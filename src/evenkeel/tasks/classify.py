@@ -24,10 +24,10 @@ from .decoding import Decode
 from .digits import digits
 
 PHOTOGRAPH = 224
-"""Default height and width of what is cut out of images that have each their own size."""
+"""Default height and width of crops, if images have different sizes."""
 
 AUXILIARY_WEIGHT = 0.4
-"""Of the losses of a network's auxiliary outputs."""
+"""Weight of the losses of a network's auxiliary outputs."""
 
 
 @dataclass
@@ -59,26 +59,26 @@ class Classify(Classification):
     on_bad_sample: Annotated[datasets.OnBadSample, NAME] = "raise"
     """If an image file does not decode: raise (end the run) or skip (use another image instead)."""
     decode: Annotated[Decode, NAME] = "auto"
-    """Decode image files: exact (whole, by Pillow), fast (what is seen) or auto (as the run began; a new one fast)."""
+    """Decode image files: exact (whole, by Pillow), fast (the visible part) or auto (as before; new runs: fast)."""
     fake_samples: int = option(1000, 5)
     """Training samples of --dataset fake."""
     fake_classes: int = option(10, 1, 2**20)
     """Classes of --dataset fake."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset({"on_bad_sample"})  # so that a run that it ended can continue
+    harmless: ClassVar[frozenset[str]] = frozenset({"on_bad_sample"})  # so that a run that it has ended can continue
     earlier: ClassVar[Mapping[str, Any]] = {"decode": "exact"}
 
     def __post_init__(self) -> None:
         if self.model_ == models.OWN and self.image_size == 1:
-            raise Refusal("--image-size 1: must be at least 2, or 0 for the data set's own")
+            raise Refusal("--image-size 1: must be at least 2, or 0 for the data set's own size")
         models.check_model_name(self.model_)
         if self.pretrained:
             models.published_weights(self.model_)
         if self.mixup or self.cutmix:
-            importlib.import_module("torchvision")  # before the run begins, so that its fingerprint has the version
+            importlib.import_module("torchvision")  # before the run starts, so that its fingerprint has the version
 
     def options(self) -> dict[str, Any]:
-        """All options, but for `decode` where there is nothing to decode: it must not keep such a run from going on."""
+        """All options, but not `decode` if there is nothing to decode: it must not prevent a resume of such a run."""
         found = super().options()
         return found if self.dataset == "imagefolder" else {name: found[name] for name in found if name != "decode"}
 
@@ -90,7 +90,7 @@ class Classify(Classification):
         return replace(self, decode=earlier)
 
     def train_dataset(self) -> SizedDataset:
-        """Images [C, H, W] in uint8, and labels; whole micro-batches of them if there is nothing to do for each."""
+        """Images [C, H, W] in uint8, and labels; in whole micro-batches if no image needs separate work."""
         if self.dataset == "imagefolder":
             return self._photographs("train")
         whole = self._in_one_size(train=True)
@@ -159,7 +159,7 @@ class Classify(Classification):
         return super().predict(model, (self.inputs(batch[0]), batch[1]))
 
     def read_image(self, path: Path) -> Any:
-        """An image file as the test data's images are, and no label."""
+        """An image file in the form of the test data's images, without a label."""
         if self.dataset != "imagefolder":
             return datasets.in_the_form_of(self.dataset, datasets.read_image(path), self._size_in_the_data), -1
         from .augmentation import look_at_photographs, of_photographs
@@ -169,7 +169,7 @@ class Classify(Classification):
         return datasets.read_image(path, look_at_photographs("none", self.size)), -1
 
     def class_names(self) -> list[str]:
-        """Those of the folders or of the data set, where they are known."""
+        """Names of the folders or of the data set's classes, if they are known."""
         if self.dataset == "imagefolder":
             return datasets.folder_classes(self.data_dir)
         return datasets.CLASS_NAMES.get(self.dataset, " ".join(map(str, range(self.classes)))).split()

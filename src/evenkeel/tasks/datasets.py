@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class About(NamedTuple):
-    """What a network must know of a data set."""
+    """Facts about a data set that a network needs."""
 
     channels: int
     size: int  # height and width in pixels; 0: each image has its own
@@ -72,7 +72,7 @@ def published(name: Name, root: Path, train: bool) -> InMemory:
     except (OSError, RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
         reason = str(error).split("\n")[0] or type(error).__name__
         raise Refusal(
-            f"--dataset {name}: its files in {root} cannot be read ({reason}); delete them to download them again"
+            f"--dataset {name}: cannot read its files in {root} ({reason}); delete them to download them again"
         ) from None
     if isinstance(read.data, Tensor):
         return InMemory(read.data.unsqueeze(1), torch.as_tensor(read.targets))
@@ -80,7 +80,7 @@ def published(name: Name, root: Path, train: bool) -> InMemory:
 
 
 class Fake(Dataset[Any]):
-    """Images of noise, each made from its number alone, for benchmarks. Sample i is of class i modulo `classes`."""
+    """Images of noise, each a function of its number, for benchmarks. Sample i is of class i modulo `classes`."""
 
     def __init__(self, samples: int, size: int, classes: int, first: int = 0) -> None:
         self.samples, self.size, self.classes, self.first = samples, size, classes, first
@@ -123,8 +123,8 @@ class BadSample(EndedByData):
 class ImageFolder(Dataset[Any]):
     """Image files in folders, ROOT/train/CLASS/FILE and ROOT/val/CLASS/FILE, as ImageNet's are laid out.
 
-    In place of a file that does not decode there is another training sample, if `on_bad_sample` is "skip", drawn with
-    the random numbers of the bad one, so that it is the same one wherever it is loaded; in the test, a black image with
+    If `on_bad_sample` is "skip", another training sample replaces a file that does not decode. It is drawn with the
+    random numbers of the bad one, so that it is the same wherever it is loaded; in the test, a black image with
     the label -1. `look` says what is seen of an image; None: all of it.
     """
 
@@ -173,7 +173,7 @@ class ImageFolder(Dataset[Any]):
                 return self._decode(other), int(self.labels[other])
             except BadSample as bad:
                 self._log(other, bad)
-        raise BadSample(f"{self._name(index)} does not decode, nor do 100 others that were drawn in its place")
+        raise BadSample(f"{self._name(index)} does not decode, nor do 100 others that were drawn instead")
 
     def _decode(self, index: int) -> Tensor:
         """An image, [3, H, W], or what is seen of it. Raises what :func:`read_image` raises."""
@@ -230,8 +230,8 @@ def folder_classes(root: Path) -> list[str]:
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
     raise Refusal(
-        f"--data-dir {root}: is no image folder ({reason}); --dataset imagefolder reads {root}/train/CLASS/*.jpg and "
-        f"{root}/val/CLASS/*.jpg, as ImageNet is laid out"
+        f"--data-dir {root}: is not an image folder ({reason}); --dataset imagefolder reads {root}/train/CLASS/*.jpg "
+        f"and {root}/val/CLASS/*.jpg, as ImageNet is laid out"
     )
 
 

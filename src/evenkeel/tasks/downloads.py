@@ -17,7 +17,7 @@ from ..common.errors import Refusal
 
 
 def fetch(lock: Path, whole: Callable[[], bool], download: Callable[[], object], what: str, remedy: str) -> None:
-    """Download files unless they are there. Of several processes one does it; if it fails, those that waited fail too.
+    """Download files unless they exist. One of several processes does it; if it fails, the waiting ones fail too.
 
     Args:
         lock: a file beside them, locked by `fcntl`, which works on NFS. It holds why the last download failed.
@@ -106,6 +106,6 @@ def fetch_weights(weights: Any, name: str) -> Path:
     def download() -> None:
         torch.hub.download_url_to_file(weights.url, str(file), digest[1], progress=False)
 
-    remedy = f"put {file.name} into {file.parent}; TORCH_HOME names another place"
+    remedy = f"put {file.name} into {file.parent}; TORCH_HOME sets another folder"
     fetch(file.with_name(f".evenkeel-{file.name}.lock"), file.is_file, download, f"--pretrained --model {name}", remedy)
     return file

@@ -1,4 +1,4 @@
-"""The built-in task `lm`: a small language model on any text, byte by byte unless a tokenizer is named."""
+"""The built-in task `lm`: a small language model on any text, byte by byte unless there is a tokenizer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Lm(Task):
     data_dir: Path = Path("data")
     """Folder for the tokens made from --text."""
     held_out: float = option(0.1, 1e-9, BELOW_1)
-    """Share at the end of the text that is not trained on: half for validation, half for the test."""
+    """Share of the text, at its end, that is not trained on: half for validation, half for the test."""
     seq_len: int = option(128, 1, 2**24)
-    """Tokens that are predicted in a sample."""
+    """Predicted tokens per sample."""
     across_documents: Flag = False
     """Let attention cross the boundaries of documents, which is faster."""
     width: int = option(64, 2, 2**16)
@@ -44,7 +44,7 @@ class Lm(Task):
     dropout: float = option(0.0, 0, BELOW_1)
     """Dropout probability of each block's output."""
     activation_checkpointing: Flag = False
-    """Compute activations again in the backward pass: less memory, more time, the same bits."""
+    """Recompute activations in the backward pass: less memory, more time, the same bits."""
 
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("loss", "min")
     harmless: ClassVar[frozenset[str]] = frozenset({"text", "activation_checkpointing"})  # digests tell other data
@@ -75,7 +75,7 @@ class Lm(Task):
         return train, validation, test
 
     def train_dataset(self) -> Windows:
-        """Windows from the beginning of the text, int64 [seq_len + 1]: what is read, and one further what follows."""
+        """Windows from the beginning of the text, int64 [seq_len + 1]: inputs, and shifted by one the targets."""
         return self._windows[0]
 
     def validation_dataset(self) -> Windows:
@@ -93,7 +93,7 @@ class Lm(Task):
         return Decoder(size, self.width, self.heads, self.layers, self.dropout, end, again)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Nats per token. All training windows have as many tokens, so no token counts more than another."""
+        """Nats per token. All training windows have the same number of tokens, so all tokens count equally."""
         return self._nats(model, batch).mean()
 
     def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class Lm(Task):
     predict = metrics
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Nats per token over all tokens, perplexity, and of bytes the bits."""
+        """Nats per token over all tokens, perplexity, and for bytes the bits per byte."""
         loss = float(means["nats"] / means["tokens"])
         bits = {"bits_per_byte": loss / log(2)} if self.tokenizer == "bytes" else {}
         return {"loss": loss, "perplexity": exp(min(loss, 700.0)), **bits}

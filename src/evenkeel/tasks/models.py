@@ -53,7 +53,7 @@ def check_model_name(name: str) -> None:
     """Refuse an unknown name, and suggest similar ones."""
     if name == OWN:
         return
-    import torchvision  # takes seconds, which the default job does without
+    import torchvision  # takes seconds, and the default job does not need it
 
     if name in (names := torchvision.models.list_models(module=torchvision.models)):
         return
@@ -115,15 +115,15 @@ def _pretrained(name: str, weights: Any) -> Any:
 
     file = fetch_weights(weights, name)
     try:
-        # torchvision unpickles whatever is in the file, so make sure that it has tensors and nothing else
+        # torchvision unpickles anything in the file, so check that it has only tensors
         torch.load(file, map_location="meta", weights_only=True)
         model = torchvision.models.get_model(name, weights=weights)
     except (RuntimeError, OSError, EOFError, KeyError, UnpicklingError, BadZipFile) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refusal(
-            f"--pretrained --model {name}: {file} cannot be read ({reason}); delete it to download it again"
+            f"--pretrained --model {name}: cannot read {file} ({reason}); delete it to download it again"
         ) from None
-    if name == "inception_v3":  # torchvision does so for googlenet, but has no option for it here
+    if name == "inception_v3":  # torchvision does this for googlenet only
         model.aux_logits, model.AuxLogits = False, None
     return model
 
@@ -146,7 +146,7 @@ def outputs_of(module: nn.Module) -> int:
 
 
 def try_shape(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Run the network on meta tensors, which takes no time and no memory; raises what that raises."""
+    """Run the network on meta tensors, which takes no time and no memory; raises its errors."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     empty = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():

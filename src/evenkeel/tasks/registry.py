@@ -1,4 +1,4 @@
-"""From --task to a class: a built-in task by name, or a class of the user's in a file or package."""
+"""From --task to a class: a built-in task by name, or a user's class in a file or package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..run.records import read_config
 from ..training.task import Task
 
 BUILT_IN = {"classify": "Classify", "regress": "Regress", "segment": "Segment", "lm": "Lm"}
-"""Tasks by the names of their modules here, which may have been deleted; imported when they are asked for."""
+"""Tasks by the names of their modules here, which may have been deleted; imported on demand."""
 
 
 def built_in() -> list[str]:
@@ -25,7 +25,7 @@ def built_in() -> list[str]:
 def default_task() -> tuple[str, str]:
     """The task of a job without --task: `task` of [tool.evenkeel] in the project's pyproject.toml, else a built-in one.
 
-    Also how errors name it: by that file, or by --task.
+    Also the label for errors: that file, or --task.
 
     The project is the working folder, else that of the script (train.py, or a launcher in a folder beside it), else a
     queued job's copy of the code. It is put on the path for imports, so that MODULE:CLASS is found from any folder.
@@ -53,7 +53,7 @@ def default_task() -> tuple[str, str]:
 def load_task(name: str, label: str = "") -> type[Task]:
     """The class behind --task: a built-in by name, else FILE.py:CLASS or PACKAGE.MODULE:CLASS.
 
-    `label` is how errors name it; default: by --task.
+    `label` begins errors about it; default: --task NAME.
 
     Raises:
         Refusal: no such task, or its file fails to import (says at which line and why).
@@ -95,14 +95,14 @@ def _import_file(label: str, path: Path) -> Any:
     known = sys.modules.get(path.stem)
     if spec is None or spec.loader is None or (known and getattr(known, "__file__", None) != spec.origin):
         raise Refusal(f"{label}: the module name '{path.stem}' is taken or not allowed; rename the file")
-    if known:  # by a keeper, and some files may be executed only once in a process
+    if known:  # a keeper has imported it, and some files may run only once in a process
         return known
     sys.path.insert(0, str(path.resolve().parent))
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[path.stem]  # or whoever asks again would get the half of it
+        del sys.modules[path.stem]  # else the next import would find it incomplete
         raise
     return module
 
@@ -114,7 +114,7 @@ def _import_module(name: str, module: str) -> Any:
 
 
 def _as_submitted(path: Path) -> Path:
-    """The same path in the copy of the code that a queued job has, whatever has become of the original since."""
+    """The same path in a queued job's copy of the code, because the original may have changed."""
     code, origin = os.environ.get("EVENKEEL_CODE"), os.environ.get("EVENKEEL_ORIGIN")
     if not (code and origin):
         return path

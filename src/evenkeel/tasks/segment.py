@@ -195,7 +195,7 @@ def segmenter(backbone: Backbone) -> nn.Module:
 
 
 class PooledNorm(nn.BatchNorm2d):
-    """BatchNorm after DeepLab's global pooling, where a batch of one sample has one value for each channel.
+    """BatchNorm after DeepLab's global pooling, where a batch of one sample has one value per channel.
 
     torch raises an error there, but the last micro-batch of an epoch may be such a one; it is normalised with the
     running statistics, which stay as they are. Names in the state dict are those of `nn.BatchNorm2d`.

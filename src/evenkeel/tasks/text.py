@@ -27,13 +27,13 @@ from ..common.errors import EndedByData, Refusal
 from ..common.files import lock, write_atomically
 
 BUILT_IN = Path(__file__).parents[1] / "assets" / "persuasion.txt"
-"""What comes with Evenkeel (assets/persuasion.md)."""
+"""The text that comes with Evenkeel (assets/persuasion.md)."""
 
 FORM_FEED = b"\f"
 """Between two documents in a file."""
 
 PIECE = 1 << 24
-"""Bytes of a text that are held in memory, where a token is a byte."""
+"""Bytes of a text that are in memory at a time, where a token is a byte."""
 
 PAD = -1
 """In place of a token after the end of the stream."""
@@ -66,7 +66,7 @@ class Tokenizer:
     def encode(self, text: bytes) -> NDArray[Any]:
         """The tokens of a document, without `end`. Refused if the vocabulary is unknown."""
         if self.name.isdecimal():
-            raise Refusal(f"--tokenizer {self.name}: a number of tokens makes none of a text; use bytes or a file")
+            raise Refusal(f"--tokenizer {self.name}: a number cannot tokenize text; use bytes or a tokenizer.json")
         if self._library:
             return np.array(
                 self._library.encode(text.decode(errors="replace"), add_special_tokens=False).ids, self.dtype
@@ -116,11 +116,11 @@ def tokens_of(text: Path | None, tokenizer: Tokenizer, kept_in: Path) -> NDArray
         raise Refusal(f"--text {path}: " + ("has no .txt files" if path.is_dir() else "no such file or folder"))
     for file in files:
         if not os.access(file, os.R_OK):
-            raise Refusal(f"--text {file}: you may not read it; mend its permissions")
+            raise Refusal(f"--text {file}: no permission to read it; fix its permissions")
     if path.is_dir() or path.suffix != ".bin":
         path = _tokenized(files, tokenizer, kept_in)
     if not (size := path.stat().st_size) or size % tokenizer.dtype.itemsize:
-        raise Refusal(f"--text {path}: {size} bytes are no {tokenizer.dtype} tokens of --tokenizer {tokenizer.name}")
+        raise Refusal(f"--text {path}: {size} bytes are not {tokenizer.dtype} tokens of --tokenizer {tokenizer.name}")
     return np.memmap(path, tokenizer.dtype, mode="r")
 
 
@@ -162,7 +162,7 @@ def _tokenized(files: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> Pat
                 print(f"evenkeel: --text: tokenizing {len(files)} files to {path}", file=sys.stderr, flush=True)
                 write_atomically(path, write)
     except OSError as error:
-        raise Refusal(f"--data-dir {folder}: cannot keep the tokens there: {error.strerror or error}") from None
+        raise Refusal(f"--data-dir {folder}: cannot write the tokens there: {error.strerror or error}") from None
     return path
 
 
@@ -193,7 +193,9 @@ class Windows(Dataset[Tensor]):
         begin = self.start + index * self.length
         found = self.tokens[begin : min(begin + self.length + 1, self.stop)].astype(np.int64)
         if (largest := int(found.max())) >= self.size:
-            raise EndedByData(f"--text: has a token {largest}, and --tokenizer has {self.size}; name the one it is of")
+            raise EndedByData(
+                f"--text: has a token {largest}, but --tokenizer has {self.size}; name the tokenizer of this file"
+            )
         return torch.from_numpy(np.pad(found, (0, self.length + 1 - len(found)), constant_values=PAD))
 
     def __getstate__(self) -> dict[str, Any]:

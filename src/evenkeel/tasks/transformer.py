@@ -1,4 +1,4 @@
-"""The network of `lm`: a decoder-only transformer as the Llama family has it.
+"""The network of `lm`: a decoder-only transformer like the Llama family.
 
 Norms before each part (RMSNorm), rotary positions (RoPE), SwiGLU, no biases. SwiGLU, because it has the lower loss at
 the same number of parameters (Shazeer, "GLU Variants Improve Transformer", 2020). The output layer shares its matrix
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 def same_document(tokens: Tensor, end: int) -> Tensor:
-    """Which places each place may attend to: those before it and itself, back to the last `end`. Bool
+    """The places that each place may attend to: itself and those before it, back to the last `end`. Bool
     [samples, 1, length, length] of tokens [samples, length]."""
     document = (tokens == end).cumsum(1)
     return (document[:, None, :, None] == document[:, None, None, :]).tril()

@@ -93,7 +93,7 @@ def facts(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Found
 def built(config: Config, task: Task) -> nn.Module:
     """The model with its first weights."""
     model = build_model(config, task)
-    seed_task(config.seed, "loss")  # nobody has drawn yet
+    seed_task(config.seed, "loss")  # before any random draw
     return model
 
 

@@ -1,4 +1,4 @@
-"""In which all ranks take part: collectives right and how fast, clocks, who has which device, who is slow."""
+"""Checks of all ranks together: results and speed of collectives, clocks, devices, slow ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAYLOAD = 4 << 20
 """Elements of float32 in a timed collective: 16 MiB, somewhat less than a bucket of DDP (25 MiB)."""
 
 CLOCK_WARNS, CLOCK_FAILS = 0.5, 2.0
-"""Seconds between two clocks. Heartbeats of torchrun carry the sender's time; a node is lost after 5 s without one."""
+"""Seconds between two clocks. torchrun's heartbeats have the sender's time; a node is lost after 5 s without one."""
 
 SLOW = 0.5
 """Share of the median speed below which a rank is an outlier: all ranks wait for it in each step."""
@@ -41,24 +41,24 @@ def connect(world: World, store: Store, seconds: float) -> list[Finding]:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Because gloo of some torch versions says on stdout that it is connected, which belongs to --json."""
-    kept = os.dup(1)
+    """Because gloo of some torch versions prints on stdout that it is connected, which breaks --json."""
+    saved = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def collectives(world: World) -> Iterator[Finding]:
-    """all-reduce, all-to-all and broadcast: each once to be checked, then three times to be timed."""
+    """all-reduce, all-to-all and broadcast: each once to check it, then three times to time it."""
     ranks, rank, device = world.world_size, world.rank, world.device
     each = -(-PAYLOAD // ranks)
     size = each * ranks * 4
     ones, others = torch.ones(each * ranks, device=device), torch.arange(ranks, device=device)
     sent, received = ((it * 1.0).repeat_interleave(each) for it in (rank * ranks + others, others * ranks + rank))
-    checks: dict[str, tuple[Callable[[Tensor], object], Tensor, Tensor]] = {  # what is called, with what, for what
+    checks: dict[str, tuple[Callable[[Tensor], object], Tensor, Tensor]] = {  # the call, its input, the expected output
         "all-reduce": (dist.all_reduce, ones * (rank + 1), ones * ranks * (ranks + 1) / 2),
         "all-to-all": (lambda got: dist.all_to_all_single(got, sent), ones * -1, received),
         "broadcast": (lambda it: dist.broadcast(it, src=ranks - 1), ones * rank, ones * (ranks - 1)),
@@ -67,7 +67,7 @@ def collectives(world: World) -> Iterator[Finding]:
         right, spent = True, 0.0
         for number in range(4):
             tensor = given.clone()
-            dist.all_reduce(torch.zeros(1))  # all begin together
+            dist.all_reduce(torch.zeros(1))  # start together
             start = time.perf_counter()
             call(tensor)
             right = torch.equal(tensor, wanted) and right
@@ -82,7 +82,7 @@ def collectives(world: World) -> Iterator[Finding]:
 
 
 def clocks(world: World) -> Iterator[Finding]:
-    """How far the clocks of the ranks are apart: the least that five readings together show for each rank."""
+    """How far the clocks of the ranks are apart: the smallest difference of five readings for each rank."""
     apart = [0.0] * world.world_size
     for reading in range(5):
         dist.all_reduce(torch.zeros(1))
@@ -100,7 +100,7 @@ def judge_clocks(apart: Sequence[float]) -> Finding:
     return judged(
         "clocks",
         f"{most:.1f} s apart" + f"; against rank 0 {name_ranks(off)} by up to {max(apart, key=abs):+.1f} s" * bool(off),
-        f"{CLOCK_WARNS:g} s at most: torchrun takes a node for lost by the time that its heartbeats carry",
+        f"{CLOCK_WARNS:g} s at most: torchrun decides by the time in heartbeats whether a node is lost",
         "sudo chronyc makestep    # or: sudo timedatectl set-ntp true",
         warn=most > CLOCK_WARNS,
         fail=most > CLOCK_FAILS,
@@ -129,7 +129,7 @@ def judge_claims(devices: Sequence[str], allowed: bool = False) -> Finding:
         "; ".join(f"{name_ranks(ranks)} on one device, {device}" for device, ranks in twice.items())
         or "each rank has its own",
         "a device for each rank: "
-        + ("they share it slowly, by gloo" if allowed else "one torchrun on a node, or other GPUs for the second"),
+        + ("sharing it is slow, by gloo" if allowed else "one torchrun on a node, or other GPUs for the second"),
         "leave --share-gpu out where each rank has a GPU"
         if allowed
         else "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 ...    # and 2,3 for the second",
@@ -142,8 +142,8 @@ def speeds(world: World) -> Iterator[Finding]:
     """Matrix products and copies on every rank at the same time, with the slow ranks named."""
     if world.launched:
         dist.all_reduce(torch.zeros(1))
-    told = world.gather((socket.gethostname(), products(world.device), copies(world.device)))
-    hosts, *measured = zip(*told, strict=True)
+    rows = world.gather((socket.gethostname(), products(world.device), copies(world.device)))
+    hosts, *measured = zip(*rows, strict=True)
     if world.rank == 0:
         yield judge_speeds("products", "GFLOP/s", measured[0], hosts)
         yield judge_speeds("copies", "GB/s", measured[1], hosts)

@@ -17,12 +17,12 @@ class DoctorCommand:
     Example: torchrun --standalone --nproc_per_node=2 -m evenkeel doctor -- --num-workers 4
 
     Also versions, the run directory and collectives. Under torchrun it checks all ranks of a job, else this machine.
-    What follows after `--` are the options of train.py that the job will have. Below each WARN and FAIL is what was
-    expected and the line to type. Exit code: 1 after a FAIL.
+    What follows after `--` are the options of train.py for the job. Below each WARN and FAIL are the expected value and
+    a command to type. Exit code: 1 after a FAIL.
     """
 
     run_dir: MaybePath = None
-    """Folder to test; nothing stays in it. Default: the run directory of the job's options."""
+    """Folder to test; no files remain in it. Default: the run directory of the job's options."""
     master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]")] = ""
     """Without torchrun: the address of node 0 that several nodes will use. Default: only the port, 29500, is tested."""
     timeout: float = option(10.0, 1, 3600)

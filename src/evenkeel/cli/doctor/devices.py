@@ -1,4 +1,4 @@
-"""GPUs of this node by nvidia-smi, and what else runs on them. No GPU: everything runs on the CPU, which is no trouble.
+"""GPUs of this node by nvidia-smi, and other processes on them. Without GPUs everything runs on the CPU.
 
 Tested on recorded output of nvidia-smi only.
 """
@@ -25,7 +25,7 @@ from .software import cuda
 
 
 def ask(*arguments: str) -> str:
-    """What nvidia-smi says; empty where it is not installed. Raises CalledProcessError."""
+    """The output of nvidia-smi; empty if it is not installed. Raises CalledProcessError."""
     try:
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=8, check=True).stdout  # noqa: S607
     except FileNotFoundError:
@@ -33,7 +33,7 @@ def ask(*arguments: str) -> str:
 
 
 def query(what: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    """`nvidia-smi --query-WHAT=FIELDS`, a dictionary for each line; one with another number of values is no answer."""
+    """`nvidia-smi --query-WHAT=FIELDS`, a dictionary for each line; malformed lines are left out."""
     said = ask(f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in row] for row in csv.reader(said.splitlines())]
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
@@ -44,7 +44,7 @@ PROCESS = ("gpu_uuid", "pid", "used_memory")
 
 
 def gpus() -> Iterator[Finding]:
-    """The GPUs of this node, the versions around them, and who uses them."""
+    """The GPUs of this node, their driver and CUDA, and their processes."""
     try:
         found = query("gpu", GPU)
         processes = query("compute-apps", PROCESS) if found else []
@@ -55,7 +55,7 @@ def gpus() -> Iterator[Finding]:
         return
     if not found:
         there = GPU_DEVICES.exists()
-        value = f"{GPU_DEVICES} is here, but no nvidia-smi" if there else "none: ranks compute on the CPU"
+        value = f"{GPU_DEVICES} exists, but no nvidia-smi" if there else "none: ranks compute on the CPU"
         yield judged("GPUs", value, "nvidia-smi lists them", "docker run --gpus all ...", warn=there)
         return
     for gpu in found:

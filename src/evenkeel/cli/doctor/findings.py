@@ -19,7 +19,7 @@ STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found on one rank."""
+    """The result of a check on one rank."""
 
     level: Level
     name: str
@@ -41,13 +41,13 @@ def judged(
     fail: object = False,
     same: bool = False,
 ) -> Finding:
-    """A finding that is OK unless a condition holds; then it has no need of a remedy."""
+    """A finding that is OK, and has no remedy, unless `warn` or `fail` is true."""
     level: Level = "FAIL" if fail else "WARN" if warn else "OK"
     return Finding(level, name, value, *(("", "") if level == "OK" else (expected, remedy)), same)
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]], seconds: float, crash: Level = "WARN") -> list[Finding]:
-    """Run a check; one that crashes is a finding of that level, and one that hangs a failure."""
+    """Run a check; a crash is a finding of level `crash`, a hang a FAIL."""
     found: list[Finding] = []
 
     def work() -> None:
@@ -55,7 +55,7 @@ def examine(name: str, check: Callable[[], Iterable[Finding]], seconds: float, c
             found.extend(check())
         except BaseException as error:  # also a SystemExit, as from `leave` in a library
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            found.append(Finding(crash, name, f"could not be checked: {text[:400]}", "a check that ends", ISSUE))
+            found.append(Finding(crash, name, f"could not be checked: {text[:400]}", "a check without errors", ISSUE))
 
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
@@ -85,11 +85,11 @@ class Merged:
     finding: Finding
     ranks: list[int]
     where: str
-    """Which nodes or ranks; empty: all that were asked."""
+    """Which nodes or ranks; empty: all that were checked."""
 
 
 def merge(reports: Sequence[Report]) -> list[Merged]:
-    """Equal findings of several ranks become one, in the order in which they were made."""
+    """Merge equal findings of several ranks, in their original order."""
     groups: dict[Finding, list[Report]] = {}
     for report in reports:
         for finding in dict.fromkeys(report.findings):
@@ -121,7 +121,7 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 
 def show(merged: Sequence[Merged], title: str, seconds: float) -> None:
-    """Print the findings for people: a line each, and below a trouble what was expected and the line to type."""
+    """Print the findings: a line each, and below a problem the expected value and the command to type."""
     width = max((len(it.finding.name) for it in merged), default=0)
     lines = [styled(f"doctor: {title}")]
     for it in merged:
@@ -131,7 +131,7 @@ def show(merged: Sequence[Merged], title: str, seconds: float) -> None:
         lines += [styled(f"      {word:<{width}}  {text}") for word, text in below.items() if text]
     counts = [f"{sum(it.finding.level == level for it in merged)} {level}" for level in STYLES]
     lines.append(styled(f"{', '.join(counts)} in {seconds:.1f} s"))
-    Console(highlight=False, soft_wrap=True).print(*lines, sep="\n")  # a line to type is not broken
+    Console(highlight=False, soft_wrap=True).print(*lines, sep="\n")  # commands to type stay on one line
 
 
 def as_json(merged: Sequence[Merged], title: str, seconds: float) -> str:

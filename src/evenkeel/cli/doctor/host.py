@@ -21,14 +21,14 @@ SHM = 256 << 20
 
 
 def cores(ranks: int, workers: int) -> Iterator[Finding]:
-    """Threads of this node's ranks and their loaders against its cores."""
+    """Compare threads of this node's ranks and their loaders with its cores."""
     here, threads = count_cores(), torch.get_num_threads()
     busy = ranks * (threads + workers)
     fitting = max(1, (here - ranks * workers) // ranks)
     yield judged(
         "cores",
         f"{here} for {count_ranks(ranks)} x ({threads} threads + {workers} workers) = {busy}",
-        "no more threads and workers than cores: they would wait for each other",
+        "no more threads and workers than cores, else they wait for each other",
         f"export OMP_NUM_THREADS={fitting}" + f"    # and --num-workers {max(0, here // ranks - 1)}" * (workers > 0),
         warn=busy > here and (threads > 1 or workers),
     )
@@ -38,7 +38,7 @@ def shared_memory(needed: bool) -> Iterator[Finding]:
     """Shared memory, through which loader processes pass batches, and NCCL the ranks of a node.
 
     Args:
-        needed: whether this job uses it; if not, too little is only a warning.
+        needed: whether this job uses it; if not, too little memory is only a warning.
     """
     place = "/dev/shm"  # noqa: S108
     usage = shutil.disk_usage(place)
@@ -67,7 +67,7 @@ def limits() -> Iterator[Finding]:
 
 
 def variables(environ: Mapping[str, str] = os.environ, each: int = 1) -> Iterator[Finding]:
-    """Variables of Slurm and torchrun that cannot both be true; each rank has `each` GPUs."""
+    """Contradictory variables of Slurm and torchrun; each rank has `each` GPUs."""
 
     def number(name: str) -> int | None:
         return int(environ[name]) if environ.get(name, "").isdigit() else None
@@ -93,10 +93,10 @@ def variables(environ: Mapping[str, str] = os.environ, each: int = 1) -> Iterato
 
 
 def weights_and_biases(asked: str) -> Iterator[Finding]:
-    """What --wandb means here; the key itself is never read."""
+    """The effect of --wandb here; the key itself is never read."""
     from ...run.trackers import wandb_mode
 
     mode, why = wandb_mode(asked)
     missing = asked == "online" and wandb_mode("auto")[0] == "disabled"
-    value = f"{mode}, but no key is found" if missing else f"{mode}{f': {why}' * bool(why)}"
+    value = f"{mode}, but no key found" if missing else f"{mode}{f': {why}' * bool(why)}"
     yield judged("Weights & Biases", value, "a key for --wandb online", "wandb login", warn=missing)

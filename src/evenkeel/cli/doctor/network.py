@@ -1,4 +1,4 @@
-"""Names, addresses and ports between the nodes; the store, where the ranks leave their findings."""
+"""Names, addresses and ports between the nodes; the store, in which the ranks collect their findings."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ...distributed.world import World
 from .findings import Finding, Level, Report, judged
 
 HEARD = 5.0
-"""Seconds that rank 0 waits at most until all others have heard its verdict."""
+"""Maximum seconds that rank 0 waits until all others have read its verdict."""
 
 SLOW_STORE = 50.0
 """Milliseconds of a round trip. All ranks pass through the store at the start, and while they wait for each other."""
 
 
 def addresses(name: str) -> list[str]:
-    """What a host name resolves to here."""
+    """The addresses of a host name on this node."""
     try:
         return sorted({str(it[4][0]) for it in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except OSError:
@@ -42,7 +42,7 @@ def _outside() -> tuple[str, str]:
 
 
 def host_name(nodes: int) -> Iterator[Finding]:
-    """gloo binds to what this host's name resolves to, unless GLOO_SOCKET_IFNAME names an interface."""
+    """gloo binds to the address of this host's name, unless GLOO_SOCKET_IFNAME names an interface."""
     name, chosen = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
     mine = addresses(name)
     wrong = not mine or (nodes > 1 and any(map(is_loopback, mine)))

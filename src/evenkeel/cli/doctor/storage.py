@@ -1,4 +1,4 @@
-"""The run directory: writable, with room, rename and lock that work, its speed, and one folder for all nodes."""
+"""The run directory: free space, writing, renaming, locking, speed, and whether all nodes share it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SAMPLE = 32 * MIB
 """Bytes that are written to measure the speed."""
 LEAST, ENOUGH = 256 * MIB, 5 << 30
 SLOW = 20.0
-"""MB/s: below, a checkpoint of 100 million parameters with its optimizer takes over a minute."""
+"""MB/s; below that a checkpoint of 100 million parameters with its optimizer takes over a minute."""
 
 
 def place_of(run_dir: Path) -> Path:
-    """The folder in which the run directory is, or would be made: nothing is made for a test."""
+    """The existing folder in which the run directory is or would be made, because a test makes no folders."""
     path = run_dir.absolute()
     return next(it for it in (path, *path.parents) if it.exists())
 
@@ -42,7 +42,7 @@ def run_directory(run_dir: Path) -> Iterator[Finding]:
     yield judged(
         "space",
         f"{free / MIB:.0f} MB free at {place}",
-        f"{LEAST // MIB} MB at least, better {ENOUGH // MIB}: a new checkpoint is written before an old one goes",
+        f"{LEAST // MIB} MB at least, better {ENOUGH // MIB}: a new checkpoint is written before an old one is deleted",
         f"du -xh {quoted} | sort -h | tail    # delete something, or: {other}",
         warn=free < ENOUGH,
         fail=free < LEAST,
@@ -68,7 +68,7 @@ def run_directory(run_dir: Path) -> Iterator[Finding]:
 
 
 def _write(place: Path, size: int) -> float:
-    """What a checkpoint does; returns MB/s. Raises OSError."""
+    """Write like a checkpoint; returns MB/s. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
         path, chunk = Path(folder, "part"), os.urandom(MIB)
         start = time.perf_counter()
@@ -83,7 +83,7 @@ def _write(place: Path, size: int) -> float:
         path.replace(whole)
         sync_folder(Path(folder))
         if whole.stat().st_size != size:
-            raise OSError(errno.EIO, "a file has another size after its renaming")
+            raise OSError(errno.EIO, "a file changed its size when it was renamed")
         with whole.open("rb") as first, whole.open("rb") as second:
             if not lock(first) or lock(second):
                 raise OSError(errno.ENOLCK, "locks do not work")
@@ -107,7 +107,7 @@ def shared(world: World, run_dir: Path) -> list[Finding]:
     if not mark:
         return []
     blind = ", ".join(sorted({host for host, sees in seen if not sees}))
-    value = f"{blind}: what rank 0 writes in {mark.parent} is not seen there" if blind else "seen by all ranks"
-    expected = "one file system; without it only rank 0's node has the run, and must be part of the next start"
+    value = f"{blind}: files of rank 0 in {mark.parent} are not visible there" if blind else "seen by all ranks"
+    expected = "a shared file system; without it only rank 0's node has the run, and must be in the next start"
     look = f"--run-dir /a/shared/folder    # look at: findmnt --target {shlex.quote(str(mark.parent))}"
     return [judged("shared folder", value, expected, look, warn=blind)]

@@ -28,7 +28,7 @@ Checks = Iterator[tuple[str, Callable[[], Iterable[Finding]]]]
 
 
 class Visit:
-    """What this process has found, and how it meets the other ranks. For the arguments see `command.py`."""
+    """The findings of this process, and the meeting with the other ranks. For the arguments see `command.py`."""
 
     def __init__(self, job: list[str], run_dir: Path | None, master: str, timeout: float, json: bool) -> None:
         self.start, self.master, self.timeout, self.json = time.monotonic(), master, timeout, json
@@ -37,7 +37,7 @@ class Visit:
         self.folder = run_dir or self.config.run_dir
         self.nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self.limit = timeout + 2
-        """Seconds for a check: more than a collective may wait, so that its own error says what it waited for."""
+        """Seconds for a check: more than a collective's time-out, so that the collective's own error is shown."""
         self.world, found = find_world(self.config)
         self.own = Report(self.world.rank, socket.gethostname(), found)
 
@@ -115,7 +115,7 @@ class Visit:
         yield "run directory", partial(storage.run_directory, self.folder)
 
     def joint_checks(self, store: Store) -> Checks:
-        """In which all ranks take part, in the same order."""
+        """Checks of all ranks together, in the same order."""
         world = self.world
         yield "round trip", partial(network.round_trip, store, world.rank)
         yield "process group", partial(collectives.connect, world, store, self.timeout)
@@ -135,7 +135,7 @@ class Visit:
 
 
 def find_world(config: Config) -> tuple[World, list[Finding]]:
-    """Who this process is. What training would refuse here is a finding, and the checks go on without GPUs."""
+    """This process's place in the job. A refusal of training is a finding; the checks then go on without GPUs."""
     try:
         return World.from_environment(devices_per_rank(config), config.strategy, config.share_gpu), []
     except Refusal as refusal:

@@ -81,7 +81,7 @@ def own_source() -> str:
     """Where this evenkeel itself came from, as --from takes it: its checkout, wheel or git address.
 
     Raises:
-        Refusal: it came from an index, or nobody recorded from where, or the wheel is gone.
+        Refusal: it came from an index, its origin was not recorded, or the wheel is gone.
     """
     checkout = Path(__file__).resolve().parents[4]
     if (checkout / "pyproject.toml").is_file() and Path(__file__).resolve().is_relative_to(checkout / "src"):

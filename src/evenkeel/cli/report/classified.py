@@ -1,4 +1,4 @@
-"""predictions/SET.json, which the last evaluation leaves with --save-predictions: what was taken for what."""
+"""predictions/SET.json of the last evaluation, by --save-predictions: which class was predicted as which."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy.typing as npt
 from ...common.files import alike, read_json
 
 PNG = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/]*={0,2}")
-"""The base64 of a PNG file. Nothing else gets into a page."""
+"""The base64 of a PNG file. Only this is allowed into a page."""
 
 MOST_CLASSES = 1000
-"""A matrix of more says nothing to the eye."""
+"""A larger matrix is not readable."""
 
 MISTAKE: dict[str, Any] = {"index": 0, "target": 0, "prediction": 0, "confidence": 0.0, "image": ""}
 
@@ -44,7 +44,7 @@ class Classified:
 
 
 def read_classified(run: Path) -> list[Classified]:
-    """All sets with predictions of classes, in order of their names; files that hold something else are left out."""
+    """All sets with predictions of classes, in order of their names; other files are left out."""
     found = (_read(path) for path in sorted((run / "predictions").glob("*.json")))
     return [it for it in found if it]
 

@@ -1,4 +1,4 @@
-"""`python -m evenkeel report`: the options and their checks; writes the page, and pictures and numbers if asked."""
+"""`python -m evenkeel report`: the options and their checks; writes the page, and figures and numbers if wanted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ReportCommand:
 
     Example: python -m evenkeel report runs/classify
 
-    It shows curves, all attempts and where the time went. It needs no network and no data, so you can send it as it is,
-    and it can be made while the run goes on. Needs matplotlib: pip install matplotlib
+    It shows curves, all attempts and the use of time. It needs no network and no data, so you can send it as it is, and
+    it can be made while the run goes on. Needs matplotlib: pip install matplotlib
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
@@ -55,7 +55,7 @@ class ReportCommand:
         return 0
 
     def _make(self) -> Mapping[Path, tuple[bytes, str]]:
-        """File -> its content, and the words by which such a file is known as ours."""
+        """File -> its content, and a text that marks such a file as ours."""
         from .page import BEGINS, contents, page
         from .theme import SOFTWARE, drawing
 
@@ -75,7 +75,7 @@ class ReportCommand:
 
 
 def _measured(histories: Sequence[History]) -> Iterator[tuple[object, ...]]:
-    """Rows of all numbers that runs have measured. A step that was done again has more, under another attempt."""
+    """Rows of all measured numbers. A step that was done again has several, one per attempt."""
     for history in histories:
         attempt = 0
         for record in read_records(history.path / "metrics.jsonl"):
@@ -85,7 +85,7 @@ def _measured(histories: Sequence[History]) -> Iterator[tuple[object, ...]]:
 
 
 def _refuse_foreign(path: Path, mark: str) -> None:
-    """Refuse to replace what is no earlier file of this command."""
+    """Refuse to replace a file that this command has not made."""
     try:
         if path.exists() and not (path.is_file() and mark.encode() in path.read_bytes()[:1000]):
             raise Refusal(f"{path}: exists and was not made by `evenkeel report`; name another file")

@@ -1,4 +1,4 @@
-"""The figures of a report. Each function yields figures, none where there is nothing to show."""
+"""The figures of a report. Each function yields figures, or none if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_STEPS = ("lr", "samples_per_s", "grad_norm")
 """They come after the evaluations' metrics, in this order; what else is measured in steps comes last."""
 
 DECADES = ("loss", "grad_norm")
-"""Shown on a logarithmic axis where they span more than two decades."""
+"""Shown on a logarithmic axis if they span more than two decades."""
 
 ENDS = {"killed": ("X", "bad"), "failed": ("D", "second"), "stopped": ("s", "fifth"), "finished": ("o", "good")}
 """How an attempt has ended -> marker and colour."""
@@ -112,8 +112,8 @@ def _curves(group: str, lines: Sequence[Line], size: tuple[float, float]) -> Fig
     axes.locator_params(axis="x", nbins=6)
     if len(lines) > 1:
         _legend(axes, handles, [label for label, *_ in lines])
-    told = [f"{label} {_in_words(curve)}" for label, curve, *_ in lines]
-    return Figure(_file_name(group), title, f"{title} by step: {'; '.join(told)}.", canvas)
+    description = [f"{label} {_in_words(curve)}" for label, curve, *_ in lines]
+    return Figure(_file_name(group), title, f"{title} by step: {'; '.join(description)}.", canvas)
 
 
 def _in_words(curve: Curve) -> str:
@@ -188,16 +188,16 @@ def _bars(axes: Axes, attempts: Sequence[Attempt], at: Callable[..., list[float]
 
 
 def _attempts_in_words(history: History) -> str:
-    told = [
+    description = [
         f"{it.number}, {count_ranks(it.ranks)}, steps {it.first_step} to {it.last_step}, {it.ending}"
         for it in history.attempts[:ROWS]
     ]
     more = f"; and {len(history.attempts) - ROWS} more" * (len(history.attempts) > ROWS)
-    return f"Steps over time and a bar for each attempt: {'; '.join(told)}{more}."
+    return f"Steps over time and a bar for each attempt: {'; '.join(description)}{more}."
 
 
 def time_spent(histories: Sequence[History]) -> Iterator[Figure]:
-    """Where the time went: a bar for each account of the ledger and each run."""
+    """The use of time: a bar for each account of the ledger and each run."""
     ledgers = [(number, history.seconds) for number, history in enumerate(histories) if history.goodput is not None]
     if not ledgers:
         return
@@ -217,11 +217,11 @@ def time_spent(histories: Sequence[History]) -> Iterator[Figure]:
     axes.grid(visible=False)
     if len(histories) > 1:
         _legend(axes, handles, [histories[number].name for number, _ in ledgers])
-    told = "; ".join(
+    description = "; ".join(
         f"{histories[number].name}: " + ", ".join(f"{account} {spent:.1f} s" for account, spent in seconds.items())
         for number, seconds in ledgers
     )
-    yield Figure("time", "Share of the time", f"Seconds by account. {told}.", canvas)
+    yield Figure("time", "Share of the time", f"Seconds by account. {description}.", canvas)
 
 
 def rank_spread(ranks: Ranks) -> Iterator[Figure]:
@@ -239,9 +239,11 @@ def rank_spread(ranks: Ranks) -> Iterator[Figure]:
     axes.set(ylim=(len(chosen) - 0.4, -0.6), xlabel="ms per step, mean of the run")
     _legend(axes, handles, ["until ready to reduce", "waiting for data"])
     slowest = f"rank {ranks.slowest} on {ranks.hosts[ranks.slowest]} is the slowest"
-    told = ", ".join(f"rank {rank} {ms:.3g} ms" for rank, ms in zip(chosen, arrival, strict=True))
+    description = ", ".join(f"rank {rank} {ms:.3g} ms" for rank, ms in zip(chosen, arrival, strict=True))
     which = "All ranks" if len(order) <= ROWS else f"The {ROWS} slowest of {len(order)} ranks"
-    yield Figure("ranks", f"{which}: {slowest}", f"Time until a rank is ready to reduce: {told}; {slowest}.", canvas)
+    yield Figure(
+        "ranks", f"{which}: {slowest}", f"Time until a rank is ready to reduce: {description}; {slowest}.", canvas
+    )
 
     canvas, axes = _canvas(SMALL)
     spread = 1000 * np.array(ranks.spread)
@@ -252,8 +254,10 @@ def rank_spread(ranks: Ranks) -> Iterator[Figure]:
     axes.set(xlabel="step", ylabel="ms per step")
     _legend(axes, [*middle, band], ["median rank", "fastest to slowest"])
     worst = float(np.max(spread[:, 2] - spread[:, 0]))
-    told = f"Time until the ranks are ready to reduce, by step; at most {worst:.3g} ms between the first and the last."
-    yield Figure("ranks-by-step", "Spread of the ranks", told, canvas)
+    description = (
+        f"Time until the ranks are ready to reduce, by step; at most {worst:.3g} ms between the first and the last."
+    )
+    yield Figure("ranks-by-step", "Spread of the ranks", description, canvas)
 
 
 def classified(found: Classified) -> Iterator[Figure]:
@@ -279,8 +283,8 @@ def classified(found: Classified) -> Iterator[Figure]:
             colour = "white" if shares[row, column] > 0.3 else LIGHT["ink"]
             axes.text(column, row, str(count), ha="center", va="center", color=colour, fontsize=7.5)
     right = int(counts.diagonal().sum())
-    told = f"Confusion matrix of {number} classes: {right} of {int(counts.sum())} samples are right."
-    yield Figure(f"{_file_name(found.part)}-confusion", f"Confusion matrix ({found.part})", told, canvas)
+    description = f"Confusion matrix of {number} classes: {right} of {int(counts.sum())} samples are right."
+    yield Figure(f"{_file_name(found.part)}-confusion", f"Confusion matrix ({found.part})", description, canvas)
 
     recall = found.recall
     known = np.flatnonzero(~np.isnan(recall))
@@ -294,20 +298,20 @@ def classified(found: Classified) -> Iterator[Figure]:
     axes.grid(axis="x", visible=True)
     axes.grid(axis="y", visible=False)
     which = "Accuracy by class" if len(order) == len(known) else f"The {ROWS} classes with the lowest accuracy"
-    told = ", ".join(f"{found.classes[label]} {100 * recall[label]:.1f} %" for label in order)
-    yield Figure(f"{_file_name(found.part)}-classes", f"{which} ({found.part})", f"{which}: {told}.", canvas)
+    description = ", ".join(f"{found.classes[label]} {100 * recall[label]:.1f} %" for label in order)
+    yield Figure(f"{_file_name(found.part)}-classes", f"{which} ({found.part})", f"{which}: {description}.", canvas)
 
 
 def thinned(steps: Values, values: Values, most: int = MOST) -> tuple[Numbers, Numbers]:
-    """At most so many points: the first and the last one, and the least and the greatest value of each stretch."""
+    """At most so many points: the first and the last one, and the minimum and maximum of each interval."""
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if len(x) <= most:
         return x, y
     cuts = np.linspace(1, len(x) - 1, (most - 2) // 2 + 1).astype(int)
-    kept = {0, len(x) - 1}
+    picked = {0, len(x) - 1}
     for begin, end in pairwise(cuts):
-        kept |= {begin + int(np.argmin(y[begin:end])), begin + int(np.argmax(y[begin:end]))}
-    chosen = sorted(kept)
+        picked |= {begin + int(np.argmin(y[begin:end])), begin + int(np.argmax(y[begin:end]))}
+    chosen = sorted(picked)
     return x[chosen], y[chosen]
 
 

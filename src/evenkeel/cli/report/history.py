@@ -1,4 +1,4 @@
-"""What a run has left, read line by line: its options, the curves it has measured, its attempts and what happened."""
+"""A run's files, read line by line: its options, measured curves, attempts and events."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ...run.checkpoint import Checkpoints
 from ...run.records import attempt_ends, goodput, ledger, read_config, read_facts, read_records, values_of
 
 ENDINGS = {"finish": "finished", "stop": "stopped", "failure": "failed"}
-"""Kind of an attempt's last record -> how it has ended. Without one it was killed."""
+"""Kind of an attempt's last record -> how it ended. Without such a record it was killed."""
 
 LARGEST = 2**53
-"""What is beyond it is no number that a run has written, and no figure can show it."""
+"""The largest number that a run writes; figures cannot show larger ones."""
 
 
 @dataclass
 class Curve:
-    """A measured value by step. A step that was done again has its last value only."""
+    """A measured value by step. A step that was done again has only its last value."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -35,7 +35,7 @@ class Curve:
         self.values.append(value)
 
     def cut(self, step: int) -> None:
-        """Forget what comes after a step."""
+        """Remove the values after a step."""
         while self.steps and self.steps[-1] > step:
             self.steps.pop()
             self.values.pop()
@@ -51,13 +51,13 @@ class Attempt:
     begun: float
     """When its rank 0 was started."""
     ready: float
-    """When it began its first step."""
+    """When its first step began."""
     until: float
-    """Of its last record."""
+    """Time of its last record."""
     last_step: int
     times: array[float] = field(default_factory=lambda: array("d"))
     steps: array[int] = field(default_factory=lambda: array("q"))
-    """When which step had been done, of each record."""
+    """Time and step of each record."""
     ending: str = ""
     """A value of ENDINGS, "killed" or "running"."""
     reason: str = ""
@@ -65,7 +65,7 @@ class Attempt:
 
 @dataclass
 class History:
-    """A run as its files tell it. Make it with :func:`read_history`.
+    """A run according to its files. Make it with :func:`read_history`.
 
     Attributes:
         curves: by full name, SET/METRIC; `train/...` are of steps, the others of evaluations.
@@ -95,7 +95,7 @@ class History:
 
     @property
     def starts(self) -> int:
-        """Attempts, those included that came to no step and have left no record."""
+        """Attempts, including those without a step or a record."""
         return max(len(self.attempts), len(self.status.get("world_sizes", [])))
 
     @property
@@ -106,7 +106,7 @@ class History:
     def best_value(self) -> tuple[str, float, int] | None:
         """(metric, value, step) of the best evaluation; None before the first.
 
-        By what the run keeps its best checkpoint by, otherwise by a loss.
+        By the metric that decides the best checkpoint, else by a loss.
         """
         losses = sorted(name for name in self.curves if name.endswith("/loss") and not name.startswith(f"{TRAIN}/"))
         name, direction = self.best or (losses[0] if losses else "", "min")
@@ -155,7 +155,7 @@ def read_histories(paths: tuple[Path, ...]) -> list[History]:
 
 
 def read_history(path: Path, name: str) -> History:
-    """What a run has left, however little that is.
+    """Read a run's files, even if most are missing.
 
     Raises:
         Refusal: the folder is no run's, or may not be read.
@@ -171,7 +171,7 @@ def read_history(path: Path, name: str) -> History:
             history.take(record)
         history.seconds = ledger(attempt_ends(files[2]))
     except OSError as error:
-        raise Refusal(f"{path}: cannot be read: {error.strerror or error}; mend that") from None
+        raise Refusal(f"{path}: cannot be read: {error.strerror or error}; fix that") from None
     history.curves = {name: curve for name, curve in history.curves.items() if curve.steps}  # all may be done again
     history.state, history.why = _state(path, history.status)
     history.why = history.why or trouble
@@ -183,7 +183,7 @@ def read_history(path: Path, name: str) -> History:
 
 
 def _state(path: Path, status: Mapping[str, Any]) -> tuple[str, str]:
-    """The state of a run and why; by its status.json alone where the command `status` was taken out."""
+    """The state of a run and why; from its status.json only if the command `status` was removed."""
     try:
         from ..status import Metrics, status_of
     except ImportError:

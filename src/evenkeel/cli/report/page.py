@@ -26,10 +26,10 @@ from .ranks import read_ranks
 from .theme import SERIES, Figure
 
 BEGINS = "<!DOCTYPE html><!-- evenkeel report -->"
-"""By these words a file is known as a report, which another one may replace."""
+"""The text by which a file is recognised as a report that may be replaced."""
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""The browser itself refuses whatever a page might load."""
+"""With this the browser refuses to load anything."""
 
 FACTS = {
     "state": "state",
@@ -44,7 +44,7 @@ FACTS = {
 """The key figures of a run and their headings."""
 
 ROWS = 200
-"""Attempts that are listed; of more the last ones."""
+"""Maximum number of listed attempts, the last ones."""
 
 
 def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]]:
@@ -158,7 +158,7 @@ def gallery(made: Iterable[Figure], more: str = "") -> str:
     """Figures as cards, each with its words for those who do not see it; ``more`` is the HTML of another card."""
     cards = "".join(
         f'<figure class="{it.place}"><figcaption>{escape(it.title)}</figcaption>'
-        f'<div class="scroll" role="img" aria-label="{escape(it.told)}" tabindex="0">{it.svg()}</div></figure>'
+        f'<div class="scroll" role="img" aria-label="{escape(it.description)}" tabindex="0">{it.svg()}</div></figure>'
         for it in made
     )
     return f'<div class="cards">{cards}{more}</div>' if cards else ""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ...run.records import read_records
 
 LINE = {"step": 0, "arrival": [0.0], "data_wait": [0.0]}
-"""What each line has. The names of the hosts are in the first line of an attempt, and in each of older versions."""
+"""Fields of each line. The host names are in an attempt's first line, in older versions in each line."""
 
 Numbers = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ class Ranks:
 
 
 def read_ranks(path: Path) -> Ranks | None:
-    """What a ranks.jsonl tells; None where there is none, or nothing in it."""
+    """The contents of a ranks.jsonl; None if there is none, or it is empty."""
     found = Ranks()
     sums, lines = np.zeros((2, 0)), np.zeros(0)
     for line in read_records(path, example=LINE):

@@ -1,4 +1,4 @@
-"""Colours and style of the figures; a figure as SVG that follows the page from light to dark.
+"""Colours and style of the figures; a figure as SVG that follows the page's light or dark theme.
 
 matplotlib draws with the colours of the light theme. In the SVG each of them is then replaced by the variable of the
 style sheet (`assets/report.css`) that has its value in light and another one in dark.
@@ -37,7 +37,7 @@ SERIES = ("accent", "second", "third", "fourth", "fifth", "good")
 """Of several curves in a figure, in this order and then again, dashed."""
 
 SOFTWARE = "evenkeel report"
-"""Said by each PNG."""
+"""In the metadata of each PNG."""
 
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -86,13 +86,13 @@ class Figure:
     Attributes:
         name: of its file with --png; unique within a report.
         title: its heading.
-        told: what it shows, in words, for those who do not see it.
+        description: its description, for screen readers.
         canvas: matplotlib's figure.
     """
 
     name: str
     title: str
-    told: str
+    description: str
     canvas: Canvas
 
     @property
@@ -102,7 +102,7 @@ class Figure:
         return "tall" if (width, height) == TALL else "wide" * (width > SMALL[0])
 
     def svg(self) -> str:
-        """An <svg> for a page, without what would ask the network or clash with other figures of the page."""
+        """An <svg> for a page, without network access or ids that clash with other figures."""
         with io.StringIO() as file:
             self.canvas.savefig(file, format="svg", metadata={"Date": None})
             text = file.getvalue()
@@ -116,7 +116,7 @@ class Figure:
         return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'aria-hidden="true"', text, count=1)
 
     def png(self) -> bytes:
-        """The figure on white, 200 dots an inch."""
+        """The figure on white, 200 dots per inch."""
         with io.BytesIO() as file:
             frame: dict[str, Any] = {"dpi": 200, "facecolor": "white", "bbox_inches": "tight", "pad_inches": 0.15}
             self.canvas.savefig(file, format="png", metadata={"Software": SOFTWARE}, **frame)
