@@ -40,6 +40,6 @@ def test_killed_on_two_ranks_and_finished_on_one_it_has_the_bits_of_an_undisturb
     assert weights_of(run_dir) == weights_of(tmp_path / "plain")
     other = [*options[:-1], 0.3]
     line = the_line(run_forked(TRAIN, *recipe_job(run_dir, *other), expect=2).stderr)
-    assert "holds another run: --momentum was" in line or "holds another run: --betas was" in line
+    assert "has another run: --momentum was" in line or "has another run: --betas was" in line
     trained(0, recipe_job(tmp_path / "other", *other))
     assert weights_of(tmp_path / "other") != weights_of(run_dir), "the control: the option has an effect"

@@ -47,7 +47,7 @@ def test_it_is_killed_and_finished_on_another_number_of_ranks_with_the_same_bits
     assert weights_of(run_dir) == weights_of(tmp_path / "plain")
 
     told = evenkeel("predict", run_dir, "--set", "test", "--output", tmp_path / "out.csv", expect=2)
-    assert "--set test: the task has no such set; there are train" in the_line(told.stderr)
+    assert "--set test: the task has no such set; it has train" in the_line(told.stderr)
     assert "nothing to evaluate on" in the_line(run_forked(TRAIN, *words, "--eval-only", expect=2).stderr)
 
 

@@ -194,7 +194,7 @@ def test_what_cannot_be_frozen_is_refused(patterns: list[str], said: str) -> Non
         ({"loss_scale": 0.0}, "--loss-scale 0: must be a power of two"),
         ({"patience": -1}, "--patience -1: must be at least 0"),
         ({"limit_batches": -1}, "--limit-batches -1: must be at least 0"),
-        ({"eval_only": True, "fresh": True}, "--eval-only --fresh: one looks"),
+        ({"eval_only": True, "fresh": True}, "--eval-only --fresh: one evaluates"),
     ],
 )
 def test_options_that_cannot_be_meant(options: dict[str, Any], said: str) -> None:
