@@ -284,7 +284,7 @@ def validate(config: Config, samples: int | None = None) -> None:
     if not (FLOOR <= config.loss_scale < 2**127 and math.frexp(config.loss_scale)[0] == 0.5):
         raise Refusal(f"--loss-scale {config.loss_scale:g}: must be a power of two from 2**-14 to 2**126, e.g. 65536")
     if config.eval_only and config.fresh:
-        raise Refusal("--eval-only --fresh: one evaluates a run, the other starts over; choose one")
+        raise Refusal("--eval-only --fresh: one looks at a run, the other starts over; choose one")
     size, parts = config.batch_size, {"--micro-batch": config.micro_batch, "--micro-batches": config.micro_batches}
     if all(parts.values()):
         typed = " ".join(f"{name} {value}" for name, value in parts.items())
