@@ -124,7 +124,7 @@ def test_the_printed_command_does_the_same(launched: Callable[..., Launched]) ->
     about, command, also, plain = printed.stdout.splitlines()
     assert about.startswith("# torchrun, run by evenkeel's agent")
     assert " -m evenkeel.launch.agent --nnodes 1 " in command
-    assert also.startswith("# the same by torchrun itself")
+    assert also.startswith("# the same with plain torchrun")
     assert re.match(r"# TORCH_\S+ .*bin/torchrun --nnodes 1 ", plain)
     for typed in (printed.stdout, plain.removeprefix("# ")):
         job.run(["sh", "-c", typed])

@@ -374,7 +374,7 @@ def test_files_that_hold_code_are_refused_with_the_way_to_convert_them(what: str
     message = refusal(model, file)
     assert "has more than tensors: reading it would run its code (" in message
     assert (f"{__name__}.Pickled" if what == "module" else "argparse.Namespace") in message
-    assert "if you trust who made it, convert it once" in message
+    assert "if you trust its author, convert it once" in message
     convert(message)
     read_weights(model, file.with_name("old-weights.pt"))
     assert same(saved, model)
@@ -384,7 +384,7 @@ def test_files_that_hold_code_are_refused_with_the_way_to_convert_them(what: str
 def test_no_code_is_run(zipped: bool, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RAN, "no")
     torch.save({"model": Net().state_dict(), "x": Hostile()}, file, _use_new_zipfile_serialization=zipped)
-    assert "to run its code (" in refusal(Net(), file)
+    assert "would run its code (" in refusal(Net(), file)
     assert os.environ[RAN] == "no"
     torch.load(file, weights_only=False)
     assert os.environ[RAN] == "yes", "the control"
@@ -409,10 +409,10 @@ def truncated(file: Path) -> bytes:
     ("content", "expected"),
     [
         (b"", "is not a file of torch.save or safetensors, or is damaged (EOFError)"),
-        (b"hello\n" * 9, "or damaged ("),
-        (b"\x80\x02}q\x00.", "or damaged ("),
-        (b"\x10\0\0\0\0\0\0\0{}", "or damaged (SafetensorError: "),
-        (truncated, "or damaged ("),
+        (b"hello\n" * 9, "or is damaged ("),
+        (b"\x80\x02}q\x00.", "or is damaged ("),
+        (b"\x10\0\0\0\0\0\0\0{}", "or is damaged (SafetensorError: "),
+        (truncated, "or is damaged ("),
     ],
     ids=["empty", "text", "pickle", "safetensors", "cut"],
 )
@@ -447,5 +447,5 @@ def test_what_is_written_loads_where_it_is_meant_to(form: str, file: Path) -> No
 
 def test_safetensors_holds_nothing_but_tensors(file: Path) -> None:
     weights: dict[str, Any] = {"a": torch.zeros(1), "b._extra_state": {"n": 1}}
-    with file.open("wb") as opened, pytest.raises(Refusal, match=r"^--as safetensors: .*b\._extra_state is none"):
+    with file.open("wb") as opened, pytest.raises(Refusal, match=r"^--as safetensors: .*b\._extra_state is not one"):
         write(weights, "safetensors", opened)

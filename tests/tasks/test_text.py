@@ -57,7 +57,7 @@ def test_windows_predict_every_token_but_the_first_once() -> None:
     ]
     assert windows[0].dtype == torch.int64
     assert len(Windows(tokens, 0, 9, 4, 257)) == 2, "no window of nothing"
-    with pytest.raises(EndedByData, match="has a token 110, and --tokenizer has 110"):
+    with pytest.raises(EndedByData, match="has a token 110, but --tokenizer has 110"):
         Windows(tokens, 0, len(tokens), 4, 110)[2]
 
 
