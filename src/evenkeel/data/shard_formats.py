@@ -133,7 +133,7 @@ def parquet(path: Path) -> Any:
     """
     with contextlib.suppress(ImportError):
         return importlib.import_module("pyarrow.parquet")
-    raise Refusal(f"{path}: needs pyarrow; pip install 'evenkeel[parquet]'")
+    raise Refusal(f"{path}: needs pyarrow; pip install pyarrow")
 
 
 def _scan_mds(path: Path) -> tuple[list[Any], Table]:
