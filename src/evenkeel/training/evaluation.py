@@ -84,8 +84,8 @@ class Evaluation:
         self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
-        """The metrics, the same on every rank. The model is back in its mode afterwards."""
-        with activity.during(EVALUATION):
+        """The metrics, the same on every rank. The model is back in its mode afterwards, and has its buffers."""
+        with activity.during(EVALUATION), same_tensors(self.model):
             return self._evaluate()
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -160,7 +160,8 @@ class Evaluation:
         """The task's metrics of a batch; of the first one of all also what the task shows."""
         found = self.task.metrics(self.model, batch)
         if self._is_first:
-            self.shown = self.task.show(self.model, batch)
+            with same_tensors(self.model), evaluating(self.model):  # only rank 0 shows; the others would differ
+                self.shown = self.task.show(self.model, batch)
         self._is_first = False
         return found
 
