@@ -491,6 +491,14 @@ def test_substreams_that_several_processes_read_are_told_with_what_to_do(
     assert re.search(told, found) if told else found == ""
 
 
+def test_substreams_that_unequal_shares_divide_are_told() -> None:
+    data = Numbered(streams(substreams=6), 24)
+    plan = Plan(len(data), 24, 6, 1, 1000)
+    assert data.shared(plan, 2, 0) == data.shared(plan, 2, 0, (2, 2)) == ""
+    told = data.shared(plan, 2, 0, (3, 1))
+    assert told == "up to 2 processes read the same substreams, each of them all of it; with --shares equal one does"
+
+
 def test_reading_forward_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("evenkeel.data.substream.TOLD", 0.0)
     caplog.set_level(logging.WARNING)

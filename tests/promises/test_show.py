@@ -38,3 +38,12 @@ def test_what_cannot_be_shown_ends_the_run_before_its_first_step(tmp_path: Path)
     done = checked(finish(rank), 1)
     assert "'scores' is [5, 4, 1, 1] in torch.float32: give a number, a picture" in done.stderr
     assert read(tmp_path / "run", "status.json")["step"] == 0
+
+
+def test_only_the_set_that_decides_is_shown_and_nothing_without_a_run(tmp_path: Path) -> None:
+    run_dir, calls = tmp_path / "run", tmp_path / "shown"
+    words = options(f"{SHOWN}Counting", run_dir, *SHAPE, "--validation", 0.2, "--notes", tmp_path)
+    trained(0, words)
+    assert calls.read_text() == "x" * 3, "in the rehearsal, and after each epoch; not for the test data at the end"
+    trained(0, [*words, "--eval-only"])
+    assert calls.read_text() == "x" * 3

@@ -34,6 +34,7 @@ class PlanCommand:
         from ..data.streams import stream_of
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
+        from ..training.shares import first_shares
         from ..training.task_data import training_set
         from ..training.whole_batch import of_whole_batches
 
@@ -60,6 +61,7 @@ class PlanCommand:
         )
         if of_whole_batches(task):
             say("each micro-batch is embedded twice: batch_loss() is over all samples of a step, and then its gradient")
+        unequal = first_shares(config, plan, self.world_size)
         for name, step in steps.items():
             say(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker in range(self.world_size):
@@ -67,7 +69,7 @@ class PlanCommand:
                     shares = [chunks(micro.size, self.world_size) for micro in plan.micro_batches(step)]
                     sizes = [share[worker] for share in shares if worker < len(share)]
                 else:
-                    sizes = [micro.size for micro in plan.micro_batches(step, worker, self.world_size)]
+                    sizes = [micro.size for micro in plan.micro_batches(step, worker, self.world_size, unequal)]
                 parts = f" as {' + '.join(map(str, sizes))}" * (len(sizes) > 1)
                 say(f"  {'GPU' if dp else 'rank'} {worker}: {_count(sum(sizes), 'sample')}{parts}")
         return 0

@@ -201,9 +201,10 @@ class Numbered(Dataset[Any]):
             self._told.add(what)
             log.warning("%s", line)
 
-    def shared(self, plan: Plan, world_size: int, workers: int) -> str:
-        """Say how many processes read each substream, if one does not suffice, and what to do; else empty."""
-        most = self._most_readers(plan, world_size, workers)
+    def shared(self, plan: Plan, world_size: int, workers: int, sizes: tuple[int, ...] = ()) -> str:
+        """Say how many processes read each substream, if one does not suffice, and what to do; else empty. `sizes`: the
+        shares of the ranks, as in `Plan.runs`."""
+        most = self._most_readers(plan, world_size, workers, sizes)
         if most == 1:
             return ""
         fitting = [n for n in range(1, workers) if self._most_readers(plan, world_size, n) == 1]
@@ -211,16 +212,18 @@ class Numbered(Dataset[Any]):
             f"the number of substreams ({self.streams.substreams}) and --batch-size ({self.batch}) should be multiples "
             f"of the number of ranks ({world_size}), and `Streams` gives a stream any number of substreams"
         )
-        if fitting:
+        if self._most_readers(plan, world_size, workers) == 1:
+            remedy = "with --shares equal one does"
+        elif fitting:
             remedy = f"with --num-workers {max(fitting)} one does"
         return f"up to {most} processes read the same substreams, each of them all of it; {remedy}"
 
-    def _most_readers(self, plan: Plan, world_size: int, workers: int) -> int:
+    def _most_readers(self, plan: Plan, world_size: int, workers: int, sizes: tuple[int, ...] = ()) -> int:
         """The most processes that read one substream; a `DataLoader` gives its workers micro-batches by turns."""
         readers = defaultdict[int, set[tuple[int, int]]](set)
         for rank in range(world_size):
             steps = range(min(plan.total_steps, STEPS))
-            mine = (micro for step in steps for micro in plan.micro_batches(step, rank, world_size))
+            mine = (micro for step in steps for micro in plan.micro_batches(step, rank, world_size, sizes))
             for number, micro in enumerate(mine):
                 stretches = range(micro.start // self.stretch, (micro.start + micro.size - 1) // self.stretch + 1)
                 for stretch in stretches:

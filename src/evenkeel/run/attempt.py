@@ -31,6 +31,7 @@ from ..distributed.world import World
 from ..training import compilation
 from ..training.cut import Cutter
 from ..training.precision import substitute
+from ..training.shares import first_shares
 from ..training.task import Task
 from . import tracking
 from .checkpoint import Checkpoints
@@ -307,7 +308,8 @@ class Attempt:
 
     def _about_readers(self) -> str:
         stream, workers = stream_of(self.sets.get(TRAINING)), self.config.num_workers
-        return stream.shared(self.plan, self.world.world_size, workers) if stream else ""
+        sizes = first_shares(self.config, self.plan, self.world.world_size)
+        return stream.shared(self.plan, self.world.world_size, workers, sizes) if stream else ""
 
     def print(self, text: str) -> None:
         """A line on stdout, from rank 0."""

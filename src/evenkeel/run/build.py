@@ -31,6 +31,7 @@ from ..training.early_stopping import Stopping
 from ..training.freezing import freeze
 from ..training.precision import Scaler
 from ..training.schedulers import Schedulers, checked_schedulers
+from ..training.shares import refuse_unequal
 from ..training.state import State
 from ..training.task import Classification, Task
 from ..training.task_data import evaluation_sets, has_own_collate, training_set
@@ -52,6 +53,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
         Refusal: the environment is not torchrun's, or the options contradict it or the data.
     """
     refuse_unfit(task, config)
+    refuse_unequal(task, config)
     world = prepare_process(config, recorded)
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)

@@ -34,6 +34,8 @@ class Evaluator:
             for name, dataset in attempt.sets.items()
             if name != TRAINING
         ]
+        for first in self._evaluations[:1]:
+            first.shows = True
         if self._evaluations and self._state.step == 0:
             compute = [self._task.predict] if config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]

@@ -7,7 +7,7 @@ only take part in the collectives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -261,7 +261,8 @@ class Run:
             media.log(self.attempt.tracker, self.state.step, values)
 
     def _evaluate_and_save(self) -> None:
-        self.evaluator.evaluate()
+        with self.state.own.unchanged() if self.state.own else nullcontext():
+            self.evaluator.evaluate()
         if not self.state.is_over():
             self.checkpointer.after_step(self.evaluator.metrics)
         elif self.config.save_predictions:

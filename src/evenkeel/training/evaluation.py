@@ -79,13 +79,15 @@ class Evaluation:
         )
         self._transfer = Transfer(world.device)
         self._is_first = False
+        self.shows = False
+        """Whether the task is to show something of the first batch."""
         self.shown: Mapping[str, Any] = {}
-        """On rank 0: what the task shows of the first batch of the last evaluation."""
+        """On rank 0: what it has shown in the last evaluation."""
         self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
-        """The metrics, the same on every rank. The model is back in its mode afterwards."""
-        with activity.during(EVALUATION):
+        """The metrics, the same on every rank. The model is back in its mode afterwards, and has its buffers."""
+        with activity.during(EVALUATION), same_tensors(self.model):
             return self._evaluate()
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -152,7 +154,7 @@ class Evaluation:
                 # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
 
-        self._is_first = self.world.rank == 0
+        self._is_first = self.shows and self.world.rank == 0
         self.each(self._measured, add)
         return sums
 
@@ -160,7 +162,8 @@ class Evaluation:
         """The task's metrics of a batch; of the first one of all also what the task shows."""
         found = self.task.metrics(self.model, batch)
         if self._is_first:
-            self.shown = self.task.show(self.model, batch)
+            with same_tensors(self.model), evaluating(self.model):  # only rank 0 shows; the others would differ
+                self.shown = self.task.show(self.model, batch)
         self._is_first = False
         return found
 

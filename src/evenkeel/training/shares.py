@@ -12,10 +12,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..common.errors import Refusal
 from ..config import Config, shares_of
 from ..data.plan import Plan, apportioned, shares
 from ..distributed.world import World
 from .arrivals import BACKWARD, DATA, FORWARD, MICRO_BATCHES, STEPS
+from .task import Task
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +48,9 @@ class Shares:
         self._auto = config.shares == "auto" and 1 < world.world_size < self._count
         self._seconds = [[0.0, 0.0, 0.0] for _ in hosts]  # of each rank: seconds, micro-batches, steps
         self._votes = 0
-        self.sizes = tuple(map(len, shares(self._count, world.world_size)))
+        self.sizes = first_shares(config, plan, world.world_size)
         """By rank."""
-        numbers = shares_of(config)
-        if numbers and len(numbers) == world.world_size <= self._count:
-            self.sizes = apportioned(self._count, [1 / number for number in numbers])
-        self._warn(config, numbers)
+        self._warn(config, shares_of(config))
 
     def _warn(self, config: Config, numbers: Sequence[int]) -> None:
         ranks, typed = self._world.world_size, f"--shares {config.shares}"
@@ -94,6 +93,23 @@ class Shares:
             return self.sizes
         self._votes = 0
         return best
+
+
+def first_shares(config: Config, plan: Plan, world_size: int) -> tuple[int, ...]:
+    """The shares with which a job begins: those that are typed, if they are for so many ranks, or equal ones."""
+    count, numbers = plan.max_world_size, shares_of(config)
+    if numbers and len(numbers) == world_size <= count:
+        return apportioned(count, [1 / number for number in numbers])
+    return tuple(map(len, shares(count, world_size)))
+
+
+def refuse_unequal(task: Task, config: Config) -> None:
+    """Refuse --shares where ranks must have equally many micro-batches."""
+    if task.collectives and config.shares != "equal":
+        raise Refusal(
+            f"--shares {config.shares}: loss() of {type(task).__name__} may call collectives, for which "
+            "all ranks need equally many micro-batches; leave it out"
+        )
 
 
 def _longest(sizes: Sequence[int], seconds: Sequence[float]) -> float:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +88,13 @@ class TaskState:
         """Now and then, before a commit: end the run if anything but the last commit has changed the state."""
         if self._mark and self._mark != digest(self._read_later()):
             raise EndedHere(f"the state of {type(self._task).__name__} has changed outside of after_step(): {REMEDY}")
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """For an evaluation: end the run if it changes the state, which a stop might then lose or a rank not have."""
+        self._mark = "" if self.now is None else digest(self._read_later())
+        yield
+        self.check()
 
     def commit(self, model: nn.Module, step: int) -> None:
         """Let the task take in a step that all ranks have taken, with its number from 1."""

@@ -15,6 +15,7 @@ and ranks are summed, and not averaged; who sums them in which order is as for a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -209,7 +210,10 @@ class WholeBatch:
 
 
 def _cloned(batch: Any) -> Any:
-    return batch.clone() if isinstance(batch, Tensor) else with_parts(batch, _cloned)
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    # of an object that moves itself the parts are not known
+    return copy.deepcopy(batch) if callable(getattr(batch, "to", None)) else with_parts(batch, _cloned)
 
 
 def _packed(embeddings: Mapping[str, Tensor]) -> Tensor:
