@@ -50,10 +50,6 @@ def type_in(line: str, checkout: Path) -> subprocess.CompletedProcess[str]:
     return processes.run(["bash", "-c", line], checkout, {"PATH": path, "PYTHON": sys.executable})
 
 
-def test_the_readme_takes_ten_minutes() -> None:
-    assert len(README.split()) < 1500
-
-
 def test_the_task_in_the_readme_is_at_most_forty_lines() -> None:
     (task,) = blocks("python")
     assert len(task.splitlines()) <= 40
