@@ -30,8 +30,8 @@ from .task import Task
 log = logging.getLogger(__name__)
 
 REMEDY = (
-    "loss() and metrics() are called another number of times on each rank; change the state in after_step(model, step, "
-    "losses) alone, by these values, and begin anew with --fresh"
+    "only after_step(model, step, losses) may change it, by these values: loss() and metrics() are not called equally "
+    "often on each rank, and show() on one rank only; mend the task and begin anew with --fresh"
 )
 
 
