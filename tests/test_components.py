@@ -21,7 +21,7 @@ BUDGET = {
     "distributed": 1970,
     "resilience": 1520,
     "training": 4550,
-    "run": 4665,
+    "run": 4680,
     "tasks": 2220,
     "launch": 2200,
     "cli": 6660,

@@ -91,7 +91,7 @@ def test_what_cannot_be_logged_is_named(tmp_path: Path, values: Any, why: str) -
 
 def test_figures_and_pillow_images_are_pictures_and_floats_beyond_the_range_are_cut(tmp_path: Path) -> None:
     figure: Any = pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1))
-    files = media.check(
+    _, files = media.check(
         {"plot": figure, "image": Image.new("L", (4, 3), 9), "cut": torch.tensor([[-1.0, 2, torch.nan]])}
     )
     found = {name: Image.open(io.BytesIO(content)) for name, (_, content) in files.items()}

@@ -22,7 +22,7 @@ def divided(text: str, ranks: int = 2, micro_batches: int = 8) -> Shares:
     """On rank 0."""
     plan = Plan.by_number(samples=64, global_batch=64, micro_batches=micro_batches, epochs=1)
     world = World(0, 0, ranks, ranks, torch.device("cpu"), launched=True)
-    return Shares(Config(shares=text), plan, world, ["host"] * ranks)
+    return Shares(Config(shares=text), plan, world)
 
 
 @given(st.integers(0, 5), st.lists(st.integers(1, 20), min_size=1, max_size=4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from ..common.arguments import flag
@@ -15,16 +15,20 @@ from .options import BELOW_1, FINITE, FLOOR, Config
 
 def check_numbers(options: Any) -> None:
     """Refuse numbers of a dataclass that are beyond the bounds of their :func:`option`."""
-    values = [(it, getattr(options, it.name)) for it in fields(options)]
-    for it, value in [(it, one) for it, found in values for one in (found if isinstance(found, tuple) else [found])]:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        widest = (-math.inf, math.inf) if isinstance(value, float) else (-(2**63), 2**63 - 1)
-        least, most = it.metadata.get("bounds", widest)
-        if not least <= value <= most:
-            side, bound = ("most", most) if value > most else ("least", least)  # NaN as well
-            must = {FINITE: "finite", BELOW_1: "below 1", -math.inf: "a number"}.get(bound, f"at {side} {bound}")
-            raise Refusal(f"{flag(it.name.rstrip('_'))} {str(value)[:40]}: must be {must}")
+    for it in fields(options):
+        found = getattr(options, it.name)
+        for value in found if isinstance(found, tuple) else (found,):
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                _check_number(it, value)
+
+
+def _check_number(option: Field[Any], value: float) -> None:
+    widest = (-math.inf, math.inf) if isinstance(value, float) else (-(2**63), 2**63 - 1)
+    least, most = option.metadata.get("bounds", widest)
+    if not least <= value <= most:
+        side, bound = ("most", most) if value > most else ("least", least)  # NaN as well
+        must = {FINITE: "finite", BELOW_1: "below 1", -math.inf: "a number"}.get(bound, f"at {side} {bound}")
+        raise Refusal(f"{flag(option.name.rstrip('_'))} {str(value)[:40]}: must be {must}")
 
 
 def validate(config: Config, samples: int | None = None) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -201,10 +202,13 @@ def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
     ((3, 1), (3, 3, 2))
     """
     sizes = [1] * len(seconds)
+    # when each rank would be done with one more; of those that are as fast the one with fewer, then the first
+    ends = [(2 * each, 1, rank) for rank, each in enumerate(seconds)]
+    heapify(ends)
     for _ in range(count - len(seconds)):
-        # of ranks that are as fast, the one with fewer, then the first: equal ranks get equal shares
-        soonest = min(range(len(seconds)), key=lambda rank: ((sizes[rank] + 1) * seconds[rank], sizes[rank]))
-        sizes[soonest] += 1
+        _, size, rank = ends[0]
+        sizes[rank] = size + 1
+        heapreplace(ends, ((size + 2) * seconds[rank], size + 1, rank))
     return tuple(sizes)
 
 

@@ -59,14 +59,8 @@ class DataCheck:
         Raises:
             Refusal: on all ranks, if samples or their order differ.
         """
-        # of the epoch that the run was in, whose order must be the one of which a part has been trained on
-        listed = self._listed if before.get("order") == self.order else None
-        orders = before.get("orders", {}).items() if listed else ()
-        other = next(
-            (epoch for epoch, known in orders if epoch.isdecimal() and listed and listed.digest(int(epoch)) != known),
-            "",
-        )
-        everywhere = self._world.gather((self.samples, self.order, self.digests, self._config.other_data, other))
+        changed_here = self._changed_order(before)
+        everywhere = self._world.gather((self.samples, self.order, self.digests, self._config.other_data, changed_here))
         samples, order, *_ = everywhere[0]
         for rank, (there, theirs, _, _, changed) in enumerate(everywhere):
             refuse_other_data(self._path, before.get("samples", {}), there)
@@ -96,6 +90,14 @@ class DataCheck:
             if self._other and not any(accepted for *_, accepted, _ in everywhere):
                 raise Refusal(f"--run-dir {self._path}: {self._other}")
         self.digests = {**known, **self.digests}
+
+    def _changed_order(self, before: Mapping[str, Any]) -> str:
+        """The epoch that the run was in, if the task lists another order for it now: a part of it has been trained on;
+        else empty."""
+        if not self._listed or before.get("order") != self.order:
+            return ""
+        known = {epoch: digest for epoch, digest in before.get("orders", {}).items() if epoch.isdecimal()}
+        return next((epoch for epoch, digest in known.items() if self._listed.digest(int(epoch)) != digest), "")
 
     def compare_order(self, epoch: int) -> str:
         """Compare the order that the task lists for an epoch with other ranks'; its digest, empty if there is none.

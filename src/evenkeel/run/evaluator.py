@@ -7,7 +7,7 @@ from ..data.data_digest import TRAINING
 from ..training.evaluation import Evaluation
 from ..training.prediction import predictions
 from ..training.state import State
-from ..training.task import Task
+from ..training.task import Task, defines
 from . import media
 from .attempt import Attempt
 from .predictions import save_predictions
@@ -34,9 +34,10 @@ class Evaluator:
             for name, dataset in attempt.sets.items()
             if name != TRAINING
         ]
-        for first in self._evaluations[:1]:
-            first.shows = True
-        if self._evaluations and self._state.step == 0:
+        if not self._evaluations:
+            return
+        self._evaluations[0].shows = defines(type(self._task), "show")
+        if self._state.step == 0:
             compute = [self._task.predict] if config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
             media.check(self._evaluations[0].shown)
@@ -44,7 +45,8 @@ class Evaluator:
                 self._state.check(rehearsed)
 
     def evaluate(self) -> None:
-        """Evaluate on the set that decides and then, now or at the end only, on the others; none."""
+        """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no
+        metrics."""
         if not self._evaluations:
             self.metrics = self._state.note({})
             return

@@ -38,8 +38,8 @@ def log(tracker: Tracker, step: int, values: Mapping[str, Any]) -> None:
     Raises:
         Ended: a name or value is something else.
     """
-    files = check(values)
-    if numbers := {name: number for name, value in values.items() if (number := _number(value)) is not None}:
+    numbers, files = check(values)
+    if numbers:
         tracker.log(step, named(TRAIN, numbers))
     for name, (suffix, content) in files.items():
         path = tracker.path / "media" / name / f"step-{step:08d}{suffix}"
@@ -52,17 +52,19 @@ def log(tracker: Tracker, step: int, values: Mapping[str, Any]) -> None:
         tracker.show(lambda place, name=name, path=path: place.show(step, name, path))  # type: ignore[misc]
 
 
-def check(values: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:
-    """The files of pictures and tables by name: suffix and content. Raises as :func:`log`."""
+def check(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, tuple[str, bytes]]]:
+    """The numbers, and the files of pictures and tables (suffix and content), by name. Raises as :func:`log`."""
     if not isinstance(values, Mapping):
         raise Ended(f"log: {kind_of(values)}: give a dict of values by name")
-    files = {}
+    numbers, files = dict[str, float](), dict[str, tuple[str, bytes]]()
     for name, value in values.items():
         if not (isinstance(name, str) and NAME.fullmatch(name)):
             raise Ended(f"log: {name!r} is no name: it has letters, digits, '_', '.', '-', and '/' between parts")
-        if _number(value) is None:
+        if (number := _number(value)) is not None:
+            numbers[name] = number
+        else:
             files[name] = (".csv", _csv(value)) if _is_table(value) else (".png", _png(name, value))
-    return files
+    return numbers, files
 
 
 def _number(value: Any) -> float | None:
@@ -87,7 +89,7 @@ def _png(name: str, value: Any) -> bytes:
     file = io.BytesIO()
     if callable(save := getattr(value, "savefig", None)):
         save(file, format="png", dpi=100)
-    elif callable(save := getattr(value, "save", None)) and not isinstance(value, Tensor):
+    elif callable(save := getattr(value, "save", None)):
         save(file, format="PNG")
     else:
         _image(name, value).save(file, format="PNG")

@@ -39,12 +39,13 @@ class StepLog:
         """When this rank is ready for the reductions; the steps mark it."""
         self.losses = 0
         """Number of losses of the job; one that is not the task's counts as two."""
-        self.shares = Shares(attempt.config, attempt.plan, attempt.world, attempt.hosts)
+        self.shares = Shares(attempt.config, attempt.plan, attempt.world)
         """How many micro-batches each rank computes."""
         ranks = attempt.path / "ranks.jsonl"
         self._stragglers = Stragglers(ranks, attempt.hosts, attempt.config.shares) if attempt.tracker else None
-        if attempt.directory and attempt.tracker:
-            attempt.directory.note(shares=self._shares_text() if attempt.config.shares != "equal" else "")
+        text = self._shares_text() if attempt.config.shares != "equal" else ""
+        if attempt.directory and attempt.directory.status.get("shares", "") != text:
+            attempt.directory.note(shares=text)
         self._logged = 0
         self._skipped_logged = 0
         self._overflows_logged = (0, 0)

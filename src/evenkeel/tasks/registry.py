@@ -11,7 +11,7 @@ from typing import Any
 from ..common.errors import Refusal, place_of
 from ..config import Config
 from ..run.records import read_config
-from ..training.task import Task
+from ..training.task import Task, defines
 
 BUILT_IN = {"classify": "Classify", "regress": "Regress", "segment": "Segment", "lm": "Lm"}
 """Tasks by the names of their modules here, which may have been deleted; imported on demand."""
@@ -80,7 +80,7 @@ def load_task(name: str, label: str = "") -> type[Task]:
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = "does not exist" if found is None else "is not a subclass of evenkeel.tasks.Task"
         raise Refusal(f"{label}: {attribute} {what} in {source}")
-    lossless = all(getattr(found, method) is getattr(Task, method) for method in ("loss", "embed", "batch_loss"))
+    lossless = not any(defines(found, method) for method in ("loss", "embed", "batch_loss"))
     if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):
         raise Refusal(f"{label}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
     return found

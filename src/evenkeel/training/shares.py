@@ -40,13 +40,12 @@ class Shares:
         config: its --shares.
         plan: a step has `plan.max_world_size` micro-batches.
         world: who takes part.
-        hosts: of all ranks, for the log.
     """
 
-    def __init__(self, config: Config, plan: Plan, world: World, hosts: Sequence[str]) -> None:
-        self._count, self._world, self._hosts = plan.max_world_size, world, hosts
+    def __init__(self, config: Config, plan: Plan, world: World) -> None:
+        self._count, self._world = plan.max_world_size, world
         self._auto = config.shares == "auto" and 1 < world.world_size < self._count
-        self._seconds = [[0.0, 0.0, 0.0] for _ in hosts]  # of each rank: seconds, micro-batches, steps
+        self._sums = self._nothing()
         self._votes = 0
         self.sizes = first_shares(config, plan, world.world_size)
         """By rank."""
@@ -64,9 +63,13 @@ class Shares:
                 "--micro-batches %d can do so", typed, self._count, ranks, sum(numbers) or BETTER * ranks,
             )  # fmt: skip
 
+    def _nothing(self) -> list[list[float]]:
+        """Of each rank: seconds, micro-batches, steps."""
+        return [[0.0, 0.0, 0.0] for _ in range(self._world.world_size)]
+
     def take(self, rows: Sequence[Sequence[float]]) -> None:
         """On rank 0: the rows of an exchange of `Arrivals`."""
-        for sums, row in zip(self._seconds, rows, strict=True):
+        for sums, row in zip(self._sums, rows, strict=True):
             sums[0] += row[DATA] + row[FORWARD] + row[BACKWARD]
             sums[1] += row[MICRO_BATCHES]
             sums[2] += row[STEPS]
@@ -82,13 +85,13 @@ class Shares:
 
     def wanted(self) -> tuple[int, ...]:
         """The shares from now on, on rank 0, by what was measured since it was asked last."""
-        measured = [(seconds / count, steps) for seconds, count, steps in self._seconds if count]
-        if len(measured) < len(self._seconds) or min(steps for _, steps in measured) < EVERY / 4:
+        measured = [(seconds / count, steps) for seconds, count, steps in self._sums if count]
+        if len(measured) < len(self._sums) or min(steps for _, steps in measured) < EVERY / 4:
             return self.sizes
         each = [seconds for seconds, _ in measured]
         best = apportioned(self._count, each)
         self._votes = self._votes + 1 if _longest(self.sizes, each) >= GAIN * _longest(best, each) else 0
-        self._seconds = [[0.0, 0.0, 0.0] for _ in self._hosts]
+        self._sums = self._nothing()
         if self._votes < TIMES:
             return self.sizes
         self._votes = 0

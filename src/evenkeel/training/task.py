@@ -187,6 +187,11 @@ def constants(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def defines(task: type[Task], method: str) -> bool:
+    """Whether a task's class has its own method in place of :class:`Task`'s."""
+    return getattr(task, method) is not getattr(Task, method)
+
+
 def option_name(field: str) -> str:
     """The option of a field. A field whose name a method has ends in an underscore, the option does not."""
     return field.rstrip("_")

@@ -25,7 +25,7 @@ from ..distributed.world import World
 from .evaluation import evaluating, same_tensors
 from .schedulers import plain
 from .staging import Path, map_tensors
-from .task import Task
+from .task import Task, defines
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class TaskState:
 
     def __init__(self, task: Task, seed: int, world: World) -> None:
         self._task, self._seed, self._world, self._commits = task, seed, world, 0
-        saves, loads = (_defines(task, name) for name in ("state_dict", "load_state_dict"))
+        saves, loads = (defines(type(task), name) for name in ("state_dict", "load_state_dict"))
         if saves != loads:
             has, lacks = ("state_dict()", "load_state_dict(state)")[:: 1 if saves else -1]
             raise Refusal(f"the task {type(task).__name__} defines {has} without {lacks}: define both")
@@ -62,7 +62,7 @@ class TaskState:
     @staticmethod
     def of(task: Task, seed: int, world: World) -> TaskState | None:
         """The task's; None if it defines nothing of it."""
-        own = any(_defines(task, name) for name in ("state_dict", "load_state_dict", "after_step"))
+        own = any(defines(type(task), name) for name in ("state_dict", "load_state_dict", "after_step"))
         return TaskState(task, seed, world) if own else None
 
     def _read(self) -> dict[str, Any]:
@@ -130,10 +130,6 @@ class TaskState:
             ) from error
         self.now = self._read_later()
         self._mark = digest(self.now)
-
-
-def _defines(task: Task, method: str) -> bool:
-    return getattr(type(task), method) is not getattr(Task, method)
 
 
 def load_task_state(own: TaskState | None, saved: Mapping[str, Any] | None) -> None:

@@ -36,7 +36,7 @@ from ..distributed.collectives import no_collectives
 from ..distributed.world import World
 from .checks import checked_embeddings, checked_losses, takes
 from .oom import note_batch
-from .task import Losses, Task
+from .task import Losses, Task, defines
 
 Layout: TypeAlias = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 """Name, type and shape of each embedding of a sample. A tensor that is no dict's has the name ""."""
@@ -57,9 +57,7 @@ def of_whole_batches(task: Task) -> bool:
         Refusal: it defines neither `loss` nor `embed` and `batch_loss`, or a half, or both.
     """
     name = type(task).__name__
-    loss, embed, batch_loss = (
-        getattr(type(task), method) is not getattr(Task, method) for method in ("loss", "embed", "batch_loss")
-    )
+    loss, embed, batch_loss = (defines(type(task), method) for method in ("loss", "embed", "batch_loss"))
     if loss and (embed or batch_loss):
         other = "embed()" if embed else "batch_loss()"
         raise Refusal(f"{name} defines loss() and {other}: define loss(), or embed() and batch_loss(), and no other")
@@ -76,7 +74,7 @@ def refuse_unfit(task: Task, config: Config) -> None:
     if not of_whole_batches(task):
         return
     name = type(task).__name__
-    if type(task).metrics is Task.metrics:
+    if not defines(type(task), "metrics"):
         raise Refusal(
             f"{name} must define metrics(): its batch_loss() is of a whole step, and of the evaluation's micro-batches "
             "it would be another number, which depends on the cut"

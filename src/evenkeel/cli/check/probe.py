@@ -65,7 +65,7 @@ def main() -> int:
     if config.micro_batch == "auto":
         raise Refusal("--micro-batch auto: check compares numbers of ranks at one cut; give a number, or leave it out")
     sets = {TRAINING: training_set(task, config)} | evaluation_sets(task, config)
-    validate(config, len(sets[TRAINING]))
+    validate(config, positions_in(sets[TRAINING]))
     again = {TRAINING: training_set(task, config)} | evaluation_sets(task, config)
     found = facts(config, task, sets)
     found["sets"] = {name: read(config, task, name, sets[name], again[name]) for name in sets}
