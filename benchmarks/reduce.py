@@ -3,8 +3,9 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/reduce.py
 
 All train the same network in one process group, step by step in turn, with 1, 2 and 4 micro-batches for each rank.
-"ring again" shows how much of a difference is noise; "alone" does not exchange gradients, so what the others take
-longer is the communication that backward does not hide. Prints ratios of medians, and the memory that the tree keeps.
+"ring again" shows how much of a difference is noise; "bf16" is the ring with `--reduce-dtype bf16`; "alone" does not
+exchange gradients, so what the others take longer is the communication that backward does not hide. Prints ratios of
+medians, and the memory that the tree keeps.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.state import State
 from evenkeel.training.task import Classification
 
-Side = Literal["ring", "ring again", "tree", "alone"]
-SIDES: tuple[Side, ...] = ("ring", "ring again", "tree", "alone")
+Side = Literal["ring", "ring again", "bf16", "tree", "alone"]
+SIDES: tuple[Side, ...] = ("ring", "ring again", "bf16", "tree", "alone")
 
 
 def resnet18() -> nn.Module:
@@ -80,7 +81,8 @@ def steps(side: Side, name: str, plan: Plan, world: World) -> Iterator[int]:
     torch.manual_seed(0)
     state = State(make().to(world.device), [])
     reduce: Literal["ring", "tree"] = "tree" if side == "tree" else "ring"
-    gradients = DistributedLoss(Plain().loss, state, world, plan, reduce=reduce)
+    dtype: Literal["fp32", "bf16"] = "bf16" if side == "bf16" else "fp32"
+    gradients = DistributedLoss(Plain().loss, state, world, plan, reduce=reduce, reduce_dtype=dtype)
     if side == "alone" and isinstance(gradients.module, DistributedDataParallel):
         gradients.module = gradients.module.module
     mine = plan.micro_batches(0, world.rank, world.world_size)
@@ -105,7 +107,7 @@ def compare(name: str, plan: Plan, world: World, count: int) -> None:
     seconds: dict[Side, list[float]] = {side: [] for side in SIDES}
     bytes_kept = 0
     for step in range(count + 3):
-        for side in SIDES[step % 4 :] + SIDES[: step % 4]:  # so that none always comes after the same other one
+        for side in SIDES[step % 5 :] + SIDES[: step % 5]:  # so that none always comes after the same other one
             begun = time.perf_counter()
             bytes_kept = max(bytes_kept, next(loops[side]))
             if world.device.type == "cuda":
@@ -113,10 +115,11 @@ def compare(name: str, plan: Plan, world: World, count: int) -> None:
             if step >= 3:  # warm-up: allocators, DDP's bucket rebuild
                 seconds[side].append(time.perf_counter() - begun)
     if world.rank == 0:
-        ring, again, tree, alone = (median(seconds[side]) for side in SIDES)
+        ring, again, bf16, tree, alone = (median(seconds[side]) for side in SIDES)
         print(
             f"{name:<9} M = {plan.max_world_size:<3} ring {ring * 1e3:7.1f} ms  ring again / ring {again / ring:.3f}  "
-            f"tree / ring {tree / ring:.3f}  exposed communication: ring {(ring - alone) / ring:.1%}, "
+            f"bf16 / ring {bf16 / ring:.3f}  tree / ring {tree / ring:.3f}  "
+            f"exposed communication: ring {(ring - alone) / ring:.1%}, "
             f"tree {(tree - alone) / tree:.1%}  memory kept {bytes_kept / 1e6:.0f} MB",
             flush=True,
         )

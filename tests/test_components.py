@@ -16,7 +16,7 @@ COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training
 
 BUDGET = {
     "common": 1350,
-    "config": 480,
+    "config": 490,
     "data": 3010,
     "distributed": 1970,
     "resilience": 1520,

@@ -41,6 +41,17 @@ def test_each_step_of_several_micro_batches_a_rank_is_reduced(tmp_path: Path) ->
     assert found == {"ours": [True] * 4, "control": [True, True, False, True]}
 
 
+def test_gradients_exchanged_in_bfloat16_take_half_the_bytes_and_are_rounded(tmp_path: Path) -> None:
+    found = results_of(2, WORKER, tmp_path, "compressed")
+    exact, rounded = found["fp32"], found["bf16"]
+    assert exact["agree"], "the control"
+    assert rounded["agree"]
+    assert rounded["bytes"] * 2 == exact["bytes"] > 0
+    assert 1e-5 < distance(rounded["gradient"], exact["gradient"]) < 0.01
+    alone = results_of(1, WORKER, tmp_path, "compressed")
+    assert alone["bf16"]["gradient"] == alone["fp32"]["gradient"], "one process rounds nothing"
+
+
 def test_collectives_of_a_rank_come_in_an_order_and_their_errors_reach_the_user(tmp_path: Path) -> None:
     """What would dead-lock NCCL, or hide an error, and shows without a GPU."""
     found = results_of(3, "collectives_worker.py", tmp_path)

@@ -1,15 +1,16 @@
 """Train small nets for some steps, our way and as controls; rank 0 writes what came out as JSON.
 
-torchrun --nproc_per_node=W gradient_worker.py OUT.json worlds|resume|reduced
+torchrun --nproc_per_node=W gradient_worker.py OUT.json worlds|resume|reduced|compressed
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from steps import passes, rank_0_writes
 from torch import nn
@@ -163,9 +164,30 @@ def reduced(world: World, fails_in: int | None) -> list[bool]:
     return found
 
 
+def compressed(world: World, dtype: Literal["fp32", "bf16"]) -> dict[str, Any]:
+    """The gradient of a step of two micro-batches a rank, the bytes sent for it, and whether the ranks agree."""
+    torch.manual_seed(0)
+    task, plan = Classify(width=2), Plan(samples=128, global_batch=32, micro_batch=8, epochs=1)
+    state = State(task.model(), [])
+    gradients = DistributedLoss(task.loss, state, world, plan, reduce_dtype=dtype)
+    sent, stock = [], dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes if tensor.dtype != torch.float64 else 0)  # float64: loss and counts
+        return stock(tensor, *args, **options)
+
+    dist.all_reduce = counted
+    take(task, gradients, 0)
+    dist.all_reduce = stock
+    gradient = flat(p.grad for p in state.parameters if p.grad is not None)
+    everyone = world.gather(gradient)
+    return {"gradient": gradient, "bytes": sum(sent), "agree": all(other == gradient for other in everyone)}
+
+
 WHAT: dict[str, Callable[[World], Any]] = {
     "worlds": worlds,
     "resume": resume,
+    "compressed": lambda world: {dtype: compressed(world, dtype) for dtype in ("fp32", "bf16")},
     "reduced": lambda world: {"ours": reduced(world, None), "control": reduced(world, 2)},
 }
 

@@ -215,6 +215,8 @@ class ReproducibilityOptions:
     """Use only algorithms that give the same bits each time on one machine."""
     reduce: Annotated[Literal["ring", "tree"], NAME] = "ring"
     """How gradients are summed. ring: as usual in DDP; tree: the same bits on any number of processes."""
+    reduce_dtype: Annotated[Literal["fp32", "bf16"], NAME] = "fp32"
+    """Type in which processes exchange float32 gradients. bf16: half the bytes, rounded; only with --reduce ring."""
     threads: int = option(0, 0, 4096, change="free")
     """CPU threads per process, e.g. 4 (0: as at the start of the run; a new run divides the cores, or takes 1)."""
     strict_bits: Flag = option(False, change="free")

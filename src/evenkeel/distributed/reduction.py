@@ -33,10 +33,16 @@ from .world import World
 
 
 class Ring:
-    """Adds up the gradients of a step's micro-batches: linear sums on each rank, and the stock all-reduce."""
+    """Adds up the gradients of a step's micro-batches: linear sums on each rank, and the stock all-reduce.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        world: who takes part.
+        compressed: ranks exchange float32 gradients in bfloat16, as torch's `bf16_compress_hook` does.
+    """
+
+    def __init__(self, world: World, compressed: bool = False) -> None:
         self.world = world
+        self._compressed = compressed and world.world_size > 1
         self.hooked = world.launched
         """Whether DDP reduces the gradients, by :meth:`hook`; otherwise :meth:`end` does."""
         self.complete = False
@@ -69,9 +75,11 @@ class Ring:
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """DDP's communication hook. Here: all-reduce a bucket without dividing, because the loss has the weights."""
         self._note(bucket)
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        buffer = bucket.buffer()
+        compressed = self._compressed and buffer.dtype == torch.float32
+        work = dist.all_reduce(buffer.bfloat16() if compressed else buffer, async_op=True)
         self._under_way.append(work)
-        return work.get_future().then(lambda done: done.value()[0])
+        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]) if compressed else done.value()[0])
 
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
         """Begin to add up small vectors over all ranks, after the backward passes; all ranks must call it.

@@ -181,7 +181,7 @@ class Run:
         return DistributedLoss(
             loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
             config.strategy, self.task.unused_parameters, network, self.step_log.arrivals, self.task.collectives,
-            self.step_log.shares,
+            self.step_log.shares, config.reduce_dtype,
         )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:

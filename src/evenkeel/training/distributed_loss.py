@@ -81,6 +81,7 @@ class DistributedLoss:
         arrivals: times the steps of this rank; default: nobody does.
         collectives: the loss may call collectives of its own.
         shares: how many micro-batches each rank computes; default: equally many.
+        reduce_dtype: in which ranks exchange float32 gradients; "bf16" with "ring" only.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class DistributedLoss:
         arrivals: Arrivals | None = None,
         collectives: bool = False,
         shares: Shares | None = None,
+        reduce_dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         self._shares = shares
         self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
@@ -105,7 +107,8 @@ class DistributedLoss:
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
-        self.reduction = Tree(self._network, world, unused) if reduce == "tree" else Ring(world)
+        tree, compressed = reduce == "tree", reduce_dtype == "bf16"
+        self.reduction = Tree(self._network, world, unused) if tree else Ring(world, compressed)
         self._whole = loss if isinstance(loss, WholeBatch) else None
         self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp", collectives)
         module = parallel(self._loss, strategy, world.device)
