@@ -72,8 +72,7 @@ def logs(run_dir: Path) -> str:
     return "".join(path.read_text()[-3000:] for path in (run_dir / "slurm").glob("*.log"))
 
 
-def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, run_dir: Path) -> None:
     job_id = submit(cluster, run_dir, "--pause", 0.05)
     with follow(cluster, run_dir) as terminal:
         it = wait_for(run_dir, "running", step=3)

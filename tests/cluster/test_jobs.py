@@ -101,9 +101,8 @@ def preempt(cluster: Cluster, folder: Path) -> None:
 
 
 def test_preempted_without_grace_it_comes_back_from_its_last_checkpoint(
-    cluster: Cluster, tmp_path: Path, alone: Weights
+    cluster: Cluster, tmp_path: Path, run_dir: Path, alone: Weights
 ) -> None:
-    run_dir = tmp_path / "run"
     options = ["--wandb", "disabled", "--checkpoint-every", 4, "--pause", 0.3]
     job = submitted(cluster, "-n", 2, "-g", 1, "--partition", "lowhard", "--", *recorded(run_dir, *options, epochs=4))
     wait_for_step(cluster, job, run_dir, 6)

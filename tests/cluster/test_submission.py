@@ -134,11 +134,10 @@ def test_sbatch_and_submit_start_the_same_thing(
         assert by_submit[name] == by_sbatch[name], name
 
 
-def test_a_queued_job_runs_the_code_as_it_was_submitted(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_queued_job_runs_the_code_as_it_was_submitted(cluster: Cluster, tmp_path: Path, run_dir: Path) -> None:
     """Every file that matters is spoilt while the job waits: the launcher's, the package's, train.py, the task's."""
     checkout = copy_of_the_template(tmp_path / "checkout")
     (checkout / "README.md").write_text("changed\n")
-    run_dir = tmp_path / "run"
     options = recorded(run_dir, "--wandb", "disabled", "--task", "tests/support/recording_task.py:Recorded", epochs=1)
     del options[:2]
     cluster.drain(*cluster.nodes)

@@ -30,8 +30,7 @@ def accuracy(run_dir: Path) -> float:
 
 
 @pytest.mark.parametrize("ranks", [1, 0, 2], ids=["torchrun", "plain python", "two ranks"])
-def test_the_job_of_the_readme_reaches_its_accuracy(tmp_path: Path, ranks: int, record_property: Record) -> None:
-    run_dir = tmp_path / "run"
+def test_the_job_of_the_readme_reaches_its_accuracy(run_dir: Path, ranks: int, record_property: Record) -> None:
     ended(started(ranks, *DIGITS, "--run-dir", run_dir))
     named = devices_of(run_dir)
     record_property("accuracy", f"{accuracy(run_dir):.4f}")
@@ -174,8 +173,7 @@ def test_beside_a_bare_loop(tmp_path: Path, record_property: Record) -> None:
     record_property("bare to itself", f"{seconds['bare again'] / seconds['bare']:.2f}")
 
 
-def test_the_launchers_start_ranks_that_share(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_the_launchers_start_ranks_that_share(run_dir: Path) -> None:
     launcher = [sys.executable, "launch/single_node.py", "-g", "2", "--"]
     ended(start([*launcher, *job(run_dir, "--share-gpu")]))
     assert read(run_dir)["world_sizes"] == [2]

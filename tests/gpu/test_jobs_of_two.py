@@ -62,10 +62,9 @@ def test_batchnorm_over_the_whole_batch_with_ring_and_tree(tmp_path: Path) -> No
         assert read(tmp_path / reduce)["state"] == "finished"
 
 
-def test_with_exact_bits_a_ring_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_with_exact_bits_a_ring_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, run_dir: Path) -> None:
     options = ["--deterministic", "--wandb", "disabled", "--log-every", 1, "--epochs", 3, "--checkpoint-every", 2]
     undisturbed = started(2, *options, "--run-dir", tmp_path / "undisturbed")
-    run_dir = tmp_path / "run"
     process = started(2, *options, "--run-dir", run_dir)
     wait_for_step(run_dir, 1, process)
     process.send_signal(signal.SIGTERM)

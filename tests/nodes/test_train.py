@@ -67,9 +67,8 @@ RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
 ALL_STEPS = list(range(1, PLAN.total_steps + 1))
 
 
-def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None:
+def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path, run_dir: Path) -> None:
     """Three nodes; one that does not hold rank 0 dies by kill -9. The others go on at the exact next step."""
-    run_dir = tmp_path / "run"
     with Lab(3) as lab:
         jobs = type_in(lab, "1:3", job(run_dir, "--pause", 0.1, *RARE), tmp_path)
         wait_for_three_steps(run_dir, 3)
@@ -104,9 +103,8 @@ def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
 
 
-def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) -> None:
+def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path, run_dir: Path) -> None:
     """No connection is reset, so that nothing fails: only the watch for hangs notices."""
-    run_dir = tmp_path / "run"
     with Lab(2) as lab:
         jobs = type_in(lab, "1:2", job(run_dir, "--pause", 0.1, *RARE, "--hang-timeout", 6), tmp_path)
         wait_for_three_steps(run_dir, 2)
@@ -121,12 +119,11 @@ def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) ->
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
 
 
-def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path: Path) -> None:
+def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path: Path, run_dir: Path) -> None:
     """Nothing is shared: each node has a disk of its own under the run directory; node 0 comes back with an empty one.
 
     Not a single checkpoint was planned, and the rendezvous dies with node 0, so the job is typed again.
     """
-    run_dir = tmp_path / "run"
     run_dir.mkdir()
     options = job(run_dir, "--pause", 0.15, "--eval-every", 1000, "--checkpoint-every")
     with Lab(2) as lab:

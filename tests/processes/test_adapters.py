@@ -26,11 +26,10 @@ def job(task: str, run_dir: Path, steps: int, *more: object) -> list[object]:
 
 @pytest.mark.parametrize(("task", "more"), [(TIMM, []), (BERT, []), (BERT, LORA)], ids=["timm", "bert", "lora"])
 def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(
-    task: str, more: list[object], tmp_path: Path
+    task: str, more: list[object], tmp_path: Path, run_dir: Path
 ) -> None:
     """With stochastic depth, dropout, layer decay and frozen weights among them."""
     undisturbed = fork_ranks(0, *job(task, tmp_path / "one", 9, *more))
-    run_dir = tmp_path / "run"
     without = ["--keeper", "off", "--checkpoint-every", 0]
     come = kill(fork_ranks(2, *job(task, run_dir, 9, *more, *without)), run_dir, random.randint(1, 5), signal.SIGKILL)
     finish_all(fork_ranks(0, *job(task, run_dir, 9, *more)))

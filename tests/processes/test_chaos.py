@@ -23,11 +23,8 @@ from tests.support.chaos import (
     wait_until_nothing_runs,
 )
 from tests.support.processes import (
-    TRAIN,
     checked,
     finish,
-    finish_all,
-    fork_ranks,
     read,
     records,
     run,
@@ -35,14 +32,14 @@ from tests.support.processes import (
     stop,
     wait_until,
 )
-from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, weights_of
+from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, trained, weights_of
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     """sha256 of the weights of an undisturbed run on two ranks."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    finish_all(fork_ranks(2, TRAIN, *job(run_dir)))
+    trained(2, job(run_dir))
     return weights_of(run_dir)
 
 
@@ -74,8 +71,7 @@ def test_a_few_faults_of_all_kinds_change_no_bit_and_leave_no_process(tmp_path: 
     assert "starting it again" in done.stdout, "a killed agent ends the command"
 
 
-def test_a_frozen_rank_is_noticed_and_replaced(tmp_path: Path, weights: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_frozen_rank_is_noticed_and_replaced(run_dir: Path, weights: str) -> None:
     options = job(run_dir, "--pause", 0.1, "--hang-timeout", 5)
     done = run(chaos("--kill-every 1s --count 1 --faults stop", *two_ranks(*options)))
     assert "no progress for 5 s" in done.stderr
@@ -87,8 +83,7 @@ def test_a_frozen_rank_is_noticed_and_replaced(tmp_path: Path, weights: str) -> 
     assert still_running(run_dir) == []
 
 
-def test_ctrl_c_stops_the_job_with_its_last_step_and_takes_a_frozen_rank_along(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_ctrl_c_stops_the_job_with_its_last_step_and_takes_a_frozen_rank_along(run_dir: Path) -> None:
     options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0)
     process = start(chaos("--kill-every 2s --count 1 --faults stop", *launcher("--", *options)))
     wait_for_fault(process, "stop")

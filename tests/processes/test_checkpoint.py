@@ -13,7 +13,8 @@ from tests.run.test_checkpoint import (
     steps,
 )
 from tests.support.needs import small_disk
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, run
+from tests.support.processes import TRAIN, finish, fork_ranks, read, records, run
+from tests.support.small_runs import trained
 
 
 def test_a_run_on_a_full_disk_goes_on_loudly_and_does_not_finish(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tm
     with small_disk(tmp_path, "2m") as folder:
         run_dir = folder / "run"
         options = ["--run-dir", run_dir, "--wandb", "disabled", "--schedule", "constant", "--width", 2]
-        finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 2))
+        trained(2, [*options, "--max-steps", 2])
         with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
             while True:
                 filler.write(bytes(4096))
@@ -58,6 +59,6 @@ def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tm
             "free space or fix that, and run the same command again"
         )
         (folder / "filler").unlink()
-        finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 4))
+        trained(2, [*options, "--max-steps", 4])
         assert read(run_dir)["step"] == 4
         assert records(run_dir, "start")[-1]["step"] == 2

@@ -32,6 +32,7 @@ from tests.support.small_runs import (
     saved_step,
     stop_at,
     the_line,
+    trained,
     wait_for_step,
     weights_of,
 )
@@ -60,7 +61,7 @@ def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_
     """kill -9 just before the short step 9 on 2 ranks, SIGTERM on 1, the rest on 2; a node of its own for each."""
     tree = ["--reduce", "tree", "--checkpoint-every", 2, "--ema", 0.9]
     for name, more in (("undisturbed", ["--compile"]), ("eager", [])):
-        finish_all(fork_ranks(1, TRAIN, *job(tmp_path / name, *tree, *more)))
+        trained(1, job(tmp_path / name, *tree, *more))
 
     run_dir, nodes = tmp_path / "run", [tmp_path / f"node-{i}" for i in range(3)]
     options = job(run_dir, *tree, "--compile", "--pause", 0.2)

@@ -13,7 +13,6 @@ from tests.support.processes import (
     TRAIN,
     checked,
     finish,
-    finish_all,
     fork,
     fork_ranks,
     kill_group,
@@ -22,7 +21,7 @@ from tests.support.processes import (
     run_forked,
     wait_until,
 )
-from tests.support.small_runs import TASK, job, told_step
+from tests.support.small_runs import TASK, job, told_step, trained
 
 
 def untyped(run_dir: Path, *more: object) -> list[str]:
@@ -60,7 +59,7 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
     assert recorded() == (2, 6, "1/2 of a step")
 
     step = read(run_dir, "status.json")["step"]
-    (first, *_) = finish_all(fork_ranks(3, TRAIN, *untyped(run_dir, *pause)))
+    (first, *_) = trained(3, untyped(run_dir, *pause))
     said = f"from step {step} on micro-batches are of 1/3 of a step instead of 1/2 of a step: the global"
     assert said in first.stderr
     assert "BatchNorm's groups" in first.stderr

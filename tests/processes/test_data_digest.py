@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, refused_ranks, run_forked
-from tests.support.small_runs import odd_job, the_line
+from tests.support.processes import TRAIN, finish, fork_ranks, read, records, refused_ranks, run_forked
+from tests.support.small_runs import odd_job, the_line, trained
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
 def test_ranks_that_split_on_import_are_told_so_and_those_with_own_dice_go_on(tmp_path: Path) -> None:
     for task in ("Drawn", "DrawnAtEachRead"):
-        first, _ = finish_all(fork_ranks(2, TRAIN, *odd_job(task, tmp_path / task, "--max-steps", 1)))
+        first, _ = trained(2, odd_job(task, tmp_path / task, "--max-steps", 1))
         assert ("the training and test data is another each time" in first.stderr) == (task == "DrawnAtEachRead")
-        first, _ = finish_all(fork_ranks(2, TRAIN, *odd_job(task, tmp_path / task, "--max-steps", 1)))  # it is finished
+        first, _ = trained(2, odd_job(task, tmp_path / task, "--max-steps", 1))  # it is finished
         assert "--fresh starts over" in first.stdout
         assert len(read(tmp_path / task, "status.json")["digests"]) == (0 if task == "DrawnAtEachRead" else 2)
     refused, _ = refused_ranks(2, TRAIN, *odd_job("DrawnOnImport", tmp_path / "run"))

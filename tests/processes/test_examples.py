@@ -42,10 +42,9 @@ def kill(
 
 
 @pytest.mark.parametrize("example", [GAN, GPT, SIMCLR], ids=["gan", "nanogpt", "simclr"])
-def test_an_example_keeps_all_promises(example: Path, tmp_path: Path) -> None:
+def test_an_example_keeps_all_promises(example: Path, tmp_path: Path, run_dir: Path) -> None:
     """Killed on 2 ranks and stopped on 3, and finished on 1: the weights of a run on 1 that was never stopped."""
     undisturbed = fork_ranks(0, *command(example, tmp_path / "one"))
-    run_dir = tmp_path / "run"
     first = kill(fork_ranks(2, *command(example, run_dir)), run_dir, 2, signal.SIGKILL)
     second = kill(fork_ranks(3, *command(example, run_dir)), run_dir, first + 1, signal.SIGTERM)
     finish_all(fork_ranks(0, *command(example, run_dir)))

@@ -33,8 +33,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "`follow` takes no options of train.py" in evenkeel("follow", tmp_path, "--", "--lr", 1, expect=2).stderr
 
 
-def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(run_dir: Path) -> None:
     job = start(torchrun(2, TRAIN, *endless(run_dir)))
     try:
         wait_for_step(run_dir, 3, job)

@@ -109,9 +109,8 @@ def program(ranks: int, *options: str) -> list[str]:
 
 @needs.root("make a pid namespace")
 @needs.tools("unshare")
-def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(tmp_path: Path) -> None:
+def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(run_dir: Path) -> None:
     """`docker stop`: SIGTERM to torchrun as the first process of a pid namespace, and SIGKILL after 10 seconds."""
-    run_dir = tmp_path / "run"
     options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2, "--num-workers", 1)
     inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     process = start([*inside, *torchrun(1, TRAIN, *options)])
@@ -155,9 +154,8 @@ def fill(file: IO[bytes]) -> None:
         return
 
 
-def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:
+def test_a_stop_needs_no_other_rank(run_dir: Path) -> None:
     """Rank 1 is frozen, so rank 0 sits in a collective that will not end; SIGTERM still saves and ends it."""
-    run_dir = tmp_path / "run"
     process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.5)))
     wait_for_step(run_dir, 3, process)
     workers = workers_of(process)
@@ -193,8 +191,7 @@ def stuck_writer(run_dir: Path) -> Iterator[str]:
         holder.wait()
 
 
-def test_a_stop_waits_for_nobody_beyond_its_grace(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_stop_waits_for_nobody_beyond_its_grace(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--grace", 6))
     wait_for_step(run_dir, 2, process)
     with stuck_writer(run_dir):
@@ -240,10 +237,9 @@ def test_no_batch_is_lost_where_temporary_files_have_long_paths(tmp_path: Path) 
 
 @pytest.mark.parametrize(("apart", "code"), [(1.2, KEYBOARD), (0.005, STOPPED)], ids=["second", "delivered twice"])
 def test_a_second_ctrl_c_exits_at_once_and_one_that_is_delivered_twice_saves(
-    tmp_path: Path, apart: float, code: int
+    run_dir: Path, apart: float, code: int
 ) -> None:
     """The first may wait for a checkpoint whose writer never finishes. `timeout` passes one on beside the terminal."""
-    run_dir = tmp_path / "run"
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
     wait_for_step(run_dir, 2, process)
     with stuck_writer(run_dir) if code == KEYBOARD else contextlib.nullcontext() as folder:
@@ -255,8 +251,7 @@ def test_a_second_ctrl_c_exits_at_once_and_one_that_is_delivered_twice_saves(
     assert code == KEYBOARD or saved_step(run_dir) >= 2
 
 
-def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_attempts_that_die_before_their_first_step_stop_after_three(run_dir: Path) -> None:
     done = run(torchrun(1, TRAIN, *job(run_dir, "--fail-at", 1), restarts=4), expect=1)
     status = read(run_dir, "status.json")
     assert status["state"] == "failed"

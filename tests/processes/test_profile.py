@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import TRAIN, evenkeel, finish_all, fork_ranks, run, run_forked
-from tests.support.small_runs import job, the_line, weights_of
+from tests.support.processes import TRAIN, evenkeel, run, run_forked
+from tests.support.small_runs import job, the_line, trained, weights_of
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of two ranks with a window, and what it has said."""
     run_dir = tmp_path_factory.mktemp("profiled") / "run"
-    ranks = finish_all(fork_ranks(2, TRAIN, *job(run_dir, "--profile", "4:7")))
+    ranks = trained(2, job(run_dir, "--profile", "4:7"))
     return run_dir, ranks[0].stdout + ranks[0].stderr
 
 
@@ -47,7 +47,7 @@ def overlaps(run_dir: Path, name: str) -> list[bool]:
 
 
 def test_no_bit_changes_and_nothing_is_left_without_the_option(profiled: tuple[Path, str], tmp_path: Path) -> None:
-    finish_all(fork_ranks(2, TRAIN, *job(tmp_path / "run")))
+    trained(2, job(tmp_path / "run"))
     assert weights_of(tmp_path / "run") == weights_of(profiled[0])
     assert not (tmp_path / "run" / "profile").exists()
     run([sys.executable, "-c", "import sys, evenkeel.run.run; assert 'evenkeel.run.profiling' not in sys.modules"])

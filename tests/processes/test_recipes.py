@@ -24,12 +24,12 @@ from tests.support.processes import (
     run_forked,
     wait_until,
 )
-from tests.support.small_runs import recipe_job, saved_step, the_line, weights_of
+from tests.support.small_runs import recipe_job, saved_step, the_line, trained, weights_of
 
 
 def evaluated(ranks: int, run_dir: Path, *more: object) -> dict[str, Any]:
     """What rank 0 prints of `--eval-only`; the others are silent."""
-    first, *others = finish_all(fork_ranks(ranks, TRAIN, *recipe_job(run_dir, *OPTIONS, *more, "--eval-only")))
+    first, *others = trained(ranks, recipe_job(run_dir, *OPTIONS, *more, "--eval-only"))
     assert not any(other.stdout for other in others)
     found: dict[str, Any] = json.loads(first.stdout.splitlines()[-1])["evaluation"]
     return found
@@ -41,7 +41,7 @@ OPTIONS = ["--ema", 0.5, "--checkpoint-every", 5, "--eval-every", 7, "--limit-ba
 def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_changes_nothing(tmp_path: Path) -> None:
     """Of a finished run, of other weights, of a run that began from others, and of one at work, which has its lock."""
     hold, run_dir, none, tuned = (tmp_path / name for name in ("hold", "run", "none", "tuned"))
-    finish_all(fork_ranks(2, TRAIN, *recipe_job(run_dir, *OPTIONS, "--hold", hold)))
+    trained(2, recipe_job(run_dir, *OPTIONS, "--hold", hold))
     metrics, weights = read(run_dir)["metrics"], ["--init-from", run_dir / "model.pt"]
     assert (read(run_dir)["step"], read(run_dir)["samples_seen"]) == (8, 4 * 24), "two steps an epoch"
     before = contents_of(run_dir)
@@ -54,7 +54,7 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
     assert (found["metrics"], found["step"]) == (metrics, None)
     assert contents_of(run_dir) == before
     # a command of a run that began from other weights, with --eval-only added, means the run
-    finish_all(fork_ranks(0, TRAIN, *recipe_job(tuned, *OPTIONS, *weights)))
+    trained(0, recipe_job(tuned, *OPTIONS, *weights))
     found = evaluated(0, tuned, *weights)
     assert (found["metrics"], found["step"]) == (read(tuned)["metrics"], 8)
     refused = run_forked(TRAIN, *recipe_job(none, "--eval-only"), expect=2)
@@ -87,7 +87,7 @@ def test_two_runs_of_one_command_give_the_same_bits_and_another_seed_gives_other
         found = []
         for name, seed in (("one", 0), ("again", 0), ("other", 1)):
             run_dir = tmp_path / f"{name}-{ranks}"
-            finish_all(fork_ranks(ranks, TRAIN, *recipe_job(run_dir, "--deterministic", "--epochs", 1, "--seed", seed)))
+            trained(ranks, recipe_job(run_dir, "--deterministic", "--epochs", 1, "--seed", seed))
             found.append(weights_of(run_dir))
         one, again, other = found
         assert one == again != other
@@ -100,4 +100,4 @@ def test_an_operation_without_a_deterministic_algorithm_is_named_in_a_line(tmp_p
     assert the_line(first.stderr) == said + "use another operation in its place, or run without them"
     assert read(tmp_path / "run", "status.json")["reason"].startswith("put_ has no deterministic")
     # the control
-    finish_all(fork_ranks(1, TRAIN, *recipe_job(tmp_path / "free", "--operation", "put", "--epochs", 1)))
+    trained(1, recipe_job(tmp_path / "free", "--operation", "put", "--epochs", 1))

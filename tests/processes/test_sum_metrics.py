@@ -11,15 +11,15 @@ from torch import nn
 from torchmetrics import MeanSquaredError
 
 from tests.support.measured_task import PATH, Measured, of_scores
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read
-from tests.support.small_runs import options, the_line
+from tests.support.processes import TRAIN, finish, fork_ranks, read
+from tests.support.small_runs import options, the_line, trained
 
 SHAPE = ["--max-steps", 12, "--batch-size", 16, "--micro-batch", 4, "--reduce", "tree", "--eval-every", 100]
 
 
 def test_the_same_digits_on_1_2_and_3_ranks_and_those_of_torchmetrics(tmp_path: Path) -> None:
     for ranks in (1, 2, 3):
-        finish_all(fork_ranks(ranks, TRAIN, *options(f"{PATH}:Measured", tmp_path / str(ranks), *SHAPE)))
+        trained(ranks, options(f"{PATH}:Measured", tmp_path / str(ranks), *SHAPE))
     said = [read(tmp_path / str(ranks))["metrics"] for ranks in (1, 2, 3)]
     assert len(set(map(json.dumps, said))) == 1, "to the last digit"
 

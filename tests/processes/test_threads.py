@@ -40,9 +40,8 @@ def test_the_cores_are_divided_unless_the_user_says_otherwise(tmp_path: Path) ->
     assert threads(*alone, OMP_NUM_THREADS="2") == {"2 2 1"}
 
 
-def test_a_continued_run_keeps_its_count(tmp_path: Path) -> None:
+def test_a_continued_run_keeps_its_count(run_dir: Path) -> None:
     """The environment of these tests says one thread."""
-    run_dir = tmp_path / "run"
     long = ["--schedule", "constant", "--max-steps"]
     for more, expected in (([*long, 2, "--threads", 2], 2), ([*long, 4], 2), ([*long, 6, "--threads", 1], 1)):
         run_forked(TRAIN, *job(run_dir, *more))

@@ -41,8 +41,7 @@ from tests.support.small_runs import (
 )
 
 
-def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp_path: Path, run_dir: Path) -> None:
     command = [TRAIN, *job(run_dir, "--max-steps", 3)]
     run_forked(*command)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
@@ -56,8 +55,7 @@ def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp
     assert weights_of(run_dir) == weights_of(aside), "the same command gives the same weights"
 
 
-def test_a_state_that_does_not_fit_the_model_ends_in_a_line(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> None:
     run_forked(TRAIN, *job(run_dir, "--max-steps", 2, "--schedule", "constant"))
     (newest,) = (run_dir / "checkpoints").glob("step-*")
     found = torch.load(newest / STATE, weights_only=True)
@@ -71,8 +69,7 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(tmp_path: Path) -> N
     assert newest.exists(), "it is no damage"
 
 
-def test_what_a_run_leaves(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_what_a_run_leaves(run_dir: Path) -> None:
     run(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 4)))
     summary = read(run_dir)
     weights = torch.load(run_dir / "model.pt", weights_only=True)
@@ -119,9 +116,8 @@ def test_loader_processes_never_outlive_a_killed_parent(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_a_bug_in_the_loss_ends_the_run_at_once_and_keeps_the_last_step(tmp_path: Path) -> None:
+def test_a_bug_in_the_loss_ends_the_run_at_once_and_keeps_the_last_step(run_dir: Path) -> None:
     """With loader processes alive, which must not keep the failed process from ending."""
-    run_dir = tmp_path / "run"
     done = run_forked(TRAIN, *job(run_dir, "--fail-at", 10, "--num-workers", 2, "--checkpoint-every", 0), expect=1)
     assert "ZeroDivisionError: a bug in the user's loss" in done.stderr
     status = read(run_dir, "status.json")

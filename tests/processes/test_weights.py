@@ -18,7 +18,7 @@ from tests.run.test_weights import (
     file,  # noqa: F401  (a fixture)
     refusal,
 )
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, refused_ranks, run, run_forked
+from tests.support.processes import TRAIN, read, records, refused_ranks, run, run_forked
 from tests.support.small_runs import job, the_line
 
 
@@ -55,7 +55,7 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
 
     # two ranks read the file of DataParallel; with a learning rate of 0 its weights come out again
     new = tmp_path / "new"
-    finish_all(fork_ranks(2, TRAIN, *job(new, *frozen, "--init-from", tmp_path / "dp")))
+    trained(2, job(new, *frozen, "--init-from", tmp_path / "dp"))
     assert read(new)["weights_sha256"] == trained
     told = "--init-from " + f"{tmp_path / 'dp'}: all 4 tensors of the model are from it"
     assert told in (new / "logs" / "attempt-0001" / "rank-0.log").read_text()

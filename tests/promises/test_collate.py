@@ -77,8 +77,7 @@ def test_mistakes_are_told_in_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not has("predict"), reason="this copy has left it out")
-def test_predict_and_eval_only_collate_as_training_does(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_predict_and_eval_only_collate_as_training_does(tmp_path: Path, run_dir: Path) -> None:
     trained(0, job("Boxes", run_dir, "--limit-batches", 2))
     for ranks in (0, 3):
         words = ["-m", "evenkeel", "predict", run_dir, "--set", "test", "--output", tmp_path / f"{ranks}.csv"]

@@ -55,9 +55,8 @@ def test_any_rank_is_killed_under_a_plain_torchrun_and_no_step_is_lost_and_no_bi
     ],
 )
 def test_a_signal_to_torchrun_or_a_launcher_saves_the_last_step_once_and_leaves_no_process(
-    tmp_path: Path, number: signal.Signals, command: list[str], ranks: int
+    run_dir: Path, number: signal.Signals, command: list[str], ranks: int
 ) -> None:
-    run_dir = tmp_path / "run"
     process = start([*command, *job(run_dir, *RARE, "--pause", 0.2, "--num-workers", 1)])
     wait_for_step(run_dir, 3, process)
     trainers = runs.workers_of(process).values()
@@ -76,9 +75,8 @@ def test_a_signal_to_torchrun_or_a_launcher_saves_the_last_step_once_and_leaves_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keepers_too", [False, True])
-def test_workers_whose_agent_is_killed_save_and_end(tmp_path: Path, keepers_too: bool) -> None:
+def test_workers_whose_agent_is_killed_save_and_end(run_dir: Path, keepers_too: bool) -> None:
     """`kill -9` of torchrun itself, which would leave its workers running for ever; and of the keepers as well."""
-    run_dir = tmp_path / "run"
     process = start([*(launcher(2) if keepers_too else torchrun(2, TRAIN)), *job(run_dir, *RARE, "--pause", 0.2)])
     wait_for_step(run_dir, 3, process)
     keepers = keepers_of(process).values()

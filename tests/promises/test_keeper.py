@@ -64,8 +64,7 @@ def test_each_rank_is_killed_and_torchrun_which_may_not_restart_sees_nothing(
     wait_until_gone([*keepers.values()])
 
 
-def test_the_control_without_keepers_the_same_kill_ends_the_job(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_the_control_without_keepers_the_same_kill_ends_the_job(run_dir: Path) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--pause", 0.1, "--keeper", "off")))
     wait_for_step(run_dir, 2, process)
     assert workers_of(process) == keepers_of(process)
@@ -122,8 +121,7 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(
 
 
 @pytest.mark.slow
-def test_a_signal_for_a_keeper_alone_reaches_its_rank(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_signal_for_a_keeper_alone_reaches_its_rank(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, *RARE, "--pause", 0.1))
     wait_for_step(run_dir, 3, process)
     os.kill(process.pid, signal.SIGTERM)
@@ -133,8 +131,7 @@ def test_a_signal_for_a_keeper_alone_reaches_its_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_single_process_starts_again_too(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_single_process_starts_again_too(tmp_path: Path, run_dir: Path) -> None:
     fork(TRAIN, *job(run_dir, "--max-steps", 1)).wait()  # an older run in the way, which --fresh moves aside once
     process = start([sys.executable, str(TRAIN), *job(run_dir, "--checkpoint-every", 1, "--pause", 0.1, "--fresh")])
     wait_until(lambda: len(list(tmp_path.glob("run.old-*"))) == 1, "the old run aside")
@@ -169,9 +166,8 @@ def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_task_that_starts_a_thread_when_it_is_imported_has_no_keeper(tmp_path: Path) -> None:
+def test_a_task_that_starts_a_thread_when_it_is_imported_has_no_keeper(tmp_path: Path, run_dir: Path) -> None:
     thread = "threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()"
-    run_dir = tmp_path / "run"
     options = job(run_dir, *RARE, "--pause", 0.1, "--task", own_task(tmp_path, before=thread))
     process = start(torchrun(2, TRAIN, *options), env=OWN)
     wait_for_step(run_dir, 2, process)

@@ -20,9 +20,8 @@ def job(ranks: int, run_dir: Path, *more: object) -> list[subprocess.Popen[str]]
 
 
 @pytest.mark.slow
-def test_the_bits_are_the_same_through_a_kill_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_the_bits_are_the_same_through_a_kill_and_on_other_numbers_of_ranks(tmp_path: Path, run_dir: Path) -> None:
     finish_all(job(1, tmp_path / "undisturbed"))
-    run_dir = tmp_path / "run"
     signal_ranks_at(20, run_dir, job(3, run_dir, "--activation-checkpointing"), signal.SIGKILL)
     finish_all(job(2, run_dir))
     assert len(starts(run_dir)) == 2

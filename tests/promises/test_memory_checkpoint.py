@@ -51,8 +51,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @WAYS
-def test_a_disk_that_takes_nothing_loses_no_step(tmp_path: Path, undisturbed: str, memory: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_disk_that_takes_nothing_loses_no_step(run_dir: Path, undisturbed: str, memory: str) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-memory", memory)))
     wait_for_step(run_dir, 4, process)
     (run_dir / "checkpoints").symlink_to("/proc/sys/kernel")  # no folder can be made there
@@ -84,8 +83,7 @@ def slow_checkpoint(run_dir: Path, *more: object, real: bool = False) -> Iterato
 
 @pytest.mark.slow
 @WAYS
-def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_ranks(tmp_path: Path, memory: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_ranks(run_dir: Path, memory: str) -> None:
     with slow_checkpoint(run_dir, "--keeper-memory", memory) as process:
         os.kill(trainer_of(process), signal.SIGKILL)
         wait_for_start(run_dir, 2)
@@ -96,8 +94,7 @@ def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_rank
 
 
 @pytest.mark.slow
-def test_what_is_in_memory_comes_to_the_disk_and_then_goes(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_what_is_in_memory_comes_to_the_disk_and_then_goes(run_dir: Path) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--num-workers", 1)))
     wait_for_step(run_dir, 2, process)
     with locked(run_dir / "checkpoints"):
@@ -122,9 +119,8 @@ def test_what_is_in_memory_comes_to_the_disk_and_then_goes(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("died", ["keeper", "trainer"])
-def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(tmp_path: Path, undisturbed: str, died: str) -> None:
+def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(run_dir: Path, undisturbed: str, died: str) -> None:
     """If torchrun restarts all, their memory is gone: when a keeper is killed, or a trainer after its last restart."""
-    run_dir = tmp_path / "run"
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-restarts", 0), restarts=1))
     wait_for_step(run_dir, 3, process)
     os.kill(runs.pids_of(process, died)[1], signal.SIGKILL)
@@ -163,8 +159,7 @@ def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, und
     assert weights_of(run_dir) == undisturbed
 
 
-def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, *RARE, "--checkpoint-every", 1, "--pause", 0.02, "--epochs", 20))
     wait_for_step(run_dir, 1, process)
     for count in range(2, 12):
@@ -247,9 +242,8 @@ def writer_of(process: subprocess.Popen[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, TRIES])
-def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(tmp_path: Path, kills: int) -> None:
+def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(run_dir: Path, kills: int) -> None:
     """The ranks that start again have that step from memory, and do not evaluate it again. With TRIES: the control."""
-    run_dir = tmp_path / "run"
     evaluated = ["--checkpoint-every", 0, "--eval-every", 3, "--keep", 1, "--task", f"{runs.ODD_TASKS}:WorseAndWorse"]
     with slow_checkpoint(run_dir, *evaluated) as process:
         os.kill(writer := killed(process), signal.SIGSTOP)  # a slower disk
@@ -281,9 +275,8 @@ STOPS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("stops", "ends"), STOPS.values(), ids=STOPS)
 def test_a_second_ctrl_c_ends_the_wait_for_the_disk(
-    tmp_path: Path, stops: list[tuple[float, signal.Signals]], ends: bool
+    run_dir: Path, stops: list[tuple[float, signal.Signals]], ends: bool
 ) -> None:
-    run_dir = tmp_path / "run"
     with slow_checkpoint(run_dir, "--keeper-restarts", 0) as process:
         writer = killed(process)
         for pause, number in stops:
@@ -314,9 +307,8 @@ def test_a_second_ctrl_c_for_the_trainer_is_one_for_its_keeper(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_later(tmp_path: Path) -> None:
+def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_later(run_dir: Path) -> None:
     """It writes step 3 when the next start has come further."""
-    run_dir = tmp_path / "run"
     often = ["--checkpoint-every", 3, "--keep", 2, "--grace", 1]
     with slow_checkpoint(run_dir, *often, "--keeper-restarts", 0) as process:
         writer = killed(process)

@@ -13,9 +13,8 @@ BAD = 7
 """The step that is not finite, counted from 1."""
 
 
-def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_on_all(tmp_path: Path) -> None:
+def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_on_all(run_dir: Path) -> None:
     """Its gradient is finite, and only rank 0 sees it; still every rank ends by itself, at the same step."""
-    run_dir = tmp_path / "run"
     # two micro-batches of a full step on each of the 2 ranks, one on rank 0 in the last
     options = job(run_dir, "--checkpoint-every", 0, "--nan-at", 2 * BAD)
     done = run(torchrun(2, TRAIN, *options), expect=1)

@@ -108,8 +108,7 @@ def test_killed_and_stopped_and_finished_on_other_ranks_each_position_is_trained
         ("order", "later", "order(1) is not what it was when the run was in that epoch"),
     ],
 )
-def test_another_order_at_a_later_start_is_refused(tmp_path: Path, way: str, broken: str, line: str) -> None:
-    run_dir = tmp_path / "run"
+def test_another_order_at_a_later_start_is_refused(run_dir: Path, way: str, broken: str, line: str) -> None:
     run_forked(TRAIN, *job(run_dir, way, "--max-steps", 6, "--schedule", "constant"))
     before = (run_dir / "status.json").read_bytes()
     again = job(run_dir, way, "--max-steps", 9, "--schedule", "constant")
@@ -137,9 +136,8 @@ def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp
     ],
 )
 def test_a_later_epoch_that_is_wrong_ends_the_run_at_the_end_of_the_one_before(
-    tmp_path: Path, broken: str, line: str
+    tmp_path: Path, run_dir: Path, broken: str, line: str
 ) -> None:
-    run_dir = tmp_path / "run"
     first, *_ = [finish(rank) for rank in fork_ranks(2, TRAIN, *job(run_dir, "order", "--broken", broken))]
     assert first.returncode == 1
     assert first.stderr.count(line) == 1

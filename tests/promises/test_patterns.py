@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, read
+from tests.support.processes import ROOT, TRAIN, fork_ranks, read
 from tests.support.small_runs import options, signal_ranks_at, steps_of, trained, weights_of
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "patterns.md").read_text(), re.DOTALL)
@@ -31,7 +31,7 @@ def test_a_pattern_keeps_the_promises(tmp_path: Path, name: str) -> None:
     ranks = fork_ranks(2, TRAIN, *options(job, run_dir, *shape, "--checkpoint-every", 1))
     signal_ranks_at(8, run_dir, ranks, signal.SIGKILL)
     assert steps_of(run_dir)[-1] < read(tmp_path / "alone")["step"], "killed before its end"
-    finish_all(fork_ranks(2, TRAIN, *options(job, run_dir, *shape)))
+    trained(2, options(job, run_dir, *shape))
     assert weights_of(run_dir) == weights_of(tmp_path / "alone")
     assert read(run_dir)["metrics"] == read(tmp_path / "alone")["metrics"]
     if name != "Curriculum":  # four epochs are too few for what it has not seen

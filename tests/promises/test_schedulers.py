@@ -92,8 +92,7 @@ def test_a_run_killed_between_a_step_and_its_evaluation_steps_the_scheduler_once
     assert rates(run_dir)[STEPS] == bare_rates("plateau")[-1]
 
 
-def test_what_would_set_other_rates_is_refused(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_what_would_set_other_rates_is_refused(run_dir: Path) -> None:
     for typed in (["--warmup-steps", 3], ["--schedule", "poly"]):
         done = run_forked(TRAIN, *job(run_dir, "onecycle", *typed), expect=2)
         assert the_line(done.stderr) == (

@@ -127,12 +127,11 @@ def test_a_checkpoint_without_it_is_continued_and_one_with_it_not_without_the_me
 
 
 @pytest.mark.skipif(not has("predict"), reason="this copy has left it out")
-def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path, run_dir: Path) -> None:
     trained(0, job("Remembering", run_dir))
     found = records(run_dir, "eval")[-1]["test/loss"]
     for ranks in (0, 2):
-        said = finish_all(fork_ranks(ranks, TRAIN, *job("Remembering", run_dir, "--eval-only")))[0].stdout
+        said = trained(ranks, job("Remembering", run_dir, "--eval-only"))[0].stdout
         assert json.loads(said.splitlines()[-1])["evaluation"]["metrics"]["test/loss"] == found
         words = ["-m", "evenkeel", "predict", run_dir, "--set", "test", "--output", tmp_path / f"{ranks}.csv"]
         finish_all(fork_ranks(ranks, *words))
@@ -140,8 +139,7 @@ def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path) -> None:
         assert sum(losses) / len(losses) == pytest.approx(found, rel=1e-4)
 
 
-def test_a_hook_that_fails_leaves_the_last_checkpoint_and_no_half_step(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_hook_that_fails_leaves_the_last_checkpoint_and_no_half_step(run_dir: Path) -> None:
     done = run_forked(TRAIN, *job("Failing", run_dir, "--checkpoint-every", 2), expect=1)
     assert "ZeroDivisionError: a bug in the user's after_step" in done.stderr
     assert saved_step(run_dir) == 4

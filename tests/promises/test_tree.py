@@ -78,8 +78,7 @@ def test_the_control_with_the_ring_the_bits_depend_on_the_number_of_ranks(tmp_pa
 
 @pytest.mark.slow
 @runs.BOTH_WAYS
-def test_a_peer_that_dies_in_an_exchange_is_an_error_and_no_hang(tmp_path: Path, dies: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_peer_that_dies_in_an_exchange_is_an_error_and_no_hang(run_dir: Path, dies: str) -> None:
     process = start(torchrun(3, TRAIN, *job(run_dir, "--reduce", "tree", "--pause", 0.1), restarts=1))
     runs.wait_for_step(run_dir, 3, process)
     os.kill(runs.pids_of(process, dies)[1], signal.SIGKILL)

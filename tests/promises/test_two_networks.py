@@ -19,12 +19,11 @@ def options(run_dir: Path, *more: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> None:
+def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path, run_dir: Path) -> None:
     """On one rank without a stop; and on 3 whole, 2 placed and 1 cut, with a SIGTERM and a SIGKILL in between."""
     shape = ["--samples", 45, "--test-samples", 13, "--batch-size", 11, "--micro-batch", 3, "--epochs", 6]
     shape += ["--checkpoint-every", 2, "--adversarial", 0.1, "--schedule", "poly", "--ema", 0.9]
     undisturbed = fork_ranks(1, TRAIN, *options(tmp_path / "one", *shape))
-    run_dir = tmp_path / "run"
     signal_ranks_at(3, run_dir, fork_ranks(3, TRAIN, *options(run_dir, *shape)), signal.SIGTERM)
     place = ["--place", "segmenter=0,discriminator=1"]
     signal_ranks_at(9, run_dir, fork_ranks(2, TRAIN, *options(run_dir, *shape, *place)), signal.SIGKILL)
