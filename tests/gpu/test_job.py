@@ -17,7 +17,7 @@ import torch
 from tests.support import processes
 from tests.support.gpu import REAL, devices_of, shared, started
 from tests.support.processes import ROOT, TRAIN, checked, finish, read, records, run, start, torchrun
-from tests.support.small_runs import ended, job, kill_workers_and_agent, saved_step, wait_for_step, weights_of
+from tests.support.small_runs import ended, job, kill_workers_and_agent, model_of, saved_step, wait_for_step, weights_of
 
 Record = Callable[[str, object], None]
 
@@ -40,7 +40,7 @@ def test_the_job_of_the_readme_reaches_its_accuracy(run_dir: Path, ranks: int, r
         assert [name.startswith("cuda:") for name in named] == [True] * max(1, ranks)
         assert named[0].startswith("cuda:0 (")
     assert accuracy(run_dir) > 0.98
-    loaded = torch.load(run_dir / "model.pt", weights_only=True)
+    loaded = model_of(run_dir)
     assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
 
 

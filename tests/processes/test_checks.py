@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.processes import TRAIN, read, refused_ranks, run, run_forked, torchrun
-from tests.support.small_runs import ODD_TASKS, odd_job, the_line
+from tests.support import needs
+from tests.support.processes import TRAIN, read, run, run_forked, torchrun
+from tests.support.small_runs import ODD_TASKS, failed, odd_job, refusal, the_line
 
 WRONG = [
     ("Frozen", 2, "model() returned a Linear without a parameter that needs a gradient (requires_grad is False for"),
@@ -57,8 +57,7 @@ WRONG = [
 @pytest.mark.parametrize(("task", "code", "expected"), WRONG)
 def test_a_task_that_cannot_be_trained_is_told_in_a_line(tmp_path: Path, task: str, code: int, expected: str) -> None:
     workers = int(task == "ManySizes")  # its line comes out of a loader process
-    done = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--num-workers", workers), expect=code)
-    assert expected in the_line(done.stderr)
+    assert expected in refusal(odd_job(task, tmp_path / "run", "--num-workers", workers), code)
     if code == 2:
         assert not (tmp_path / "run" / "status.json").exists(), "nothing has been touched"
     else:
@@ -102,11 +101,9 @@ def test_what_is_likely_a_mistake_is_said_once_and_what_few_tasks_return_works(
     [("Exits", 0, "None"), ("Exits", 2, "None"), ("ExitsInLoss", 0, "0"), ("ExitsInModel", 0, "'no such\\nnetwork'")],
 )
 def test_sys_exit_in_a_task_is_a_failure(tmp_path: Path, task: str, workers: int, expected: str) -> None:
-    done = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--num-workers", workers), expect=1)
-    assert re.fullmatch(
-        rf"the task called sys.exit\({re.escape(expected)}\) at {ODD_TASKS}:\d+, and the run is not finished; .*",
-        the_line(done.stderr),
-    )
+    line = refusal(odd_job(task, tmp_path / "run", "--num-workers", workers), code=1)
+    called = rf"the task called sys.exit\({re.escape(expected)}\) at {ODD_TASKS}:\d+"
+    assert re.fullmatch(rf"{called}, and the run is not finished; .*", line)
     if task != "ExitsInModel":
         assert read(tmp_path / "run", "status.json")["state"] == "failed"
 
@@ -120,14 +117,10 @@ def test_ranks_whose_losses_have_other_parts_are_told_before_the_first_step_coun
     assert "evenkeel: the task called sys.exit(None) at " in done.stderr
 
 
-DELETE = 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@needs.no_gpu
 def test_ranks_with_other_data_are_told_so(tmp_path: Path) -> None:
     """Their steps would not be the same ones, and in the end one would wait for ever."""
-    refused, _ = refused_ranks(2, TRAIN, *odd_job("OtherDataOnRank1", tmp_path / "run"))
-    assert the_line(refused.stderr) == (
-        "the training data has 13 samples on rank 0 and 12 on rank 1; give all nodes the same data"
-    )
+    refused, _ = failed(2, odd_job("OtherDataOnRank1", tmp_path / "run"), code=2)
+    said = "the training data has 13 samples on rank 0 and 12 on rank 1; give all nodes the same data"
+    assert the_line(refused.stderr) == said
     assert not (tmp_path / "run" / "status.json").exists()

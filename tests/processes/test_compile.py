@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import torch
 from evenkeel.run.checkpoint import Checkpoints
 from tests.support.processes import (
     TRAIN,
-    finish,
     finish_all,
     fork_ranks,
     records,
@@ -26,10 +25,13 @@ from tests.support.processes import (
     wait_until,
 )
 from tests.support.small_runs import (
+    evaluation_of,
     job,
     kill_workers_and_agent,
+    model_of,
     odd_job,
     saved_step,
+    signal_ranks,
     stop_at,
     the_line,
     trained,
@@ -84,7 +86,7 @@ def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_
 
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
     assert weights_of(tmp_path / "eager") != weights_of(run_dir), "the control: compiled code is another one"
-    names = [list(torch.load(path / "model.pt", weights_only=True)) for path in (run_dir, tmp_path / "eager")]
+    names = [list(model_of(path)) for path in (run_dir, tmp_path / "eager")]
     assert names[0] == names[1]
     assert not list((nodes[2] / "tmp" / f"evenkeel-{os.geteuid()}").iterdir()), "a finished run leaves nothing there"
 
@@ -105,27 +107,24 @@ def test_channels_last_killed_and_resumed_on_other_numbers_of_ranks_the_bits_are
     finish_all(fork_ranks(1, *command, "--run-dir", undisturbed))
     for ranks, number in ((2, signal.SIGKILL), (0, signal.SIGTERM), (4, signal.SIGKILL)):
         before = saved_step(run_dir)
-        processes = fork_ranks(ranks, *command, "--run-dir", run_dir)
+        started = fork_ranks(ranks, *command, "--run-dir", run_dir)
         wait_until(lambda before=before: saved_step(run_dir) > before, "a checkpoint")  # type: ignore[misc]
-        for process in processes:
-            process.send_signal(number)
-        for process in processes:
-            finish(process)
+        signal_ranks(started, number)
     finish_all(fork_ranks(3, *command, "--run-dir", run_dir))
     assert weights_of(run_dir) == weights_of(undisturbed)
-    assert all(value.is_contiguous() for value in torch.load(run_dir / "model.pt", weights_only=True).values())
+    assert all(value.is_contiguous() for value in model_of(run_dir).values())
 
 
 def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that_it_had(tmp_path: Path) -> None:
-    def attempt(task: str, steps: int, run_dir: str = "run", *more: object) -> str:
+    def attempt(task: str, steps: int, run_dir: str = "run", *more: object) -> subprocess.CompletedProcess[str]:
         options = odd_job(task, tmp_path / run_dir, "--ema", 0.9, "--schedule", "constant", "--max-steps", steps, *more)
-        return run_forked(TRAIN, *options).stdout
+        return run_forked(TRAIN, *options)
 
     attempt("CompiledByItself", 2)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     state = torch.load(checkpoint / "state.pt", weights_only=True)
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert list(torch.load(tmp_path / "run" / "model.pt", weights_only=True)) == names
+    assert list(model_of(tmp_path / "run")) == names
     assert list(state["model"]) == list(state["ema"]) == names
 
     shutil.copytree(tmp_path / "run", tmp_path / "old")  # with the names that it had in earlier versions
@@ -136,7 +135,7 @@ def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that
         shutil.rmtree(folder)
     Checkpoints(tmp_path / "old" / "checkpoints", 2, ("loss", "min")).save(state, {})
     evaluated = [attempt("CompiledByItself", 2, name, "--eval-only") for name in ("run", "old")]
-    first, second = (json.loads(told.splitlines()[-1])["evaluation"]["metrics"] for told in evaluated)
+    first, second = (evaluation_of(told)["metrics"] for told in evaluated)
     assert first == second
     for name in ("run", "old"):
         attempt("CompiledByItself", 4, name)

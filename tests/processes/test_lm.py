@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import TRAIN, contents_of, evenkeel, read, records, run_forked
-from tests.support.small_runs import options, the_line, trained
+from tests.support.small_runs import evaluation_of, options, the_line, trained
 
 SHAPE = ["--seq-len", 64, "--width", 32, "--layers", 1, "--heads", 2, "--batch-size", 32, "--micro-batch", 8]
 STEPS = ["--max-steps", 400, "--lr", 0.01, "--clip-norm", 1, "--log-every", 50]
@@ -42,7 +41,7 @@ def test_the_perplexity_has_the_same_digits_on_1_2_and_3_ranks(trained: Path) ->
     said = []
     for ranks in (1, 2, 3):
         done = trained(ranks, options("lm", trained, *SHAPE, *STEPS, "--eval-only"))
-        said.append(json.loads(done[0].stdout.splitlines()[-1])["evaluation"])
+        said.append(evaluation_of(done[0]))
     assert said[0] == said[1] == said[2]
     assert said[0]["metrics"]["validation/perplexity"] == read(trained)["metrics"]["validation/perplexity"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import TRAIN, evenkeel, run, run_forked
-from tests.support.small_runs import job, the_line, trained, weights_of
+from tests.support.processes import TRAIN, evenkeel, read, run, run_forked
+from tests.support.small_runs import job, refusal, trained, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def trace_of(run_dir: Path, rank: int = 0) -> dict[str, Any]:
-    trace: dict[str, Any] = json.loads((run_dir / "profile" / f"rank-{rank}.json").read_text())
-    return trace
+    return read(run_dir / "profile", f"rank-{rank}.json")
 
 
 def steps_of(trace: dict[str, Any]) -> list[str]:
@@ -94,6 +93,6 @@ def test_a_resume_within_the_window_and_after_it(tmp_path: Path) -> None:
     [*((typed, []) for typed in ("20", "7:4", "4:4", "a:b", "100:110")), ("4:7", ["--memory-snapshot"])],
 )
 def test_what_cannot_be_traced_is_refused_in_a_line(typed: str, more: list[str], tmp_path: Path) -> None:
-    line = the_line(run_forked(TRAIN, *job(tmp_path / "run", "--profile", typed, *more), expect=2).stderr)
+    line = refusal(job(tmp_path / "run", "--profile", typed, *more))
     assert "this process computes on the CPU" in line if more else line.startswith(f"--profile {typed}: ")
     assert not (tmp_path / "run").exists()

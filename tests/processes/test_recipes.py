@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,32 @@ from evenkeel.training.state import sha256
 from tests.support.components import optional
 from tests.support.processes import (
     TRAIN,
-    checked,
     contents_of,
     evenkeel,
-    finish,
     finish_all,
     fork_ranks,
     read,
     run_forked,
     wait_until,
 )
-from tests.support.small_runs import recipe_job, saved_step, the_line, trained, weights_of
+from tests.support.small_runs import (
+    evaluation_of,
+    failed,
+    model_of,
+    recipe_job,
+    refusal,
+    saved_step,
+    the_line,
+    trained,
+    weights_of,
+)
 
 
 def evaluated(ranks: int, run_dir: Path, *more: object) -> dict[str, Any]:
     """What rank 0 prints of `--eval-only`; the others are silent."""
     first, *others = trained(ranks, recipe_job(run_dir, *OPTIONS, *more, "--eval-only"))
     assert not any(other.stdout for other in others)
-    found: dict[str, Any] = json.loads(first.stdout.splitlines()[-1])["evaluation"]
-    return found
+    return evaluation_of(first)
 
 
 OPTIONS = ["--ema", 0.5, "--checkpoint-every", 5, "--eval-every", 7, "--limit-batches", 2, "--epochs", 4]
@@ -57,13 +63,12 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
     trained(0, recipe_job(tuned, *OPTIONS, *weights))
     found = evaluated(0, tuned, *weights)
     assert (found["metrics"], found["step"]) == (read(tuned)["metrics"], 8)
-    refused = run_forked(TRAIN, *recipe_job(none, "--eval-only"), expect=2)
     said = f"--eval-only: {none} has no checkpoint; train first, or name weights with --init-from"
-    assert the_line(refused.stderr) == said
+    assert refusal(recipe_job(none, "--eval-only")) == said
     assert not none.exists()
 
     # what is exported is what was evaluated
-    exported = torch.load(run_dir / "model.pt", weights_only=True)
+    exported = model_of(run_dir)
     state = load(run_dir / "checkpoints" / "step-00000008")
     assert sha256(exported) == sha256(averaged(state)) == weights_of(run_dir) != sha256(state["model"])
     for export in optional("cli.checkpoint.ExportModel"):
@@ -82,6 +87,12 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
     finish_all(at_work)
 
 
+def test_a_run_that_only_looks_for_its_scale_says_so(tmp_path: Path) -> None:
+    options = ["--precision", "fp16", "--loss-scale", 2.0**126, "--max-steps", 12]
+    told = run_forked(TRAIN, *recipe_job(tmp_path / "run", *options)).stderr
+    assert told.count("the gradient overflowed in all of the last 10 steps, which were left out") == 1
+
+
 def test_two_runs_of_one_command_give_the_same_bits_and_another_seed_gives_others(tmp_path: Path) -> None:
     for ranks in (1, 2):
         found = []
@@ -94,8 +105,7 @@ def test_two_runs_of_one_command_give_the_same_bits_and_another_seed_gives_other
 
 
 def test_an_operation_without_a_deterministic_algorithm_is_named_in_a_line(tmp_path: Path) -> None:
-    ranks = fork_ranks(2, TRAIN, *recipe_job(tmp_path / "run", "--deterministic", "--operation", "put"))
-    first, _ = (checked(finish(rank), 1) for rank in ranks)
+    first, _ = failed(2, recipe_job(tmp_path / "run", "--deterministic", "--operation", "put"))
     said = "put_ has no deterministic algorithm on this device, and --deterministic and --reduce tree need one; "
     assert the_line(first.stderr) == said + "use another operation in its place, or run without them"
     assert read(tmp_path / "run", "status.json")["reason"].startswith("put_ has no deterministic")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, TRAIN, checked, finish, fork, read, run_forked
+from tests.support.processes import ROOT, checked, finish, fork, read
+from tests.support.small_runs import refusal
 
 
 def test_a_job_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
     options = ["--dataset", "fake", "--fake-samples", 101, "--image-size", 32, "--model", "shufflenet_v2_x0_5"]
     cut = ["--batch-size", 8, "--micro-batch", 4, "--run-dir", tmp_path / "run"]
-    (line,) = run_forked(TRAIN, *options, *cut, expect=2).stderr.splitlines()
-    assert line.endswith("--micro-batch 3 leaves no single sample")
+    assert refusal([*options, *cut]).endswith("--micro-batch 3 leaves no single sample")
     assert not (tmp_path / "run").exists()
 
 

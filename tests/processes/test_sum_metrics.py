@@ -11,8 +11,8 @@ from torch import nn
 from torchmetrics import MeanSquaredError
 
 from tests.support.measured_task import PATH, Measured, of_scores
-from tests.support.processes import TRAIN, finish, fork_ranks, read
-from tests.support.small_runs import options, the_line, trained
+from tests.support.processes import read
+from tests.support.small_runs import model_of, options, refusal, trained
 
 SHAPE = ["--max-steps", 12, "--batch-size", 16, "--micro-batch", 4, "--reduce", "tree", "--eval-every", 100]
 
@@ -25,7 +25,7 @@ def test_the_same_digits_on_1_2_and_3_ranks_and_those_of_torchmetrics(tmp_path: 
 
     task = Measured()
     model = task.model()
-    model.load_state_dict(torch.load(tmp_path / "3" / "model.pt", weights_only=True))
+    model.load_state_dict(model_of(tmp_path / "3"))
     for name, dataset in task.test_dataset().items():
         points, labels, _ = dataset.tensors
         with torch.no_grad():
@@ -40,10 +40,6 @@ def test_the_same_digits_on_1_2_and_3_ranks_and_those_of_torchmetrics(tmp_path: 
 
 
 def test_a_metric_that_keeps_all_scores_is_refused_in_a_line_before_anything_is_written(tmp_path: Path) -> None:
-    (refused,) = fork_ranks(0, TRAIN, *options(f"{PATH}:Refused", tmp_path / "run", *SHAPE))
-    done = finish(refused)
-    assert done.returncode == 2
-    assert the_line(done.stderr).startswith(
-        "auroc: the state 'preds' of a MulticlassAUROC is joined by cat, not by sum;"
-    )
+    line = refusal(options(f"{PATH}:Refused", tmp_path / "run", *SHAPE))
+    assert line.startswith("auroc: the state 'preds' of a MulticlassAUROC is joined by cat, not by sum;")
     assert not (tmp_path / "run").exists()

@@ -17,7 +17,6 @@ from tests.support.processes import (
     TRAIN,
     checked,
     finish,
-    fork_ranks,
     kill_group,
     read,
     records,
@@ -31,7 +30,9 @@ from tests.support.small_runs import (
     PLAN,
     TASK,
     children,
+    failed,
     job,
+    model_of,
     saved_step,
     the_line,
     told_step,
@@ -62,8 +63,8 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> No
     found["model"]["0.weight"] = found["model"]["0.weight"][:1]
     torch.save(found, newest / STATE)
     seal(newest)
-    ranks = fork_ranks(2, TRAIN, *job(run_dir, "--max-steps", 4, "--schedule", "constant"))
-    line = the_line("".join(checked(finish(rank), 1).stderr for rank in ranks))
+    ranks = failed(2, job(run_dir, "--max-steps", 4, "--schedule", "constant"))
+    line = the_line("".join(rank.stderr for rank in ranks))
     assert line.startswith(f"{run_dir}: its state of step 2 does not fit this model and its optimizers (")
     assert "size mismatch for 0.weight" in line
     assert newest.exists(), "it is no damage"
@@ -72,7 +73,7 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> No
 def test_what_a_run_leaves(run_dir: Path) -> None:
     run(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 4)))
     summary = read(run_dir)
-    weights = torch.load(run_dir / "model.pt", weights_only=True)
+    weights = model_of(run_dir)
     assert set(weights) == {"0.weight", "0.bias", "2.weight", "2.bias"}, "bare names, no module."
     assert all(tensor.device.type == "cpu" for tensor in weights.values())
     assert summary["weights_sha256"] == sha256(weights)

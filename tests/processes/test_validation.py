@@ -24,7 +24,7 @@ from tests.support.processes import (
     torchrun,
     wait_until,
 )
-from tests.support.small_runs import options, told_step, trained, weights_of
+from tests.support.small_runs import evaluation_of, options, told_step, trained, weights_of
 from tests.support.validated_task import PATH, TESTED, Validated
 
 TRUE = sum(range(1, TESTED + 1))
@@ -70,7 +70,7 @@ def test_the_validation_set_decides_and_each_sample_counts_once_on_any_number_of
     assert (len(naive), sum(naive)) == (TESTED + 1, TRUE + 1)
 
     first, _ = trained(2, job(folders[0], "--eval-only"))
-    evaluation = json.loads(first.stdout.splitlines()[-1])["evaluation"]
+    evaluation = evaluation_of(first)
     assert (evaluation["metrics"], evaluation["samples"]) == (metrics, sum(SETS.values()))
 
 

@@ -18,8 +18,8 @@ from tests.run.test_weights import (
     file,  # noqa: F401  (a fixture)
     refusal,
 )
-from tests.support.processes import TRAIN, read, records, refused_ranks, run, run_forked
-from tests.support.small_runs import job, the_line
+from tests.support.processes import TRAIN, read, records, run, run_forked
+from tests.support.small_runs import failed, job, the_line
 
 
 def test_a_class_of_the_main_program_needs_its_name_there(file: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     weights["module.2.wait"] = weights.pop("module.2.weight")
     torch.save(weights, tmp_path / "misfit")
     misfit = [*frozen, "--init-from", tmp_path / "misfit"]
-    first, second = refused_ranks(2, TRAIN, *job(tmp_path / "no", *misfit))
+    first, second = failed(2, job(tmp_path / "no", *misfit), code=2)
     assert "1 missing: 2.weight (nearest in the file: module.2.wait)" in the_line(first.stderr)
     assert (first.stdout, second.stdout, second.stderr) == ("", "", first.stderr), "without torchrun each says it"
     assert not (tmp_path / "no").exists()

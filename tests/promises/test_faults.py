@@ -13,15 +13,20 @@ from tests.support.processes import read, records, run
 from tests.support.small_runs import SAMPLES, SUPPORT, starts, trained, weights_of
 
 
-def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
-    """Let so many faults come over a run without planned checkpoints, and look at all that it leaves."""
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    ("faults", "epochs", "seed"), [(4, 3, 20), pytest.param(12, 6, 179, marks=pytest.mark.long)], ids=["4", "12"]
+)
+def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path, faults: int, epochs: int, seed: int) -> None:
+    """Of each kind one, or both ranks: SIGTERM, SIGSTOP, SIGKILL for what trains and for its keeper."""
 
     def job(run_dir: Path, *more: object) -> list[str]:
         rare = ["--checkpoint-every", 0, "--eval-every", 9 * epochs]
         return small_runs.job(run_dir, "--epochs", epochs, *rare, *more)
 
-    trained(2, job(folder / "undisturbed"))
-    run_dir, begun = folder / "run", time.monotonic()
+    trained(2, job(tmp_path / "undisturbed"))
+    run_dir, begun = tmp_path / "run", time.monotonic()
     # the next one as soon as it stands again
     mix = f"--kill-every 1s --seed {seed} --count {faults} --minutes 14 --faults kill,keeper,term,stop"
     done = run(chaos(mix, *launcher("--", *job(run_dir, "--pause", 0.3, "--hang-timeout", 5))), limit=900)
@@ -32,26 +37,12 @@ def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
     assert {kind for kind, _ in faults_in(done.stdout)} == {"kill", "keeper", "term", "stop"}
     assert {whom[: len("rank 0")] for _, whom in faults_in(done.stdout)} == {"rank 0", "rank 1"}
     assert len(starts(run_dir)) == faults + 1, "each of them had to start the ranks again"
-    assert weights_of(run_dir) == weights_of(folder / "undisturbed")
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
     assert read(run_dir)["samples_seen"] == epochs * SAMPLES
     assert small_runs.no_step_is_done_twice(run_dir)
     assert reported(done.stdout, "lost, done again") == "0"
     assert wall - 60 < sum(read(run_dir)["ledger"].values()) < wall, "every second has an account"
     assert still_running(run_dir) == []
-
-
-@pytest.mark.slow
-def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
-    """One SIGTERM, one SIGSTOP, one SIGKILL for what trains and one for its keeper."""
-    disturb(tmp_path, faults=4, epochs=3, seed=20)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
-def test_twelve_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
-    """Of each kind both ranks, in one run."""
-    disturb(tmp_path, faults=12, epochs=6, seed=179)
 
 
 @pytest.mark.slow

@@ -84,11 +84,11 @@ def test_a_run_keeps_its_cut_and_its_stream(tmp_path: Path) -> None:
     run_forked(TRAIN, *job(tmp_path / "run", "--schedule", "constant", "--max-steps", 2))
     assert read(tmp_path / "run", "status.json")["order"] == "6 substreams, 2 samples at a time"
     longer = ["--schedule", "constant", "--max-steps", 4]
-    assert "--substreams" in run_forked(TRAIN, *job(tmp_path / "run", *longer, "--substreams", 4), expect=2).stderr
+    assert "--substreams" in runs.refusal(job(tmp_path / "run", *longer, "--substreams", 4))
     run_forked(TRAIN, *job(tmp_path / "run", *longer))
     assert read(tmp_path / "run")["step"] == 4, "the number of samples is not part of what is compared"
-    done = run_forked(TRAIN, *options(TASK, tmp_path / "other", "--batch-size", 12), expect=2)
-    assert runs.the_line(done.stderr).startswith("--max-steps is missing: train_dataset() returned a Streams")
+    line = runs.refusal(options(TASK, tmp_path / "other", "--batch-size", 12))
+    assert line.startswith("--max-steps is missing: train_dataset() returned a Streams")
     assert not (tmp_path / "other").exists()
 
 

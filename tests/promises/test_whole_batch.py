@@ -13,8 +13,9 @@ from tests.support import small_runs
 from tests.support.processes import TRAIN, checked, finish, finish_all, fork_ranks, records, start, torchrun
 from tests.support.small_runs import (
     SUPPORT,
+    interrupt,
+    model_of,
     restarts_of,
-    signal_ranks_at,
     steps_of,
     stop_at,
     the_line,
@@ -37,7 +38,7 @@ def test_the_bits_are_the_same_on_any_ranks_through_a_kill_between_the_passes_an
     slow.touch()
     first = start(torchrun(3, TRAIN, *words, restarts=1))
     stop_at(run_dir, 5, first)
-    signal_ranks_at(8, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGTERM)
+    interrupt(2, run_dir, words, 8, signal.SIGTERM)
     slow.unlink()
     trained(1, words)
     finish_all(plain)
@@ -84,8 +85,7 @@ def test_ranks_with_other_embeddings_end_in_a_line(tmp_path: Path) -> None:
 
 
 def weights(run_dir: Path) -> torch.Tensor:
-    saved: dict[str, Any] = torch.load(run_dir / "model.pt", weights_only=True)
-    return torch.cat([tensor.flatten().double() for tensor in saved.values()])
+    return torch.cat([tensor.flatten().double() for tensor in model_of(run_dir).values()])
 
 
 @pytest.mark.parametrize("task", ["Contrast", "Gathered"])

@@ -72,17 +72,10 @@ def rank_variables(ranks: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def refused_ranks(ranks: int, *arguments: object) -> list[subprocess.CompletedProcess[str]]:
-    """Ranks without torchrun that all refuse, each by itself, with exit code 2."""
-    return [checked(done, 2) for done in [finish(rank) for rank in fork_ranks(ranks, *arguments)]]
-
-
-def finish_all(
-    started: Sequence[subprocess.Popen[str]], limit: float | None = None
-) -> list[subprocess.CompletedProcess[str]]:
-    """Wait for the ranks of a job, all of which must end well."""
+def finish_all(started: Sequence[subprocess.Popen[str]], code: int = 0) -> list[subprocess.CompletedProcess[str]]:
+    """Wait for the ranks of a job, all of which must end with this exit code, each by itself."""
     try:
-        return [checked(finish(process, limit), 0) for process in started]
+        return [checked(finish(process), code) for process in started]
     finally:
         for process in started:
             kill_group(process)

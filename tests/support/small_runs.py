@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import textwrap
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from evenkeel.common.processes import process_name
 from evenkeel.data.plan import Plan
@@ -24,6 +26,7 @@ from tests.support.processes import (
     fork_ranks,
     read,
     records,
+    run_forked,
     stop,
     wait_beside,
     wait_until,
@@ -67,10 +70,10 @@ def odd_job(task: str, run_dir: Path, *more: object) -> list[str]:
     return options(f"{ODD_TASKS}:{task}", run_dir, "--batch-size", 4, "--micro-batch", 2, "--epochs", 1, *more)
 
 
-def small_job(ranks: int, run_dir: Path, *more: object, task: str = "Small") -> list[subprocess.Popen[str]]:
-    """Start eight steps of a task of small_task.py on so many ranks; 0: without a process group."""
+def small_job(run_dir: Path, *more: object, task: str = "Small") -> list[str]:
+    """Options of eight steps of a task of small_task.py."""
     shape = ["--epochs", 2, "--batch-size", 24, "--micro-batch", 4, "--reduce", "tree", "--log-every", 1]
-    return fork_ranks(ranks, TRAIN, *options(f"{SUPPORT / 'small_task.py'}:{task}", run_dir, *shape, *more))
+    return options(f"{SUPPORT / 'small_task.py'}:{task}", run_dir, *shape, *more)
 
 
 def trained(ranks: int, options: Iterable[object]) -> list[subprocess.CompletedProcess[str]]:
@@ -96,6 +99,45 @@ def signal_ranks_at(
     """The same when a step stands in the metrics of the run."""
     wait_for_step(run_dir, step, ranks[0])
     return signal_ranks(ranks, number, victims)
+
+
+def interrupt(
+    ranks: int,
+    run_dir: Path,
+    words: Iterable[object],
+    step: int,
+    number: signal.Signals = signal.SIGKILL,
+    victims: int = 0,
+    slow: Path | None = None,
+) -> None:
+    """Train on so many ranks to a step, slowly while there is the file `slow`; then the same."""
+    if slow:
+        slow.touch()
+    signal_ranks_at(step, run_dir, fork_ranks(ranks, TRAIN, *words), number, victims)
+    if slow:
+        slow.unlink()
+
+
+def failed(ranks: int, options: Iterable[object], code: int = 1) -> list[subprocess.CompletedProcess[str]]:
+    """Train on so many forked ranks, all of which must end with this exit code, each by itself."""
+    return finish_all(fork_ranks(ranks, TRAIN, *options), code)
+
+
+def refusal(options: Iterable[object], code: int = 2) -> str:
+    """The only line by which train.py ends; with code 1 it is one of a failure."""
+    return the_line(run_forked(TRAIN, *options, expect=code).stderr)
+
+
+def model_of(run_dir: Path) -> dict[str, Any]:
+    """The weights in a finished run's model.pt."""
+    found: dict[str, Any] = torch.load(run_dir / "model.pt", weights_only=True)
+    return found
+
+
+def evaluation_of(first: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What rank 0 has printed of an `--eval-only`."""
+    found: dict[str, Any] = json.loads(first.stdout.splitlines()[-1])["evaluation"]
+    return found
 
 
 def results_of(ranks: int, worker: str, folder: Path, *arguments: object) -> Any:
@@ -125,6 +167,38 @@ def own_task(folder: Path, body: str = "pass", before: str = "") -> str:
     body = textwrap.indent(textwrap.dedent(body).strip(), "    ")
     (folder / "own.py").write_text(f"{imports}{before}\n\nclass Own(Recorded):\n{body}\n")
     return f"{folder / 'own.py'}:Own"
+
+
+class Records:
+    """Folders for what the attempts of a run write down, by a link: the option that names the folder is the run's."""
+
+    def __init__(self, link: Path) -> None:
+        self.link, self.folders = link, list[Path]()
+
+    def of_another_attempt(self) -> None:
+        """Point the link at a new folder."""
+        self.folders.append(self.link.with_name(f"{self.link.name}-{len(self.folders)}"))
+        self.folders[-1].mkdir()
+        self.link.unlink(missing_ok=True)
+        self.link.symlink_to(self.folders[-1])
+
+    def handed_out(self, plan: Plan, run_dir: Path, worlds: Sequence[int]) -> Counter[tuple[int, int]]:
+        """(epoch, sample) -> times that the attempts, each on so many ranks, have read it for steps that count."""
+        counts: Counter[tuple[int, int]] = Counter()
+        begins = starts(run_dir)
+        ends = [*begins[1:], plan.total_steps]
+        for folder, first, end, world_size in zip(self.folders, begins, ends, worlds, strict=True):
+            for rank in range(world_size):
+                numbers = (int(word) for path in folder.glob(f"rank-{rank}*") for word in path.read_text().split())
+                for step in range(first, end):
+                    for micro in plan.micro_batches(step, rank, world_size):
+                        counts.update((plan.locate(step)[0], next(numbers)) for _ in range(micro.size))
+        return counts
+
+
+def each_once(epochs: int, samples: int) -> Counter[tuple[int, int]]:
+    """What that must be."""
+    return Counter((epoch, sample) for epoch in range(epochs) for sample in range(samples))
 
 
 def weights_of(run_dir: Path) -> str:
