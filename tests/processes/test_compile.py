@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from evenkeel.run.checkpoint import Checkpoints
+from tests.support import small_runs as runs
 from tests.support.processes import (
     TRAIN,
     finish_all,
@@ -24,20 +25,7 @@ from tests.support.processes import (
     torchrun,
     wait_until,
 )
-from tests.support.small_runs import (
-    evaluation_of,
-    job,
-    kill_workers_and_agent,
-    model_of,
-    odd_job,
-    saved_step,
-    signal_ranks,
-    stop_at,
-    the_line,
-    trained,
-    wait_for_step,
-    weights_of,
-)
+from tests.support.small_runs import evaluation_of, job, kill_workers_and_agent, model_of, saved_step, weights_of
 
 
 def compilers(folder: Path, pause: int = 0) -> dict[str, str]:
@@ -63,7 +51,7 @@ def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_
     """kill -9 just before the short step 9 on 2 ranks, SIGTERM on 1, the rest on 2; a node of its own for each."""
     tree = ["--reduce", "tree", "--checkpoint-every", 2, "--ema", 0.9]
     for name, more in (("undisturbed", ["--compile"]), ("eager", [])):
-        trained(1, job(tmp_path / name, *tree, *more))
+        runs.trained(1, job(tmp_path / name, *tree, *more))
 
     run_dir, nodes = tmp_path / "run", [tmp_path / f"node-{i}" for i in range(3)]
     options = job(run_dir, *tree, "--compile", "--pause", 0.2)
@@ -72,13 +60,13 @@ def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_
 
     slow = ["--hang-timeout", "12"]  # the four compilations with which inductor begins take longer, and are no hang
     process = start(torchrun(2, TRAIN, *options, *slow), env=compilers(nodes[0], pause=4))
-    wait_for_step(run_dir, 8, process)
+    runs.wait_for_step(run_dir, 8, process)
     wait_until(lambda: saved_step(run_dir) >= 6, "a checkpoint")
     kill_workers_and_agent(process)
     assert compiled_files(nodes[0]) > 0, "the control: the first start calls the compiler"
 
     process = start([sys.executable, TRAIN, *options], env=compilers(nodes[1]))
-    stop_at(run_dir, 11, process, expect=75)
+    runs.stop_at(run_dir, 11, process, expect=75)
     run(torchrun(2, TRAIN, *options), env=compilers(nodes[2]))
     assert compiled_files(nodes[2]) == 0
     last = records(run_dir, "compile")[-1]
@@ -95,7 +83,7 @@ def test_without_a_compiler_it_is_refused_in_one_line(tmp_path: Path) -> None:
     options = [sys.executable, TRAIN, *job(tmp_path / "run"), "--compile"]
     done = run(options, env={"PATH": str(tmp_path), "CXX": "g++"}, expect=2)
     line = "--compile: needs a C++ compiler on a CPU and there is none on PATH; install g++"
-    assert the_line(done.stderr).startswith(line)
+    assert runs.the_line(done.stderr).startswith(line)
     assert not (tmp_path / "run").exists()
 
 
@@ -109,7 +97,7 @@ def test_channels_last_killed_and_resumed_on_other_numbers_of_ranks_the_bits_are
         before = saved_step(run_dir)
         started = fork_ranks(ranks, *command, "--run-dir", run_dir)
         wait_until(lambda before=before: saved_step(run_dir) > before, "a checkpoint")  # type: ignore[misc]
-        signal_ranks(started, number)
+        runs.signal_ranks(started, number)
     finish_all(fork_ranks(3, *command, "--run-dir", run_dir))
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert all(value.is_contiguous() for value in model_of(run_dir).values())
@@ -117,8 +105,8 @@ def test_channels_last_killed_and_resumed_on_other_numbers_of_ranks_the_bits_are
 
 def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that_it_had(tmp_path: Path) -> None:
     def attempt(task: str, steps: int, run_dir: str = "run", *more: object) -> subprocess.CompletedProcess[str]:
-        options = odd_job(task, tmp_path / run_dir, "--ema", 0.9, "--schedule", "constant", "--max-steps", steps, *more)
-        return run_forked(TRAIN, *options)
+        given = ["--ema", 0.9, "--schedule", "constant", "--max-steps", steps, *more]
+        return run_forked(TRAIN, *runs.odd_job(task, tmp_path / run_dir, *given))
 
     attempt("CompiledByItself", 2)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"

@@ -19,18 +19,8 @@ import pytest
 import torch
 import torchvision
 
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    checked,
-    finish,
-    finish_all,
-    fork,
-    kill_group,
-    run_forked,
-    start,
-    wait_until,
-)
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, checked, finish, finish_all, fork, kill_group, run_forked, wait_until
 from tests.support.small_files import write_cifar, write_idx
 
 WORKER = ROOT / "tests" / "support" / "download_worker.py"
@@ -160,7 +150,7 @@ def test_those_that_waited_for_a_download_that_failed_do_not_try_again(server: S
     try:
         workers.append(fork(WORKER, "mnist", data))
         assert server.halfway.wait(120)
-        workers.append(start([sys.executable, WORKER, "mnist", data]))
+        workers.append(processes.start([sys.executable, WORKER, "mnist", data]))
         assert workers[1].stderr
         assert any("waiting for another process to download it" in line for line in workers[1].stderr)
         asked = server.asked.copy()

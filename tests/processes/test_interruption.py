@@ -19,36 +19,11 @@ import pytest
 
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
 from evenkeel.run.checkpoint import Checkpoints
-from tests.support import needs
+from tests.support import needs, processes
+from tests.support import small_runs as runs
 from tests.support.needs import small_disk
-from tests.support.processes import (
-    LIMIT,
-    TRAIN,
-    checked,
-    environment,
-    finish,
-    fork,
-    read,
-    records,
-    run,
-    run_forked,
-    start,
-    stop,
-    torchrun,
-    wait_until,
-    wait_until_gone,
-)
-from tests.support.small_runs import (
-    PLAN,
-    SAMPLES,
-    children,
-    job,
-    saved_step,
-    told_step,
-    trainer_of,
-    wait_for_step,
-    workers_of,
-)
+from tests.support.processes import LIMIT, TRAIN, finish, fork, read, records, run, run_forked, start, stop, torchrun
+from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, trainer_of, wait_for_step, workers_of
 from tests.support.terminal import Terminal
 
 
@@ -115,7 +90,7 @@ def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_i
     inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     process = start([*inside, *torchrun(1, TRAIN, *options)])
     wait_for_step(run_dir, 3, process)
-    (first,) = children(process.pid)
+    (first,) = runs.children(process.pid)
     begun = time.monotonic()
     os.kill(first, signal.SIGTERM)
     finish(process)
@@ -135,7 +110,7 @@ def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tm
             while process.poll() is None:
                 fill(filler)  # a checkpoint that did not fit has given back what it had
                 time.sleep(0.001)
-        done = checked(finish(process), STOPPED)
+        done = processes.checked(finish(process), STOPPED)
         assert "NOT SAVED: [Errno 28] No space left on device; the last checkpoint is at step" in done.stderr
         newest = Checkpoints(run_dir / "checkpoints", 2, ("loss", "min")).newest_step()
         assert newest % 4 == 0
@@ -162,7 +137,8 @@ def test_a_stop_needs_no_other_rank(run_dir: Path) -> None:
     os.kill(workers[1], signal.SIGSTOP)
     time.sleep(1)
     os.kill(workers[0], signal.SIGTERM)
-    wait_until_gone([workers[0]], 25)  # after --grace it would end without a snapshot, after 30 s torchrun kills
+    # after --grace it would end without a snapshot, after 30 s torchrun kills
+    processes.wait_until_gone([workers[0]], 25)
     os.kill(workers[1], signal.SIGKILL)
     finish(process)
     assert read(run_dir, "status.json")["state"] == "stopped"
@@ -181,7 +157,7 @@ def stuck_writer(run_dir: Path) -> Iterator[str]:
     (run_dir / "checkpoints").mkdir(exist_ok=True)
     folder = str(run_dir / "checkpoints")
     code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(600)"
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment())
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=processes.environment())
     try:
         assert holder.stdout
         holder.stdout.readline()
@@ -210,7 +186,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
     process = start(program(ranks, *options), env={"TMPDIR": str(temporary)})
     wait_for_step(run_dir, 2, process)
     trainer = workers_of(process)[0] if ranks else trainer_of(process)
-    loaders = children(trainer)
+    loaders = runs.children(trainer)
     assert len(loaders) >= 2
     assert list(temporary.glob("pymp-*")), "there is something to be left"
     with stuck_writer(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
@@ -221,7 +197,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
             time.sleep(1.2)
             process.send_signal(signal.SIGINT)
         process.wait(LIMIT)
-    wait_until_gone(loaders)
+    processes.wait_until_gone(loaders)
     finish(process)
     # torch's compiler makes this one when it is imported, one for each user and not for each run
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
@@ -245,7 +221,7 @@ def test_a_second_ctrl_c_exits_at_once_and_one_that_is_delivered_twice_saves(
     with stuck_writer(run_dir) if code == KEYBOARD else contextlib.nullcontext() as folder:
         process.send_signal(signal.SIGINT)
         if folder:
-            wait_until(lambda: opened(trainer_of(process), folder), "its wait for the checkpoints")
+            processes.wait_until(lambda: opened(trainer_of(process), folder), "its wait for the checkpoints")
         time.sleep(apart)
         stop(process, signal.SIGINT, code)  # and not after --grace, which has another code
     assert code == KEYBOARD or saved_step(run_dir) >= 2

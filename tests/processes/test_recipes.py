@@ -10,6 +10,7 @@ import torch
 from evenkeel.run.checkpoint import load
 from evenkeel.training.ema import averaged
 from evenkeel.training.state import sha256
+from tests.support import small_runs as runs
 from tests.support.components import optional
 from tests.support.processes import (
     TRAIN,
@@ -21,17 +22,7 @@ from tests.support.processes import (
     run_forked,
     wait_until,
 )
-from tests.support.small_runs import (
-    evaluation_of,
-    failed,
-    model_of,
-    recipe_job,
-    refusal,
-    saved_step,
-    the_line,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import evaluation_of, failed, model_of, recipe_job, refusal, trained, weights_of
 
 
 def evaluated(ranks: int, run_dir: Path, *more: object) -> dict[str, Any]:
@@ -81,7 +72,7 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
     hold.touch()
     at_work = fork_ranks(1, TRAIN, *recipe_job(run_dir, *OPTIONS, "--hold", hold, "--fresh"))
     wait_until(Path(f"{hold}.waiting").exists, "an evaluation")
-    wait_until(lambda: saved_step(run_dir) == 5, "a checkpoint")
+    wait_until(lambda: runs.saved_step(run_dir) == 5, "a checkpoint")
     assert evaluated(0, run_dir)["step"] == 5
     hold.unlink()
     finish_all(at_work)
@@ -107,7 +98,7 @@ def test_two_runs_of_one_command_give_the_same_bits_and_another_seed_gives_other
 def test_an_operation_without_a_deterministic_algorithm_is_named_in_a_line(tmp_path: Path) -> None:
     first, _ = failed(2, recipe_job(tmp_path / "run", "--deterministic", "--operation", "put"))
     said = "put_ has no deterministic algorithm on this device, and --deterministic and --reduce tree need one; "
-    assert the_line(first.stderr) == said + "use another operation in its place, or run without them"
+    assert runs.the_line(first.stderr) == said + "use another operation in its place, or run without them"
     assert read(tmp_path / "run", "status.json")["reason"].startswith("put_ has no deterministic")
     # the control
     trained(1, recipe_job(tmp_path / "free", "--operation", "put", "--epochs", 1))

@@ -12,18 +12,7 @@ import torch
 
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish, read, start, torchrun
-from tests.support.small_runs import (
-    EPOCHS,
-    PLAN,
-    SAMPLES,
-    Records,
-    each_once,
-    job,
-    model_of,
-    trained,
-    wait_for_step,
-    weights_of,
-)
+from tests.support.small_runs import EPOCHS, PLAN, SAMPLES, Records, each_once, job, model_of, trained, weights_of
 
 
 def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_exactly_once(tmp_path: Path) -> None:
@@ -40,7 +29,7 @@ def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_e
     process = attempt(torchrun(2, TRAIN, *options))
     runs.kill_at(killed_at, run_dir, process)
     process = attempt(torchrun(3, TRAIN, *options))
-    wait_for_step(run_dir, killed_at + dice.randrange(3, 9), process)
+    runs.wait_for_step(run_dir, killed_at + dice.randrange(3, 9), process)
     process.send_signal(signal.SIGTERM)
     finish(process)
     stopped = read(run_dir, "status.json")

@@ -11,18 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork, read, run, running, start, torchrun, wait_until_gone
-from tests.support.small_runs import (
-    PLAN,
-    SAMPLES,
-    ended,
-    job,
-    no_step_is_done_twice,
-    starts,
-    wait_for_step,
-    weights_of,
-    workers_of,
-)
+from tests.support.small_runs import PLAN, SAMPLES, ended, job, no_step_is_done_twice, starts, wait_for_step, workers_of
 
 RECORDER = importlib.util.find_spec("torch.distributed.flight_recorder") is not None
 """Whether this release of torch has an analysis of its flight recorder."""
@@ -53,7 +44,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(
     assert starts(run_dir)[1] >= 3
     assert no_step_is_done_twice(run_dir)
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
     if victim == 1:
         assert read(run_dir)["ledger"]["dead"] > 5, "a hang is not productive"
 

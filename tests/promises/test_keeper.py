@@ -13,18 +13,7 @@ import pytest
 from tests.support import processes
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork, read, records, run, start, torchrun, wait_until, wait_until_gone
-from tests.support.small_runs import (
-    OWN,
-    ended,
-    keepers_of,
-    own_task,
-    starts,
-    told_step,
-    wait_for_start,
-    wait_for_step,
-    weights_of,
-    workers_of,
-)
+from tests.support.small_runs import OWN, ended, keepers_of, own_task, starts, wait_for_start, wait_for_step, workers_of
 from tests.support.small_runs import kept_job as job
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
@@ -50,7 +39,7 @@ def test_each_rank_is_killed_and_torchrun_which_may_not_restart_sees_nothing(
     wait_for_step(run_dir, 2, process)
     keepers = keepers_of(process)
     for count, victim in ((2, 0), (3, 1), (4, 0)):
-        wait_for_step(run_dir, told_step(run_dir) + dice.randrange(1, 5), process)
+        wait_for_step(run_dir, runs.told_step(run_dir) + dice.randrange(1, 5), process)
         os.kill(workers_of(process)[victim], signal.SIGKILL)
         wait_for_start(run_dir, count)
     assert keepers_of(process) == keepers
@@ -60,7 +49,7 @@ def test_each_rank_is_killed_and_torchrun_which_may_not_restart_sees_nothing(
     assert runs.no_step_is_done_twice(run_dir)
     assert runs.restarts_of(run_dir) == (0, 3)
     assert read(run_dir)["samples_seen"] == runs.PLAN.epochs * runs.SAMPLES
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
     wait_until_gone([*keepers.values()])
 
 

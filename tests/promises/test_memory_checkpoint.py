@@ -21,16 +21,7 @@ from evenkeel.run.checkpoint import Checkpoints, step_of
 from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish, fork, read, start, torchrun, wait_until, wait_until_gone
-from tests.support.small_runs import (
-    ended,
-    saved_step,
-    starts,
-    told_step,
-    trainer_of,
-    wait_for_start,
-    wait_for_step,
-    weights_of,
-)
+from tests.support.small_runs import ended, saved_step, starts, told_step, trainer_of, wait_for_start, wait_for_step
 from tests.support.small_runs import kept_job as job
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000, "--pause", 0.1]
@@ -67,7 +58,7 @@ def test_a_disk_that_takes_nothing_loses_no_step(run_dir: Path, undisturbed: str
         assert runs.no_step_is_done_twice(run_dir)
     else:
         assert going_on == 0
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
 
 
 @contextmanager
@@ -127,7 +118,7 @@ def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(run_dir: Path,
     ended(process)
     assert runs.no_step_is_done_twice(run_dir)
     assert runs.restarts_of(run_dir) == (1, 0)
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
 
 
 @pytest.mark.slow
@@ -156,7 +147,7 @@ def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, und
     (log,) = run_dir.glob("logs/attempt-0002/rank-1.log")
     assert "received it from rank 0" in log.read_text()
     assert runs.no_step_is_done_twice(run_dir)
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
 
 
 def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(run_dir: Path) -> None:

@@ -11,31 +11,10 @@ import pytest
 import torch
 
 from evenkeel.data.plan import Plan
-from tests.support.processes import (
-    TRAIN,
-    checked,
-    finish,
-    finish_all,
-    fork,
-    free_port,
-    kill_group,
-    read,
-    run_forked,
-    stop,
-)
-from tests.support.small_runs import (
-    ODD_TASKS,
-    SAMPLES,
-    Records,
-    each_once,
-    options,
-    refusal,
-    starts,
-    the_line,
-    trained,
-    wait_for_step,
-    weights_of,
-)
+from tests.support import processes
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, checked, finish, finish_all, fork, free_port, kill_group, read, run_forked
+from tests.support.small_runs import ODD_TASKS, SAMPLES, Records, each_once, options, starts, wait_for_step, weights_of
 
 EPOCHS, BATCH = 2, 16
 
@@ -83,7 +62,7 @@ def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
     assert (summary["bits_void_from"], summary["samples_seen"]) == (None, EPOCHS * SAMPLES)
 
     # what was tried has left no trace, and the number typed gives the same run
-    trained(2, job(known, 4, *more))
+    runs.trained(2, job(known, 4, *more))
     assert weights_of(known) == weights_of(tmp_path / "new")
 
 
@@ -97,7 +76,7 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
         record.of_another_attempt()
         return fork(TRAIN, *job(run_dir, micro_batch, *more))
 
-    line = the_line(checked(finish(attempt(8)), 1).stderr)
+    line = runs.the_line(checked(finish(attempt(8)), 1).stderr)
     assert line.startswith("out of memory on rank 0 (the memory of host ")
     for part in (
         "it was in forward and backward of step 1;",
@@ -112,7 +91,7 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
     hold.touch()
     process = attempt(2)
     wait_for_step(run_dir, 1, process)
-    stop(process, expect=75)
+    processes.stop(process, expect=75)
     hold.unlink()
 
     warning, line = checked(finish(attempt(4)), 1).stderr.splitlines()
@@ -136,4 +115,4 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
 
     prolonged = ["--schedule", "constant", "--max-steps"]
     run_forked(TRAIN, *job(tmp_path / "strict", 2, *prolonged, 2))
-    assert "micro_batch 2 -> 4" in refusal(job(tmp_path / "strict", 4, *prolonged, 3, "--strict-bits"))
+    assert "micro_batch 2 -> 4" in runs.refusal(job(tmp_path / "strict", 4, *prolonged, 3, "--strict-bits"))

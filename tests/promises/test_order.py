@@ -15,21 +15,10 @@ from evenkeel.config import Config
 from evenkeel.data.order import order_of, positions_in
 from evenkeel.data.plan import Plan
 from evenkeel.training.task_data import training_set
+from tests.support import small_runs as runs
 from tests.support.ordered_task import Own
 from tests.support.processes import TRAIN, finish, read, run_forked, start, torchrun
-from tests.support.small_runs import (
-    SUPPORT,
-    Records,
-    ended,
-    failed,
-    kill_at,
-    options,
-    refusal,
-    starts,
-    trained,
-    wait_for_step,
-    weights_of,
-)
+from tests.support.small_runs import SUPPORT, Records, ended, failed, kill_at, options, starts, trained, weights_of
 
 TASK = f"{SUPPORT / 'ordered_task.py'}:Own"
 CONFIG = Config(epochs=3, batch_size=12, micro_batch=3, drop_last=True)
@@ -77,7 +66,7 @@ def test_killed_and_stopped_and_finished_on_other_ranks_each_position_is_trained
     kill_at(killed_at := random.randrange(3, 6), run_dir, process)
     record.of_another_attempt()
     process = start(torchrun(3, TRAIN, *words, "--pause", 0.1))
-    wait_for_step(run_dir, killed_at + random.randrange(1, 4), process)
+    runs.wait_for_step(run_dir, killed_at + random.randrange(1, 4), process)
     process.send_signal(signal.SIGTERM)
     finish(process)
     record.of_another_attempt()
@@ -108,7 +97,7 @@ def test_another_order_at_a_later_start_is_refused(run_dir: Path, way: str, brok
     run_forked(TRAIN, *job(run_dir, way, "--max-steps", 6, "--schedule", "constant"))
     before = (run_dir / "status.json").read_bytes()
     again = job(run_dir, way, "--max-steps", 9, "--schedule", "constant")
-    assert line in refusal([*again, "--broken", broken])
+    assert line in runs.refusal([*again, "--broken", broken])
     assert (run_dir / "status.json").read_bytes() == before
     assert read(run_dir, "status.json")["step"] == 6
     run_forked(TRAIN, *again)  # the control: the same order goes on

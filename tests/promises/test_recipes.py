@@ -11,18 +11,10 @@ from pathlib import Path
 import pytest
 
 from evenkeel.run.checkpoint import Checkpoints, load
+from tests.support import small_runs as runs
 from tests.support.components import has
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until
-from tests.support.small_runs import (
-    interrupt,
-    model_of,
-    recipe_job,
-    saved_step,
-    signal_ranks,
-    told_step,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import interrupt, model_of, recipe_job, saved_step, signal_ranks, trained, weights_of
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
@@ -38,7 +30,7 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
     slow = tmp_path / "slow"
     options = recipe_job(run_dir, *recipe, "--slow", slow)
     for ranks, victims, number in ((2, 2, signal.SIGKILL), (2, 1, signal.SIGKILL), (3, 3, signal.SIGTERM)):
-        interrupt(ranks, run_dir, options, told_step(run_dir) + dice.randrange(2, 5), number, victims, slow)
+        interrupt(ranks, run_dir, options, runs.told_step(run_dir) + dice.randrange(2, 5), number, victims, slow)
     trained(0, options)
     finish_all(undisturbed)
     assert read(run_dir)["world_sizes"] == [2, 2, 3, 1]

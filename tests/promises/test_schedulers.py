@@ -9,18 +9,10 @@ from pathlib import Path
 import pytest
 
 from evenkeel.run.checkpoint import load
+from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork_ranks, read, records, run_forked, wait_until
 from tests.support.recipe_task import STEPS, bare_rates
-from tests.support.small_runs import (
-    interrupt,
-    recipe_job,
-    refusal,
-    saved_step,
-    signal_ranks,
-    told_step,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import interrupt, recipe_job, refusal, saved_step, signal_ranks, trained, weights_of
 
 
 def job(run_dir: Path, kind: str, *more: object, task: str = "Scheduled") -> list[str]:
@@ -35,7 +27,7 @@ def rates(run_dir: Path) -> dict[int, float]:
 
 def kill(ranks: int, run_dir: Path, slow: Path, words: list[str], victims: int = 1) -> None:
     """kill -9 of some ranks, a few steps after the start."""
-    interrupt(ranks, run_dir, words, told_step(run_dir) + random.randrange(2, 6), victims=victims, slow=slow)
+    interrupt(ranks, run_dir, words, runs.told_step(run_dir) + random.randrange(2, 6), victims=victims, slow=slow)
 
 
 @pytest.mark.parametrize(

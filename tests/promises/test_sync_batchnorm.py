@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, checked, finish, fork_ranks, kill_group, read
-from tests.support.small_runs import (
-    interrupt,
-    model_of,
-    recipe_job,
-    results_of,
-    the_line,
-    told_step,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import interrupt, model_of, recipe_job, results_of, the_line, trained, weights_of
 
 
 def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
@@ -50,7 +42,7 @@ def test_a_run_is_that_of_one_process_with_the_whole_batch_and_the_same_bits_on_
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
     options = recipe_job(run_dir, *sync, "--slow", slow)
     for ranks, number in ((4, signal.SIGKILL), (3, signal.SIGTERM)):
-        interrupt(ranks, run_dir, options, told_step(run_dir) + 3, number, victims=1, slow=slow)
+        interrupt(ranks, run_dir, options, runs.told_step(run_dir) + 3, number, victims=1, slow=slow)
     first, second = fork_ranks(2, TRAIN, *options)
     refused = checked(finish(first), 2)
     kill_group(second)  # which leaves the speaking to the first, and waits for torchrun to end it

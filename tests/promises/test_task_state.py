@@ -10,25 +10,10 @@ from typing import Any
 import pytest
 
 from evenkeel.run.checkpoint import load, step_folders
+from tests.support import small_runs as runs
 from tests.support.components import has
 from tests.support.processes import TRAIN, finish_all, fork_ranks, records, run_forked, start, torchrun
-from tests.support.small_runs import (
-    SUPPORT,
-    ended,
-    evaluation_of,
-    failed,
-    interrupt,
-    options,
-    refusal,
-    saved_step,
-    starts,
-    told_step,
-    trained,
-    wait_for_start,
-    wait_for_step,
-    weights_of,
-    workers_of,
-)
+from tests.support.small_runs import SUPPORT, ended, evaluation_of, failed, interrupt, options, trained, weights_of
 
 
 def job(name: str, run_dir: Path, *more: object) -> list[str]:
@@ -49,7 +34,7 @@ def test_it_goes_through_a_kill_and_a_resize(tmp_path: Path, nan_in: int) -> Non
     interrupt(2, run_dir, job("Remembering", run_dir, *words), step=8, victims=1, slow=slow)
     trained(3, job("Remembering", run_dir, *words))
     trained(0, job("Remembering", plain, *words))
-    assert starts(run_dir)[-1] >= 8, "a lone survivor has saved it"
+    assert runs.starts(run_dir)[-1] >= 8, "a lone survivor has saved it"
     assert weights_of(run_dir) == weights_of(plain)
     state = state_of(run_dir)["task"]
     assert str(state) == str(state_of(plain)["task"])
@@ -72,9 +57,9 @@ def test_the_memory_of_a_keeper_has_it(tmp_path: Path) -> None:
     run_dir, plain = tmp_path / "run", tmp_path / "undisturbed"
     (slow := tmp_path / "slow").touch()
     process = start(torchrun(2, TRAIN, *job("Remembering", run_dir, "--slow", slow, "--keeper", "on")))
-    wait_for_step(run_dir, 6, process)
-    os.kill(workers_of(process)[1], signal.SIGKILL)
-    wait_for_start(run_dir, 2)
+    runs.wait_for_step(run_dir, 6, process)
+    os.kill(runs.workers_of(process)[1], signal.SIGKILL)
+    runs.wait_for_start(run_dir, 2)
     slow.unlink()
     ended(process)
     assert "which was in memory" in "".join(path.read_text() for path in (run_dir / "logs").rglob("*.log"))
@@ -92,7 +77,7 @@ def test_a_state_that_is_another_on_each_rank_ends_the_run_in_a_line(tmp_path: P
     trained(0, job("ByRank", tmp_path / "alone"))
     first, *_ = failed(3, job("ByRank", tmp_path / "run"))
     assert "evenkeel: state_dict() of ByRank is not the same on rank 0 and rank " in first.stderr
-    assert told_step(tmp_path / "run") <= 1, "found after the first step"
+    assert runs.told_step(tmp_path / "run") <= 1, "found after the first step"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +88,7 @@ def test_a_state_that_is_another_on_each_rank_ends_the_run_in_a_line(tmp_path: P
     ],
 )
 def test_what_could_not_be_loaded_is_refused(tmp_path: Path, name: str, line: str) -> None:
-    assert refusal(job(name, tmp_path / "run")).startswith(line)
+    assert runs.refusal(job(name, tmp_path / "run")).startswith(line)
     assert not (tmp_path / "run").exists()
 
 
@@ -134,4 +119,4 @@ def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path, run_dir: Pa
 def test_a_hook_that_fails_leaves_the_last_checkpoint_and_no_half_step(run_dir: Path) -> None:
     done = run_forked(TRAIN, *job("Failing", run_dir, "--checkpoint-every", 2), expect=1)
     assert "ZeroDivisionError: a bug in the user's after_step" in done.stderr
-    assert saved_step(run_dir) == 4
+    assert runs.saved_step(run_dir) == 4

@@ -13,17 +13,7 @@ import pytest
 
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, start, torchrun
-from tests.support.small_runs import (
-    PLAN,
-    ended,
-    job,
-    results_of,
-    signal_ranks_at,
-    starts,
-    steps_of,
-    told_step,
-    weights_of,
-)
+from tests.support.small_runs import PLAN, ended, job, results_of, signal_ranks_at, starts, steps_of, weights_of
 
 
 @pytest.mark.parametrize(
@@ -60,7 +50,7 @@ def test_killed_ten_times_and_resumed_on_other_numbers_of_ranks_the_bits_are_the
     for _ in range(10):
         worlds.append(dice.choice([ranks for ranks in range(5) if ranks not in worlds[-1:]]))
         number = dice.choice([signal.SIGTERM, signal.SIGKILL])
-        signal_ranks_at(told_step(run_dir) + 1, run_dir, small(worlds[-1], run_dir, *slowly), number)
+        signal_ranks_at(runs.told_step(run_dir) + 1, run_dir, small(worlds[-1], run_dir, *slowly), number)
     finish_all(small(dice.randrange(5), run_dir, *slowly))
     assert len(starts(run_dir)) == 11
     assert len(set(worlds)) > 2

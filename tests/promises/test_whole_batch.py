@@ -10,18 +10,9 @@ import pytest
 import torch
 
 from tests.support import small_runs
+from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, checked, finish, finish_all, fork_ranks, records, start, torchrun
-from tests.support.small_runs import (
-    SUPPORT,
-    interrupt,
-    model_of,
-    restarts_of,
-    steps_of,
-    stop_at,
-    the_line,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import SUPPORT, interrupt, model_of, restarts_of, steps_of, stop_at, trained, weights_of
 
 
 def job(run_dir: Path, *more: object, task: str = "Contrast") -> list[str]:
@@ -76,7 +67,7 @@ def test_with_other_options_the_bits_are_the_same_too(tmp_path: Path, options: l
 def test_ranks_with_other_embeddings_end_in_a_line(tmp_path: Path) -> None:
     """Before anything of another shape is exchanged."""
     first, second = fork_ranks(2, TRAIN, *job(tmp_path / "run", "--die", "1:other rows"))
-    line = the_line(checked(finish(first), 1).stderr)
+    line = runs.the_line(checked(finish(first), 1).stderr)
     assert line.startswith(
         "embed() returned rows of a [8] float32, b [8] float32, label [] int64 for one batch and of "
     )
