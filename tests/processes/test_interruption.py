@@ -7,11 +7,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -151,26 +149,10 @@ def opened(pid: int, path: str) -> bool:
         return any(os.path.realpath(entry.path) == path for entry in entries)
 
 
-@contextlib.contextmanager
-def stuck_writer(run_dir: Path) -> Iterator[str]:
-    """Somebody who writes a checkpoint and never finishes; yields the folder."""
-    (run_dir / "checkpoints").mkdir(exist_ok=True)
-    folder = str(run_dir / "checkpoints")
-    code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(600)"
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=processes.environment())
-    try:
-        assert holder.stdout
-        holder.stdout.readline()
-        yield folder
-    finally:
-        holder.kill()
-        holder.wait()
-
-
 def test_a_stop_waits_for_nobody_beyond_its_grace(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--grace", 6))
     wait_for_step(run_dir, 2, process)
-    with stuck_writer(run_dir):
+    with runs.locked(run_dir):
         begun = time.monotonic()
         assert stop(process, expect=STOPPED).stderr == ""
     assert time.monotonic() - begun < 6
@@ -189,7 +171,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
     loaders = runs.children(trainer)
     assert len(loaders) >= 2
     assert list(temporary.glob("pymp-*")), "there is something to be left"
-    with stuck_writer(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
+    with runs.locked(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
         if end == "stop":
             process.send_signal(signal.SIGTERM)
         if end == "second Ctrl-C":
@@ -218,10 +200,10 @@ def test_a_second_ctrl_c_exits_at_once_and_one_that_is_delivered_twice_saves(
     """The first may wait for a checkpoint whose writer never finishes. `timeout` passes one on beside the terminal."""
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
     wait_for_step(run_dir, 2, process)
-    with stuck_writer(run_dir) if code == KEYBOARD else contextlib.nullcontext() as folder:
+    with runs.locked(run_dir) if code == KEYBOARD else contextlib.nullcontext() as folder:
         process.send_signal(signal.SIGINT)
         if folder:
-            processes.wait_until(lambda: opened(trainer_of(process), folder), "its wait for the checkpoints")
+            processes.wait_until(lambda: opened(trainer_of(process), str(folder)), "its wait for the checkpoints")
         time.sleep(apart)
         stop(process, signal.SIGINT, code)  # and not after --grace, which has another code
     assert code == KEYBOARD or saved_step(run_dir) >= 2

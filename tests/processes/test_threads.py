@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from evenkeel.common.processes import count_cores
 from tests.processes.test_old_runs import OPTIONS
-from tests.support.processes import ROOT, TRAIN, read, run, run_forked, torchrun
+from tests.support.processes import TRAIN, read, run, run_forked, torchrun
 from tests.support.small_runs import OLD_RUNS, job
 
 PROGRAM = """
@@ -22,9 +20,7 @@ print(*(threads_of_a_rank(exact, ranks) for exact, ranks in ((False, 1), (False,
 
 def threads(*command: str, **variables: str) -> set[str]:
     """What the program prints, for a whole node and a very small part of one, and for exact bits."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    return set(done.stdout.splitlines())
+    return set(run(command, env={"OMP_NUM_THREADS": None, **variables}).stdout.splitlines())
 
 
 def test_the_cores_are_divided_unless_the_user_says_otherwise(tmp_path: Path) -> None:

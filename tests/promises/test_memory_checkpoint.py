@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -27,18 +26,6 @@ from tests.support.small_runs import kept_job as job
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000, "--pause", 0.1]
 WAYS = pytest.mark.parametrize("memory", ["on", pytest.param("off", marks=pytest.mark.slow)])
 """The second is the control."""
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep writers of checkpoints out, as a slow disk does; for ten seconds, and then they write beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @WAYS
@@ -67,7 +54,7 @@ def slow_checkpoint(run_dir: Path, *more: object, real: bool = False) -> Iterato
     words = [TRAIN, *job(run_dir, *RARE, "--checkpoint-every", 3, *more)]
     process = start([sys.executable, *map(str, words)], env=runs.OWN) if real else fork(*words)
     wait_for_step(run_dir, 1, process)
-    with locked(run_dir / "checkpoints"):
+    with runs.locked(run_dir):
         wait_for_step(run_dir, 4, process)
         yield process
 
@@ -88,7 +75,7 @@ def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_rank
 def test_what_is_in_memory_comes_to_the_disk_and_then_goes(run_dir: Path) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--num-workers", 1)))
     wait_for_step(run_dir, 2, process)
-    with locked(run_dir / "checkpoints"):
+    with runs.locked(run_dir):
         os.kill(runs.workers_of(process)[1], signal.SIGKILL)
         survivor = runs.keepers_of(process)[0]
         wait_until(lambda: runs.bytes_in_memory(survivor) > 0, "a state in memory")
