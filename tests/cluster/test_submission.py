@@ -39,7 +39,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_run_is_refused_in_one_line(
+def test_what_cannot_run_is_refused(
     words: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster.environment()["SLURM_CONF"])
@@ -93,9 +93,7 @@ class Dump(Classify):
 """
 
 
-def test_sbatch_and_submit_start_the_same_thing(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sbatch_and_submit_start_the_same(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same options, awkward ones among them, reach train.py unharmed, with the same environment around it."""
     (tmp_path / "dump.py").write_text(DUMP)
     note = """two words, "quotes", 'more', $HOME, `date`; \\ and * """

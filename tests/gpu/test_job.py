@@ -81,9 +81,7 @@ def test_a_network_of_the_readme_s_size_has_the_same_bits_on_one_rank_and_on_two
 
 
 @REAL
-def test_memory_that_runs_out_is_explained_and_the_run_goes_on_in_smaller_pieces(
-    tmp_path: Path, record_property: Record
-) -> None:
+def test_memory_that_runs_out_is_explained_and_smaller_pieces_go_on(tmp_path: Path, record_property: Record) -> None:
     task = f"{ROOT / 'tests/support/small_gpu_task.py'}:Limited"
 
     def options(run_dir: str, micro_batch: object) -> list[object]:
@@ -121,7 +119,7 @@ def test_low_precision_trains_as_well(tmp_path: Path, record_property: Record) -
 
 
 @pytest.mark.timeout(150)
-def test_compiled_it_trains_alike_and_a_resume_compiles_nothing(
+def test_compiled_it_trains_alike_and_resumes(
     tmp_path: Path, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "LIMIT", max(processes.LIMIT, 120.0))  # compilers take long

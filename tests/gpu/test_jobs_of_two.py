@@ -20,7 +20,7 @@ from tests.support.small_runs import PLAN, SAMPLES, SUPPORT, ended, job, wait_fo
 Record = Callable[[str, object], None]
 
 
-def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(tmp_path: Path, record_property: Record) -> None:
+def test_a_frozen_rank_is_named_and_the_bits_are_the_same(tmp_path: Path, record_property: Record) -> None:
     rare = ["--checkpoint-every", 0, "--eval-every", 1000, "--deterministic"]
     undisturbed, run_dir = started(2, *job(tmp_path / "undisturbed", *rare)), tmp_path / "run"
     process = started(2, *job(run_dir, *rare, "--pause", 0.1, "--hang-timeout", 10))

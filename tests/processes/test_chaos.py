@@ -93,9 +93,7 @@ def test_ctrl_c_stops_the_job_with_its_last_step_and_takes_a_frozen_rank_along(r
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_the_end_of_chaos_ends_the_job_and_gives_the_disk_back(
-    small_disk: Path, number: signal.Signals, code: int
-) -> None:
+def test_the_end_of_chaos_ends_the_job_and_frees_the_disk(small_disk: Path, number: signal.Signals, code: int) -> None:
     run_dir = small_disk / "run"
     process = start(chaos("--kill-every 2s --faults fill", *two_ranks(*job(run_dir, "--pause", 0.1))))
     wait_for_fault(process, "fill")

@@ -86,7 +86,7 @@ OUTSIDE = "something other than rates() sets a learning rate, a scheduler perhap
         *((task, []) for task in ("NoBest", "Usual", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],
 )
-def test_what_is_likely_a_mistake_is_said_once_and_what_few_tasks_return_works(
+def test_a_likely_mistake_is_said_once_and_what_few_tasks_return_works(
     tmp_path: Path, task: str, expected: list[str]
 ) -> None:
     lines = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--checkpoint-every", 1)).stderr.splitlines()

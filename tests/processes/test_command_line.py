@@ -34,9 +34,7 @@ from tests.tasks.test_command_line import (
 @pytest.mark.parametrize(
     ("refusing", "more", "code"), [("01", [], -REFUSAL), ("1", [], -REFUSAL), ("01", ["--tee=3"], 1)]
 )
-def test_no_worker_is_left_of_a_refusal_whoever_refuses(
-    tmp_path: Path, refusing: str, more: list[str], code: int
-) -> None:
+def test_a_refusal_leaves_no_worker_whoever_refuses(tmp_path: Path, refusing: str, more: list[str], code: int) -> None:
     """And its line comes once, also through a torchrun that keeps stderr."""
     (tmp_path / "job.py").write_text(REFUSER)
     (out := tmp_path / "out").mkdir()

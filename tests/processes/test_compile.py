@@ -45,7 +45,7 @@ def compiled_files(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_nothing_is_compiled_twice(
+def test_killed_and_resumed_elsewhere_the_bits_are_the_same_and_nothing_is_compiled_twice(
     tmp_path: Path,
 ) -> None:
     """kill -9 just before the short step 9 on 2 ranks, SIGTERM on 1, the rest on 2; a node of its own for each."""

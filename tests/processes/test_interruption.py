@@ -194,9 +194,7 @@ def test_no_batch_is_lost_where_temporary_files_have_long_paths(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("apart", "code"), [(1.2, KEYBOARD), (0.005, STOPPED)], ids=["second", "delivered twice"])
-def test_a_second_ctrl_c_exits_at_once_and_one_that_is_delivered_twice_saves(
-    run_dir: Path, apart: float, code: int
-) -> None:
+def test_a_second_ctrl_c_exits_at_once_and_one_delivered_twice_saves(run_dir: Path, apart: float, code: int) -> None:
     """The first may wait for a checkpoint whose writer never finishes. `timeout` passes one on beside the terminal."""
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
     wait_for_step(run_dir, 2, process)

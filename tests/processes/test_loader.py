@@ -38,9 +38,7 @@ if __name__ == "__main__":
 
 # a worker that is not forked has threads of BLAS, and a signal may go to any of them
 @pytest.mark.parametrize(("start_method", "threads"), [("fork", "1"), ("spawn", "4")])
-def test_workers_ignore_signals_from_outside_and_end_with_a_failing_parent(
-    tmp_path: Path, start_method: str, threads: str
-) -> None:
+def test_workers_ignore_signals_and_end_with_a_failing_parent(tmp_path: Path, start_method: str, threads: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     process = subprocess.Popen(

@@ -62,9 +62,7 @@ def test_each_rank_leaves_a_trace_of_the_window_and_rank_0_a_table(profiled: tup
     assert table.splitlines()[1] in said
 
 
-def test_the_same_collective_of_two_ranks_overlaps_in_the_merged_trace(
-    profiled: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_collective_of_two_ranks_overlaps_in_the_merged_trace(profiled: tuple[Path, str], tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(profiled[0], tmp_path / "run"))
     assert all(overlaps(run_dir, "merged.json"))
     # as a node with a clock 5 s ahead would write it

@@ -15,7 +15,7 @@ from tests.support.small_runs import interrupt, small_job, told_step, trained, w
 
 
 @pytest.mark.slow
-def test_augmented_and_mixed_the_bits_are_the_same_on_any_number_of_ranks_and_loaders(
+def test_augmented_and_mixed_the_bits_are_the_same_on_any_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also through a SIGTERM on two ranks, `kill -9` of all on three, and an end on one."""

@@ -190,9 +190,7 @@ def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stops", "code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 2, KEYBOARD)])
-def test_a_stop_signal_while_a_keeper_of_changed_code_waits_for_the_disk(
-    tmp_path: Path, stops: list[int], code: int
-) -> None:
+def test_a_stop_while_a_keeper_of_changed_code_waits_for_the_disk(tmp_path: Path, stops: list[int], code: int) -> None:
     """It ends the job as stopped, or, if a second Ctrl-C comes, at once and with the code that says so."""
     run_dir, task = tmp_path / "run", runs.own_task(tmp_path)
     with slow_checkpoint(run_dir, "--task", task, real=True) as process:
@@ -252,9 +250,7 @@ STOPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stops", "ends"), STOPS.values(), ids=STOPS)
-def test_a_second_ctrl_c_ends_the_wait_for_the_disk(
-    run_dir: Path, stops: list[tuple[float, signal.Signals]], ends: bool
-) -> None:
+def test_a_second_ctrl_c_ends_the_wait(run_dir: Path, stops: list[tuple[float, signal.Signals]], ends: bool) -> None:
     with slow_checkpoint(run_dir, "--keeper-restarts", 0) as process:
         writer = killed(process)
         for pause, number in stops:

@@ -21,9 +21,7 @@ KINDS = {
     "kind",
     [pytest.param("muon", marks=WITH_MUON), *(pytest.param(it, marks=pytest.mark.slow) for it in ("adamw", "sgd"))],
 )
-def test_killed_on_two_ranks_and_finished_on_one_it_has_the_bits_of_an_undisturbed_run(
-    tmp_path: Path, kind: str
-) -> None:
+def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(tmp_path: Path, kind: str) -> None:
     run_dir, slow, options = tmp_path / "run", tmp_path / "slow", ["--reduce", "tree", *KINDS[kind]]
     words = recipe_job(run_dir, *options, "--checkpoint-every", 2, "--slow", slow)
     interrupt(2, run_dir, words, step=5, slow=slow)

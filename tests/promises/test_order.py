@@ -55,7 +55,7 @@ def trained_on(folder: Path, first: int, end: int, world_size: int) -> list[list
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "workers"), [("order", 2), ("weights", 0)])
-def test_killed_and_stopped_and_finished_on_other_ranks_each_position_is_trained_on_once(
+def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     tmp_path: Path, way: str, workers: int
 ) -> None:
     """kill -9 of the whole job on 2 ranks, SIGTERM on 3, the rest on 1; and the bits of a run that nobody disturbs."""
@@ -117,7 +117,7 @@ def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp
         ("length", "order(1) has 49 samples and order(0) has 50"),
     ],
 )
-def test_a_later_epoch_that_is_wrong_ends_the_run_at_the_end_of_the_one_before(
+def test_a_later_epoch_that_is_wrong_ends_the_run_before_it(
     tmp_path: Path, run_dir: Path, broken: str, line: str
 ) -> None:
     first, _ = failed(2, job(run_dir, "order", "--broken", broken))

@@ -18,7 +18,7 @@ from tests.support.small_runs import interrupt, model_of, recipe_job, saved_step
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
-def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the_skipped_steps_are_the_same(
+def test_killed_and_resumed_on_other_ranks_bits_scale_and_skipped_steps_are_the_same(
     tmp_path: Path, precision: str
 ) -> None:
     """kill -9 of everything on 2 ranks, then of one, then SIGTERM on 3, the rest on one without a process group."""

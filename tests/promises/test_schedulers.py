@@ -33,7 +33,7 @@ def kill(ranks: int, run_dir: Path, slow: Path, words: list[str], victims: int =
 @pytest.mark.parametrize(
     "kind", ["onecycle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plateau", "sequential"))]
 )
-def test_killed_and_finished_on_other_numbers_of_ranks_rates_and_bits_are_those_of_an_undisturbed_run(
+def test_killed_and_finished_on_other_ranks_rates_and_bits_are_those_of_an_undisturbed_run(
     tmp_path: Path, kind: str
 ) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"

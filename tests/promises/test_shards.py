@@ -42,9 +42,7 @@ def by_node(world_size: int, first_step: int, end: int) -> Counter[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_killed_on_two_ranks_and_finished_on_others_each_sample_of_the_shards_comes_exactly_once(
-    tmp_path: Path, ranks: int
-) -> None:
+def test_killed_on_two_ranks_and_finished_on_others_each_sample_comes_exactly_once(tmp_path: Path, ranks: int) -> None:
     folder, run_dir, record = tars(tmp_path / "shards", LENGTHS), tmp_path / "run", Records(tmp_path / "record")
     write_index(folder)
     record.of_another_attempt()

@@ -25,7 +25,7 @@ def changes(run_dir: Path) -> list[list[int]]:
     return [record["shares"] for record in records(run_dir, "shares")] if begun else []
 
 
-def test_a_slow_rank_computes_less_gets_its_share_back_and_no_bit_changes(
+def test_a_slow_rank_computes_less_for_a_while_and_no_bit_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The samples are loaded by another process, which is ahead when the shares change. Then all ranks are killed."""

@@ -149,7 +149,7 @@ def test_the_control_a_stream_dealt_to_loader_processes_loses_samples() -> None:
 
 
 @pytest.mark.parametrize("library", ["torchdata.stateful_dataloader", "webdataset"])
-def test_the_control_other_libraries_lose_samples_on_other_ranks(
+def test_the_control_other_libraries_lose_samples(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wds = pytest.importorskip(library)

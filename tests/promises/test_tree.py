@@ -19,9 +19,7 @@ from tests.support.small_runs import PLAN, ended, job, results_of, signal_ranks_
 @pytest.mark.parametrize(
     ("micro_batches", "worlds"), [(12, (1, 2, 3, 4, 5)), pytest.param(8, (1, 2, 4), marks=pytest.mark.slow)]
 )
-def test_all_bits_are_the_same_on_any_number_of_ranks(
-    tmp_path: Path, micro_batches: int, worlds: tuple[int, ...]
-) -> None:
+def test_all_bits_are_the_same_on_any_ranks(tmp_path: Path, micro_batches: int, worlds: tuple[int, ...]) -> None:
     # 0 ranks: without torchrun, and so without DDP
     results = {ranks: results_of(ranks, "tree_worker.py", tmp_path, micro_batches) for ranks in (0, *worlds)}
     for ranks, result in results.items():

@@ -79,9 +79,7 @@ PODMAN = ["--engine", "podman"]
         (["--shm-size", "host"], HOST, None, ["--ipc=host"], "--shm-size"),
     ],
 )
-def test_options_of_the_engine(
-    words: list[str], host: Host, visible: str | None, there: list[str], absent: str
-) -> None:
+def test_engine_options(words: list[str], host: Host, visible: str | None, there: list[str], absent: str) -> None:
     argv = engine_command(*words, host=host, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
     given = argv[: argv.index("launch")]
     assert set(there) <= set(given)
