@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from evenkeel.run.checkpoint import read_manifest, step_folders
+from tests.support import small_runs as runs
 from tests.support.processes import (
     TRAIN,
     finish,
@@ -24,17 +25,14 @@ from tests.support.processes import (
     torchrun,
     wait_until,
 )
-from tests.support.small_runs import evaluation_of, options, told_step, trained, weights_of
-from tests.support.validated_task import PATH, TESTED, Validated
+from tests.support.small_runs import evaluation_of, told_step, trained, weights_of
+from tests.support.validated_task import TESTED, Validated
 
 TRUE = sum(range(1, TESTED + 1))
+job = runs.job_of(
+    "validated_task.py:Validated", "--epochs 10 --batch-size 16 --micro-batch 4 --reduce tree --log-every 1"
+)
 SETS = {"validation": 14, "clean": TESTED, "noisy": TESTED}
-
-
-def job(run_dir: Path, *more: object, name: str = "Validated") -> list[str]:
-    """Options of 40 steps, ten epochs."""
-    shape = ["--epochs", 10, "--batch-size", 16, "--micro-batch", 4, "--reduce", "tree", "--log-every", 1]
-    return options(f"{PATH}:{name}", run_dir, *shape, *more)
 
 
 def best(run_dir: Path) -> tuple[int, dict[str, float]]:

@@ -7,20 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_runs import (
-    SUPPORT,
     failed,
     interrupt,
-    options,
+    job_of,
     refusal,
     starts,
     trained,
     weights_of,
 )
 
-
-def job(run_dir: Path, *more: object, name: str = "Everything") -> list[str]:
-    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--reduce", "tree", "--log-every", 1]
-    return options(f"{SUPPORT / 'everything_task.py'}:{name}", run_dir, *shape, *more)
+SHAPE = "--epochs 3 --batch-size 12 --micro-batch 3 --reduce tree --log-every 1"
+job = job_of("everything_task.py:Everything", SHAPE)
 
 
 @pytest.mark.parametrize("way", ["weights", "order"])
@@ -40,17 +37,17 @@ def test_what_show_does_to_the_model_and_embed_to_its_batch_is_nobody_elses(tmp_
     trained(0, job(tmp_path / "control"))
     for name, ranks in (("TrainsInShow", 0), ("TrainsInShow", 2), ("Changing", 2)):
         run_dir = tmp_path / f"{name}-{ranks}"
-        trained(ranks, job(run_dir, name=name))
+        trained(ranks, job(run_dir, task=name))
         assert weights_of(run_dir) == weights_of(tmp_path / "control"), name
 
 
 def test_a_state_that_an_evaluation_changes_ends_the_run_in_a_line(tmp_path: Path) -> None:
-    first, _ = failed(2, job(tmp_path / "run", name="StateInEvaluation"))
+    first, _ = failed(2, job(tmp_path / "run", task="StateInEvaluation"))
     assert "the state of StateInEvaluation has changed outside of after_step(): " in first.stderr
 
 
 def test_shares_and_collectives_of_a_loss_are_refused(tmp_path: Path) -> None:
     """They would wait for each other for ever."""
-    line = refusal(job(tmp_path / "run", "--shares", "auto", name="Collective"))
+    line = refusal(job(tmp_path / "run", "--shares", "auto", task="Collective"))
     assert line.startswith("--shares auto: loss() of Collective may call collectives")
     assert not (tmp_path / "run").exists()

@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_runs import interrupt, options, starts, trained, weights_of
+from tests.support.small_runs import interrupt, job_of, starts, trained, weights_of
 
-
-def job(run_dir: Path, *more: object) -> list[str]:
-    net = ["--seq-len", 16, "--width", 16, "--layers", 2, "--heads", 2, "--dropout", 0.1]
-    shape = ["--batch-size", 8, "--micro-batch", 1, "--max-steps", 60, "--log-every", 1, "--eval-every", 1000]
-    every = ["--checkpoint-every", 10, "--reduce", "tree"]
-    return options("lm", run_dir, *net, *shape, *every, *more)
+NET = "--seq-len 16 --width 16 --layers 2 --heads 2 --dropout 0.1 --batch-size 8 --micro-batch 1 --reduce tree"
+job = job_of("lm", f"{NET} --max-steps 60 --log-every 1 --eval-every 1000 --checkpoint-every 10")
 
 
 @pytest.mark.slow

@@ -25,9 +25,8 @@ TASK = f"{SUPPORT / 'streams_task.py'}:Streamed"
 STEPS, BATCH = 40, 12
 
 
-def job(run_dir: Path, *more: object) -> list[str]:
-    shape = ["--max-steps", STEPS, "--batch-size", BATCH, "--micro-batch", 3, "--reduce", "tree"]
-    return options(TASK, run_dir, *shape, "--log-every", 1, "--checkpoint-every", 2, *more)
+SHAPE = f"--max-steps {STEPS} --batch-size {BATCH} --micro-batch 3 --reduce tree --log-every 1 --checkpoint-every 2"
+job = runs.job_of("streams_task.py:Streamed", SHAPE)
 
 
 def every_sample_in_its_step() -> set[tuple[int, ...]]:

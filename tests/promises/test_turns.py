@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import TRAIN, records, run_forked
-from tests.support.small_runs import SUPPORT, interrupt, options, trained, weights_of
+from tests.support.small_runs import interrupt, job_of, trained, weights_of
 from tests.training.test_compilation import code  # noqa: F401  (a fixture)
 
-
-def job(run_dir: Path, *more: object) -> list[str]:
-    shape = ["--epochs", 2, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1, *more]
-    return options(f"{SUPPORT / 'turns_task.py'}:Turns", run_dir, *shape)
+job = job_of("turns_task.py:Turns", "--epochs 2 --batch-size 12 --micro-batch 3 --log-every 1")
 
 
 @pytest.mark.slow

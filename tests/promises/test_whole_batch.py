@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import small_runs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, checked, finish, finish_all, fork_ranks, records, start, torchrun
-from tests.support.small_runs import SUPPORT, interrupt, model_of, restarts_of, steps_of, stop_at, trained, weights_of
+from tests.support.small_runs import (
+    interrupt,
+    job_of,
+    model_of,
+    restarts_of,
+    steps_of,
+    stop_at,
+    trained,
+    weights_of,
+)
 
-
-def job(run_dir: Path, *more: object, task: str = "Contrast") -> list[str]:
-    """12 steps of 20 samples: micro-batches of 3, the last of 2, and more than two ranks can share evenly."""
-    shape = ["--epochs", 4, "--batch-size", 20, "--micro-batch", 3, "--log-every", 1, "--checkpoint-every", 100]
-    return small_runs.options(f"{SUPPORT / 'whole_batch_task.py'}:{task}", run_dir, *shape, *more)
+SHAPE = "--epochs 4 --batch-size 20 --micro-batch 3 --log-every 1 --checkpoint-every 100"
+"""12 steps of 20 samples: micro-batches of 3, the last of 2, and more than two ranks can share evenly."""
+job = job_of("whole_batch_task.py:Contrast", SHAPE)
 
 
 def test_the_bits_are_the_same_on_any_ranks_through_a_kill_between_the_passes_and_a_resize(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
 TASK = f"{SUPPORT / 'recording_task.py'}:Recorded"
 ODD_TASKS = SUPPORT / "odd_tasks.py"
 
-EPOCHS, BATCH, MICRO = 3, 12, 3  # 9 steps an epoch, the last of 5 samples
+EPOCHS, BATCH, MICRO = 3, 12, 3  # 27 steps, 9 an epoch, the last of 5 samples
 PLAN = Plan(SAMPLES, BATCH, MICRO, EPOCHS)
 
 
@@ -50,32 +50,37 @@ def options(task: str, run_dir: Path, *more: object) -> list[str]:
     return [str(word) for word in ("--task", task, "--run-dir", run_dir, "--wandb", "disabled", *more)]
 
 
-def job(run_dir: Path, *more: object) -> list[str]:
-    """Options of a run of the recording task: 27 steps."""
-    shape = ["--epochs", EPOCHS, "--batch-size", BATCH, "--micro-batch", MICRO, "--log-every", 1]
-    return options(TASK, run_dir, *shape, *more)
+def job_of(task: str, shape: str) -> Callable[..., list[str]]:
+    """What makes options of runs: (run_dir, *more, task=another class of the same file).
+
+    Args:
+        task: built in, or FILE:CLASS of tests/support.
+        shape: options that all have.
+    """
+    file, _, usual = task.rpartition(":")
+
+    def made(run_dir: Path, *more: object, task: str = usual) -> list[str]:
+        return options(f"{SUPPORT / file}:{task}" if file else task, run_dir, *shape.split(), *more)
+
+    return made
+
+
+SHAPE = f"--epochs {EPOCHS} --batch-size {BATCH} --micro-batch {MICRO} --log-every 1"
+job = job_of("recording_task.py:Recorded", SHAPE)
+recipe_job = job_of("recipe_task.py:Recipe", SHAPE)
+"""With BatchNorm and dropout."""
+small_job = job_of("small_task.py:Small", "--epochs 2 --batch-size 24 --micro-batch 4 --reduce tree --log-every 1")
+"""Eight steps."""
 
 
 def kept_job(run_dir: Path, *more: object) -> list[str]:
-    """The same with keepers."""
+    """Options of a run of the recording task with keepers."""
     return job(run_dir, "--keeper", "on", *more)
-
-
-def recipe_job(run_dir: Path, *more: object, task: str = "Recipe") -> list[str]:
-    """The same of a task of recipe_task.py, with BatchNorm and dropout."""
-    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1]
-    return options(f"{SUPPORT / 'recipe_task.py'}:{task}", run_dir, *shape, *more)
 
 
 def odd_job(task: str, run_dir: Path, *more: object) -> list[str]:
     """Options of a run of a task of odd_tasks.py: four steps, the last of one sample."""
     return options(f"{ODD_TASKS}:{task}", run_dir, "--batch-size", 4, "--micro-batch", 2, "--epochs", 1, *more)
-
-
-def small_job(run_dir: Path, *more: object, task: str = "Small") -> list[str]:
-    """Options of eight steps of a task of small_task.py."""
-    shape = ["--epochs", 2, "--batch-size", 24, "--micro-batch", 4, "--reduce", "tree", "--log-every", 1]
-    return options(f"{SUPPORT / 'small_task.py'}:{task}", run_dir, *shape, *more)
 
 
 def trained(ranks: int, options: Iterable[object]) -> list[subprocess.CompletedProcess[str]]:
