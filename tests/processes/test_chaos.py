@@ -22,16 +22,7 @@ from tests.support.chaos import (
     wait_for_fault,
     wait_until_nothing_runs,
 )
-from tests.support.processes import (
-    checked,
-    finish,
-    read,
-    records,
-    run,
-    start,
-    stop,
-    wait_until,
-)
+from tests.support.processes import checked, finish, read, records, run, start, stop, wait_until
 from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, trained, weights_of
 
 

@@ -11,18 +11,8 @@ import pytest
 from evenkeel.common.errors import Refusal
 from evenkeel.common.processes import REFUSAL, stat
 from evenkeel.launch.launchers import topology_in
-from tests.support.processes import (
-    LIMIT,
-    TRAIN,
-    finish,
-    finish_all,
-    free_port,
-    read,
-    run,
-    start,
-    torchrun,
-    wait_until_gone,
-)
+from tests.support import processes
+from tests.support.processes import LIMIT, TRAIN, finish, finish_all, free_port, read, run, start, torchrun
 from tests.support.refusals import NONSENSE, REFUSER
 from tests.tasks.test_command_line import (
     folder,  # noqa: F401  (a fixture)
@@ -41,7 +31,7 @@ def test_a_refusal_leaves_no_worker_whoever_refuses(tmp_path: Path, refusing: st
     done = run(torchrun(2, *more, tmp_path / "job.py", refusing, restarts=3), env={"OUT": str(out)}, expect=code)
     assert done.stderr.count("evenkeel: no\n") == 1
     assert more or (done.stdout, done.stderr) == ("", "evenkeel: no\n")
-    wait_until_gone(once(out), limit=5)
+    processes.wait_until_gone(once(out), limit=5)
 
 
 def test_a_refusal_spares_what_the_shell_before_torchrun_has_started(tmp_path: Path) -> None:

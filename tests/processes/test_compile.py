@@ -14,17 +14,7 @@ import torch
 
 from evenkeel.run.checkpoint import Checkpoints
 from tests.support import small_runs as runs
-from tests.support.processes import (
-    TRAIN,
-    finish_all,
-    fork_ranks,
-    records,
-    run,
-    run_forked,
-    start,
-    torchrun,
-    wait_until,
-)
+from tests.support.processes import TRAIN, finish_all, fork_ranks, records, run, run_forked, start, torchrun, wait_until
 from tests.support.small_runs import evaluation_of, job, kill_workers_and_agent, model_of, saved_step, weights_of
 
 
@@ -45,9 +35,7 @@ def compiled_files(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_elsewhere_the_bits_are_the_same_and_nothing_is_compiled_twice(
-    tmp_path: Path,
-) -> None:
+def test_killed_and_resumed_elsewhere_the_bits_are_the_same_and_nothing_is_compiled_twice(tmp_path: Path) -> None:
     """kill -9 just before the short step 9 on 2 ranks, SIGTERM on 1, the rest on 2; a node of its own for each."""
     tree = ["--reduce", "tree", "--checkpoint-every", 2, "--ema", 0.9]
     for name, more in (("undisturbed", ["--compile"]), ("eager", [])):

@@ -8,17 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.support import needs
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    checked,
-    finish,
-    fork_ranks,
-    kill_group,
-    read,
-    run,
-    run_forked,
-)
+from tests.support.processes import ROOT, TRAIN, checked, finish, fork_ranks, kill_group, read, run, run_forked
 from tests.support.small_runs import model_of, the_line, trained
 
 DIGITS = ["--max-steps", "12", "--batch-size", "30", "--dropout", "0", "--optimizer", "sgd", "--wandb", "disabled"]

@@ -12,16 +12,7 @@ from evenkeel.training.ema import averaged
 from evenkeel.training.state import sha256
 from tests.support import small_runs as runs
 from tests.support.components import optional
-from tests.support.processes import (
-    TRAIN,
-    contents_of,
-    evenkeel,
-    finish_all,
-    fork_ranks,
-    read,
-    run_forked,
-    wait_until,
-)
+from tests.support.processes import TRAIN, contents_of, evenkeel, finish_all, fork_ranks, read, run_forked, wait_until
 from tests.support.small_runs import evaluation_of, failed, model_of, recipe_job, refusal, trained, weights_of
 
 

@@ -14,17 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from evenkeel.run.checkpoint import read_manifest, step_folders
 from tests.support import small_runs as runs
-from tests.support.processes import (
-    TRAIN,
-    finish,
-    fork_ranks,
-    read,
-    records,
-    run,
-    run_forked,
-    torchrun,
-    wait_until,
-)
+from tests.support.processes import TRAIN, finish, fork_ranks, read, records, run, run_forked, torchrun, wait_until
 from tests.support.small_runs import evaluation_of, told_step, trained, weights_of
 from tests.support.validated_task import TESTED, Validated
 

@@ -10,15 +10,7 @@ import pytest
 from tests.support.components import has
 from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, records, run_forked
 from tests.support.readme import blocks
-from tests.support.small_runs import (
-    SUPPORT,
-    evaluation_of,
-    interrupt,
-    options,
-    refusal,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import SUPPORT, evaluation_of, interrupt, options, refusal, trained, weights_of
 
 TASKS = SUPPORT / "ragged_task.py"
 SHOWN = [block for block in blocks("python", (ROOT / "docs" / "tasks.md").read_text()) if "def collate(" in block]

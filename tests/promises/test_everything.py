@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_runs import (
-    failed,
-    interrupt,
-    job_of,
-    refusal,
-    starts,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import failed, interrupt, job_of, refusal, starts, trained, weights_of
 
 SHAPE = "--epochs 3 --batch-size 12 --micro-batch 3 --reduce tree --log-every 1"
 job = job_of("everything_task.py:Everything", SHAPE)

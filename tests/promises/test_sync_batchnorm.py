@@ -26,9 +26,7 @@ def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_that_of_one_process_with_the_whole_batch_on_any_number_of_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_that_of_one_process_with_the_whole_batch_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Three micro-batches and idle ranks; in the last step of an epoch two micro-batches, one of a single sample."""
     # a plain SGD, because Adam divides by the size of gradients that are only rounding errors
     recipe = ["--dropout", 0, "--clip-norm", 1, "--optimizer", "sgd", "--lr", 0.05, "--reduce", "tree"]

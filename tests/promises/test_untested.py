@@ -8,17 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import evenkeel, read, records
-from tests.support.small_runs import (
-    OWN,
-    interrupt,
-    job,
-    own_task,
-    refusal,
-    starts,
-    the_line,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import OWN, interrupt, job, own_task, refusal, starts, the_line, trained, weights_of
 
 UNTESTED = """
 best = ("loss", "min")

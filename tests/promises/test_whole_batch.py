@@ -11,16 +11,7 @@ import torch
 
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, checked, finish, finish_all, fork_ranks, records, start, torchrun
-from tests.support.small_runs import (
-    interrupt,
-    job_of,
-    model_of,
-    restarts_of,
-    steps_of,
-    stop_at,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import interrupt, job_of, model_of, restarts_of, steps_of, stop_at, trained, weights_of
 
 SHAPE = "--epochs 4 --batch-size 20 --micro-batch 3 --log-every 1 --checkpoint-every 100"
 """12 steps of 20 samples: micro-batches of 3, the last of 2, and more than two ranks can share evenly."""
