@@ -26,10 +26,18 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     return load(step_folders(run_dir / "checkpoints")[-1])
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `Remembering` in one process."""
+    run_dir = tmp_path_factory.mktemp("remembering") / "run"
+    trained(0, job("Remembering", run_dir))
+    return run_dir
+
+
 @pytest.mark.parametrize("nan_in", [-1, 6])
 def test_it_goes_through_a_kill_and_a_resize(tmp_path: Path, nan_in: int) -> None:
     """Also where a step is left out, of which the task does not hear."""
-    slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
+    slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "alone"
     words = ["--slow", slow, "--nan-in", nan_in, "--on-nonfinite", "skip"]
     interrupt(2, run_dir, job("Remembering", run_dir, *words), step=8, victims=1, slow=slow)
     trained(3, job("Remembering", run_dir, *words))
@@ -44,7 +52,7 @@ def test_it_goes_through_a_kill_and_a_resize(tmp_path: Path, nan_in: int) -> Non
 
 
 def test_the_control_an_attribute_that_is_not_saved_is_lost_by_a_kill(tmp_path: Path) -> None:
-    slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
+    slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "alone"
     interrupt(1, run_dir, job("Forgetful", run_dir, "--slow", slow), 4, signal.SIGTERM, slow=slow)
     trained(0, job("Forgetful", run_dir, "--slow", slow))
     trained(0, job("Forgetful", plain, "--slow", slow))
@@ -52,9 +60,8 @@ def test_the_control_an_attribute_that_is_not_saved_is_lost_by_a_kill(tmp_path: 
     assert weights_of(run_dir) != weights_of(plain)
 
 
-def test_the_memory_of_a_keeper_has_it(tmp_path: Path) -> None:
+def test_the_memory_of_a_keeper_has_it(tmp_path: Path, run_dir: Path, alone: Path) -> None:
     """Ranks that start again in place take the state from there, and the disk is not asked."""
-    run_dir, plain = tmp_path / "run", tmp_path / "undisturbed"
     (slow := tmp_path / "slow").touch()
     process = start(torchrun(2, TRAIN, *job("Remembering", run_dir, "--slow", slow, "--keeper", "on")))
     runs.wait_for_step(run_dir, 6, process)
@@ -63,8 +70,7 @@ def test_the_memory_of_a_keeper_has_it(tmp_path: Path) -> None:
     slow.unlink()
     ended(process)
     assert "which was in memory" in "".join(path.read_text() for path in (run_dir / "logs").rglob("*.log"))
-    trained(0, job("Remembering", plain))
-    assert weights_of(run_dir) == weights_of(plain)
+    assert weights_of(run_dir) == weights_of(alone)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -104,13 +110,12 @@ def test_a_checkpoint_without_it_is_continued_and_one_with_it_not_without_the_me
 
 
 @pytest.mark.skipif(not has("predict"), reason="this copy has left it out")
-def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path, run_dir: Path) -> None:
-    trained(0, job("Remembering", run_dir))
-    found = records(run_dir, "eval")[-1]["test/loss"]
+def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path, alone: Path) -> None:
+    found = records(alone, "eval")[-1]["test/loss"]
     for ranks in (0, 2):
-        first, *_ = trained(ranks, job("Remembering", run_dir, "--eval-only"))
+        first, *_ = trained(ranks, job("Remembering", alone, "--eval-only"))
         assert evaluation_of(first)["metrics"]["test/loss"] == found
-        words = ["-m", "evenkeel", "predict", run_dir, "--set", "test", "--output", tmp_path / f"{ranks}.csv"]
+        words = ["-m", "evenkeel", "predict", alone, "--set", "test", "--output", tmp_path / f"{ranks}.csv"]
         finish_all(fork_ranks(ranks, *words))
         losses = [float(row.split(",")[1]) for row in (tmp_path / f"{ranks}.csv").read_text().splitlines()[1:]]
         assert sum(losses) / len(losses) == pytest.approx(found, rel=1e-4)
