@@ -320,10 +320,10 @@ def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def kill_at(step: int, run_dir: Path, process: subprocess.Popen[str], every: int = 2) -> None:
-    """The same at a step, when the last checkpoint before it is on the disk, of one in so many steps."""
+def kill_at(step: int, run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """The same at a step, when the last checkpoint before it is on the disk, of one in two steps."""
     wait_for_step(run_dir, step, process)
-    wait_until(lambda: saved_step(run_dir) >= step - every, f"the last checkpoint before step {step}")
+    wait_until(lambda: saved_step(run_dir) >= step - 2, f"the last checkpoint before step {step}")
     kill_workers_and_agent(process)
 
 
