@@ -29,11 +29,6 @@ SHAPE = f"--max-steps {STEPS} --batch-size {BATCH} --micro-batch 3 --reduce tree
 job = runs.job_of("streams_task.py:Streamed", SHAPE)
 
 
-def every_sample_in_its_step() -> set[tuple[int, ...]]:
-    samples = read_in_order(6, BATCH, STEPS * BATCH)
-    return {(number // BATCH, *sample) for number, sample in enumerate(samples)}
-
-
 def killed(process: subprocess.Popen[str], run_dir: Path, at: int, one_first: bool) -> None:
     """SIGKILL a whole job at a step; before that, perhaps, one of its ranks or keepers, so that all start again."""
     if one_first:
@@ -62,7 +57,8 @@ def disturbed(tmp_path: Path, seed: int, kills: int) -> None:
     starts = runs.starts(run_dir)
     assert len(starts) > kills
     assert starts[-1] > 0, "it was continued"
-    assert trained_on(record) == every_sample_in_its_step()
+    samples = enumerate(read_in_order(6, BATCH, STEPS * BATCH))
+    assert trained_on(record) == {(number // BATCH, *sample) for number, sample in samples}
 
     run_forked(TRAIN, *job(tmp_path / "undisturbed"))
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed"), "the random numbers of the sources as well"

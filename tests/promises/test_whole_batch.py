@@ -72,16 +72,13 @@ def test_ranks_with_other_embeddings_end_in_a_line(tmp_path: Path) -> None:
     assert checked(finish(second), 1).stderr.count("embed()") == 0, "one rank says it"
 
 
-def weights(run_dir: Path) -> torch.Tensor:
-    return torch.cat([tensor.flatten().double() for tensor in model_of(run_dir).values()])
-
-
 @pytest.mark.parametrize("task", ["Contrast", "Gathered"])
 def test_with_the_ring_it_is_nearly_the_same_and_the_control_all_gather_is_not(tmp_path: Path, task: str) -> None:
     """Micro-batches of 5, so that also the control's ranks have equally many: 4, 2 and 1."""
     words = ["--micro-batch", 5, "--optimizer", "sgd", "--lr", 0.05]
     for ranks in (1, 2, 4):
         trained(ranks, job(tmp_path / str(ranks), *words, task=task))
-    one, two, four = (weights(tmp_path / str(ranks)) for ranks in (1, 2, 4))
+    models = [model_of(tmp_path / str(ranks)).values() for ranks in (1, 2, 4)]
+    one, two, four = (torch.cat([tensor.flatten().double() for tensor in model]) for model in models)
     off = [float((other - one).norm() / one.norm()) for other in (two, four)]
     assert (max(off) < 1e-5) if task == "Contrast" else (min(off) > 1e-2), off

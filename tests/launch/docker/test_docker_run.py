@@ -38,11 +38,6 @@ def engine_command(*words: str, host: Host = HOST, **environ: str) -> list[str]:
     return list(command(typed, train_args, host, environ).argv)
 
 
-def launched(argv: list[str]) -> list[str]:
-    """What the container would be told."""
-    return argv[argv.index("launch") :]
-
-
 def test_one_node(tmp_path: Path) -> None:
     argv = engine_command("-g", "2", "--runs", str(tmp_path), "--", "--epochs", "5")
     image = argv.index("evenkeel")
@@ -88,7 +83,8 @@ def test_engine_options(words: list[str], host: Host, visible: str | None, there
 
 def test_a_node_is_told_its_place() -> None:
     words = ["--gpus", "4", "--nodes", "2:3", "--node-rank", "0", "--master", "node0:1234", "--run-id", "tide", "--"]
-    assert launched(engine_command(*NODES, "-nr", "0")) == ["launch", *words]
+    argv = engine_command(*NODES, "-nr", "0")
+    assert argv[argv.index("launch") :] == ["launch", *words]
 
 
 def test_mounts(tmp_path: Path) -> None:
