@@ -17,7 +17,16 @@ import torch
 from tests.support import processes
 from tests.support.gpu import REAL, devices_of, shared, started
 from tests.support.processes import ROOT, TRAIN, checked, finish, read, records, run, start, torchrun
-from tests.support.small_runs import ended, job, kill_workers_and_agent, model_of, saved_step, wait_for_step, weights_of
+from tests.support.small_runs import (
+    ended,
+    job,
+    kill_workers_and_agent,
+    model_of,
+    recipe_job,
+    saved_step,
+    wait_for_step,
+    weights_of,
+)
 
 Record = Callable[[str, object], None]
 
@@ -177,3 +186,11 @@ def test_the_launchers_start_ranks_that_share(run_dir: Path) -> None:
     assert read(run_dir)["world_sizes"] == [2]
     if shared(2) and torch.cuda.is_available():
         assert {name.partition(" ")[0] for name in devices_of(run_dir)} == {"cuda:0"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_two_runs_of_one_command_give_the_same_bits_on_a_gpu(tmp_path: Path, precision: str) -> None:
+    recipe = ["--deterministic", "--precision", precision, "--ema", 0.9, "--epochs", 2]
+    for process in [started(0, *recipe_job(tmp_path / name, *recipe)) for name in ("one", "again")]:
+        ended(process)
+    assert weights_of(tmp_path / "one") == weights_of(tmp_path / "again")

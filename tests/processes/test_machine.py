@@ -1,14 +1,20 @@
-"""How many CPU threads a rank has where no option says it."""
+"""How many CPU threads a rank has where no option says it, and its devices: what is said of them, who asks for them."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from evenkeel.common.processes import count_cores
+from evenkeel.distributed.devices import describe
+from tests.distributed.test_devices import CPU, gpu
 from tests.processes.test_old_runs import OPTIONS
-from tests.support.processes import TRAIN, read, run, run_forked, torchrun
+from tests.support.processes import TRAIN, checked, finish, read, run, run_forked, start, torchrun
 from tests.support.small_runs import OLD_RUNS, job
 
 PROGRAM = """
@@ -52,3 +58,26 @@ def test_a_run_of_an_older_version_keeps_its_count(tmp_path: Path) -> None:
     options = ["--run-dir", run_dir, *OPTIONS, "--augment", "basic"]
     run([sys.executable, str(TRAIN), *map(str, options)], env={"OMP_NUM_THREADS": "2"})
     assert read(run_dir, "status.json")["threads"] == 1
+
+
+NO_WANDB = ["--wandb", "disabled", "--run-dir"]
+
+
+def test_each_rank_writes_down_its_device(tmp_path: Path) -> None:
+    run_forked(TRAIN, "--max-steps", 1, *NO_WANDB, tmp_path)
+    log = (tmp_path / "logs" / "attempt-0001" / "rank-0.log").read_text()
+    assert f"this rank has {describe(gpu(0) if torch.cuda.is_available() else CPU).line}\n" in log
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
+def test_a_keeper_asks_no_driver_of_gpus_which_its_forks_could_not_use_then(tmp_path: Path) -> None:
+    """By the dynamic linker: CUDA's runtime loads the driver's library in the first call that needs a driver."""
+    told = {"LD_DEBUG": "files", "LD_DEBUG_OUTPUT": str(tmp_path / "linker")}
+    process = start([sys.executable, TRAIN, "--max-steps", 1, *NO_WANDB, tmp_path / "run"], env=told)
+    checked(finish(process), 0)
+    pattern = r"(\d+):\s+file=(lib(?:cuda|nvidia-ml)\.so)\S* \[0\];\s+dynamically loaded by (\S+)"
+    loaded = re.findall(pattern, (tmp_path / f"linker.{process.pid}").read_text())
+    # cuBLAS and cuSPARSELt look for it as they are loaded, which is no call
+    asked = {int(pid) for pid, _, by in loaded if not re.search("libcublas|libcusparse", by)}
+    assert len(asked) == 1, "the control: the trainer does ask"
+    assert process.pid not in asked
