@@ -62,18 +62,6 @@ def test_a_few_faults_of_all_kinds_change_no_bit_and_leave_no_process(tmp_path: 
     assert "starting it again" in done.stdout, "a killed agent ends the command"
 
 
-def test_a_frozen_rank_is_noticed_and_replaced(run_dir: Path, weights: str) -> None:
-    options = job(run_dir, "--pause", 0.1, "--hang-timeout", 5)
-    done = run(chaos("--kill-every 1s --count 1 --faults stop", *two_ranks(*options)))
-    assert "no progress for 5 s" in done.stderr
-    assert reported(done.stdout, "faults") == "1: stop 1"
-    assert reported(done.stdout, "lost, done again") == "0"
-    assert float(re.findall(r"[\d.]+", reported(done.stdout, "fault to step"))[0]) > 5
-    assert len(records(run_dir, "start")) == 2
-    assert weights_of(run_dir) == weights
-    assert still_running(run_dir) == []
-
-
 def test_ctrl_c_stops_the_job_with_its_last_step_and_takes_a_frozen_rank_along(run_dir: Path) -> None:
     options = job(run_dir, "--pause", 0.1, "--checkpoint-every", 0)
     process = start(chaos("--kill-every 2s --count 1 --faults stop", *launcher("--", *options)))

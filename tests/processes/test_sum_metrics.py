@@ -12,7 +12,7 @@ from torchmetrics import MeanSquaredError
 
 from tests.support.measured_task import PATH, Measured, of_scores
 from tests.support.processes import read
-from tests.support.small_runs import model_of, options, refusal, trained
+from tests.support.small_runs import model_of, options, trained
 
 SHAPE = ["--max-steps", 12, "--batch-size", 16, "--micro-batch", 4, "--reduce", "tree", "--eval-every", 100]
 
@@ -37,9 +37,3 @@ def test_the_same_digits_on_1_2_and_3_ranks_and_those_of_torchmetrics(tmp_path: 
         assert found == {metric: said[0][metric] for metric in found}
         mse = float(MeanSquaredError()(scores, nn.functional.one_hot(labels, 3).float()))
         assert said[0][f"{name}/mse"] == pytest.approx(mse, rel=1e-6)
-
-
-def test_a_metric_that_keeps_all_scores_is_refused_in_a_line_before_anything_is_written(tmp_path: Path) -> None:
-    line = refusal(options(f"{PATH}:Refused", tmp_path / "run", *SHAPE))
-    assert line.startswith("auroc: the state 'preds' of a MulticlassAUROC is joined by cat, not by sum;")
-    assert not (tmp_path / "run").exists()

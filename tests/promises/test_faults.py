@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -41,6 +42,9 @@ def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path, faults: int, epo
     assert read(run_dir)["samples_seen"] == epochs * SAMPLES
     assert small_runs.no_step_is_done_twice(run_dir)
     assert reported(done.stdout, "lost, done again") == "0"
+    assert re.match(rf"{faults}: .*\bstop [1-9]", reported(done.stdout, "faults"))
+    assert float(reported(done.stdout, "fault to step").split()[-2]) > 5, "the longest, of a frozen rank"
+    assert "no progress for 5 s" in done.stderr
     assert wall - 60 < sum(read(run_dir)["ledger"].values()) < wall, "every second has an account"
     assert still_running(run_dir) == []
 
