@@ -117,7 +117,7 @@ def interrupt(
     victims: int = 0,
     slow: Path | None = None,
 ) -> None:
-    """Train on so many ranks to a step, slowly while there is the file `slow`; then the same."""
+    """Train on so many ranks, slowly while there is the file `slow`, and at a step send the last so many a signal."""
     if slow:
         slow.touch()
     signal_ranks_at(step, run_dir, fork_ranks(ranks, TRAIN, *words), number, victims)
