@@ -15,7 +15,7 @@ from tests.support.small_runs import failed, odd_job, the_line, trained
 def test_ranks_that_split_on_import_are_told_so_and_those_with_own_dice_go_on(tmp_path: Path) -> None:
     for task in ("Drawn", "DrawnAtEachRead"):
         first, _ = trained(2, odd_job(task, tmp_path / task, "--max-steps", 1))
-        assert ("the training and test data is another each time" in first.stderr) == (task == "DrawnAtEachRead")
+        assert ("the training and test data differs each time" in first.stderr) == (task == "DrawnAtEachRead")
         first, _ = trained(2, odd_job(task, tmp_path / task, "--max-steps", 1))  # it is finished
         assert "--fresh starts over" in first.stdout
         assert len(read(tmp_path / task, "status.json")["digests"]) == (0 if task == "DrawnAtEachRead" else 2)
@@ -28,7 +28,7 @@ def test_what_is_another_at_each_read_is_known_at_each_start_beside_a_set_that_i
     for steps in (1, 2):
         options = ["--max-steps", steps, "--schedule", "constant"]
         done = run_forked(TRAIN, *odd_job("TrainingDrawnAtEachRead", tmp_path / "run", *options))
-        assert "the training data is another each time" in done.stderr
+        assert "the training data differs each time" in done.stderr
         assert [*read(tmp_path / "run", "status.json")["digests"]] == ["test"]
 
 

@@ -38,25 +38,25 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("evenkeel.cli.checkpoint")
     old, frozen = tmp_path / "old", ["--lr", 0, "--weight-decay", 0, "--max-steps", 1]
     run_forked(TRAIN, *job(old, "--max-steps", 6, "--checkpoint-every", 3, "--keep", 9))
-    trained = read(old)["weights_sha256"]
+    learned = read(old)["weights_sha256"]
     steps = step_folders(old / "checkpoints")
     assert [path.name for path in steps] == ["step-00000003", "step-00000006"]
     for form in ("bare", "dp", "safetensors"):
         export = ["checkpoint", "export", old, "-o", tmp_path / form, "--as", form]
-        assert run_forked("-m", "evenkeel", *export).stdout.endswith(f"sha256 of the weights {trained}\n")
+        assert run_forked("-m", "evenkeel", *export).stdout.endswith(f"sha256 of the weights {learned}\n")
     model = torch.nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
     files = [tmp_path / "bare", tmp_path / "dp", tmp_path / "safetensors", old / "model.pt"]
     for path in (old, old / "checkpoints", steps[-1], steps[-1] / STATE, *files):
         nn.init.zeros_(model[0].weight)
         read_weights(model, path)
-        assert sha256(model.state_dict()) == trained, path
+        assert sha256(model.state_dict()) == learned, path
     read_weights(model, steps[0])
-    assert sha256(model.state_dict()) != trained, "the control"
+    assert sha256(model.state_dict()) != learned, "the control"
 
     # two ranks read the file of DataParallel; with a learning rate of 0 its weights come out again
     new = tmp_path / "new"
     trained(2, job(new, *frozen, "--init-from", tmp_path / "dp"))
-    assert read(new)["weights_sha256"] == trained
+    assert read(new)["weights_sha256"] == learned
     told = "--init-from " + f"{tmp_path / 'dp'}: all 4 tensors of the model are from it"
     assert told in (new / "logs" / "attempt-0001" / "rank-0.log").read_text()
 
