@@ -19,7 +19,7 @@ from tests.run.test_weights import (
     refusal,
 )
 from tests.support.processes import TRAIN, read, records, run, run_forked
-from tests.support.small_runs import failed, job, the_line
+from tests.support.small_runs import failed, job, the_line, trained
 
 
 def test_a_class_of_the_main_program_needs_its_name_there(file: Path, tmp_path: Path) -> None:
