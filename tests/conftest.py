@@ -69,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """The folder of a run, which is not there yet."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB of its own."""
     with needs.small_disk(tmp_path / "disk", "8m") as folder:

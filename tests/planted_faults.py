@@ -74,7 +74,7 @@ a data set that two readers share stays at the epoch of the other one
 
 an order of the task's that has changed in mid-run goes on
     run/data_check.py | tests/run | tests/promises/test_order.py
-    - listed.digest(int(epoch)) != known
+    - listed.digest(int(epoch)) != digest
     + listed.digest(int(epoch)) is None
 
 a block gives a sample of the next one

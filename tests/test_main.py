@@ -52,9 +52,7 @@ def test_a_command_that_does_not_exist(
     assert (captured.err.count("\n"), captured.out) == (1, "")
 
 
-def test_the_help_has_a_line_for_each_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_has_a_line_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if not subcommands():
         pytest.skip("this copy has left out all commands")
     monkeypatch.setattr(sys, "argv", ["evenkeel", "--help"])

@@ -155,7 +155,7 @@ LINES = [(run, words) for run, lines in OPTIONS.items() for words in map(str.spl
     [it for it in LINES if it[0] is not evenkeel or has(it[1][0])],
     ids=lambda part: " ".join(part) if isinstance(part, list) else part.__name__,
 )
-def test_extremes_on_a_command_line(
+def test_extremes_of_a_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, words: list[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")  # no Slurm, no git, nothing
@@ -179,7 +179,7 @@ def test_extremes_on_a_command_line(
         ("MASTER_PORT", ("0", "70000", "http")),
     ],
 )
-def test_an_environment_that_no_torchrun_makes(
+def test_no_torchrun_makes_this_environment(
     monkeypatch: pytest.MonkeyPatch, variable: str, values: tuple[str, ...]
 ) -> None:
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

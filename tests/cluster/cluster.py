@@ -103,20 +103,9 @@ class Cluster:
         self._lab("down")
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def kill_node(self, node: int, noticed: bool = False) -> None:
-        """Crash a node: SIGKILL to everything on it.
-
-        Args:
-            node: its number.
-            noticed: Slurm takes it for down at once, instead of by itself after about 30 s.
-        """
+    def kill_node(self, node: int) -> None:
+        """Crash a node: SIGKILL to everything on it. Slurm takes it for down by itself after about 30 s."""
         self._lab("node-kill", str(node))
-        if noticed:
-            self.slurm("scontrol", "update", f"nodename=node{node}", "state=down", "reason=crashed")
-
-    def start_node(self, node: int) -> None:
-        """Bring a dead node back, and wait until Slurm gives it work again."""
-        self._lab("node-start", str(node))
 
     def drain(self, *nodes: int) -> None:
         """Keep new jobs off some nodes."""
@@ -153,25 +142,19 @@ class Cluster:
             raise RuntimeError(f"{' '.join(argv)}: exit {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
-    def submit(
-        self, script: Path, *options: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
-    ) -> str:
+    def submit(self, script: Path, *options: str, env: Mapping[str, str] | None = None) -> str:
         """Submit a batch script and return its job id. Its output goes beside it, to ``NAME.JOB.log``.
 
         ``env`` is added to the job's environment. The option --export=ALL,NAME=VALUE would have Slurm 22.05 start a
         login shell on the node (as --get-user-env does), which takes its time and changes PATH.
         """
         log = f"--output={script.with_suffix('')}.%j.log"
-        done = self.slurm("sbatch", "--parsable", log, "--open-mode=append", *options, str(script), *arguments, env=env)
+        done = self.slurm("sbatch", "--parsable", log, "--open-mode=append", *options, str(script), env=env)
         return done.strip().partition(";")[0]
 
     def show(self, job: str) -> dict[str, str]:
         """What the controller knows of a job: JobState, Restarts, Reason, NodeList, ..."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.slurm("scontrol", "-o", "show", "job", job)))
-
-    def state(self, job: str) -> str:
-        """A job's state, such as RUNNING."""
-        return self.show(job)["JobState"]
 
     def wait_for(self, job: str, *states: str, limit: float = 120, restarts: int = 0) -> dict[str, str]:
         """Wait until a job is in one of these states, requeued so many times or more; without states: until it ended.

@@ -72,10 +72,10 @@ def logs(run_dir: Path) -> str:
     return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in files)
 
 
-def ended(cluster: Cluster, job: str, run_dir: Path, state: str = "COMPLETED", limit: float = 300) -> dict[str, str]:
+def ended(cluster: Cluster, job: str, run_dir: Path, state: str = "COMPLETED") -> dict[str, str]:
     """Wait for a job's end in this state, and show its logs if it is another."""
     try:
-        shown = cluster.wait_for(job, limit=limit)
+        shown = cluster.wait_for(job, limit=300)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{logs(run_dir)}") from None
     assert shown["JobState"] == state, f"{shown}\n{logs(run_dir)}"

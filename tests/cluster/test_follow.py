@@ -30,14 +30,14 @@ def _on_the_login_node(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SLURM_CONF", cluster.environment()["SLURM_CONF"])
 
 
-def submit(cluster: Cluster, run_dir: Path, *more: object, sbatch: tuple[str, ...] = ("-N1",)) -> str:
+def submit(cluster: Cluster, run_dir: Path, *more: object) -> str:
     """Submit a run as one process on one node, and leave the record that submit.py leaves."""
     before, folder = time.time(), run_dir / "slurm"
     folder.mkdir(parents=True)
     script = folder / "job.sh"
     train = shlex.join([str(TRAIN), *job(run_dir, "--checkpoint-every", 1, *more)])
     script.write_text(SCRIPT.format(python=sys.executable, errors=folder / "errors", train=train))
-    job_id = cluster.submit(script, *sbatch)
+    job_id = cluster.submit(script, "-N1")
     record(run_dir, job_id, before)
     return job_id
 
@@ -72,8 +72,7 @@ def logs(run_dir: Path) -> str:
     return "".join(path.read_text()[-3000:] for path in (run_dir / "slurm").glob("*.log"))
 
 
-def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, run_dir: Path) -> None:
     job_id = submit(cluster, run_dir, "--pause", 0.05)
     with follow(cluster, run_dir) as terminal:
         it = wait_for(run_dir, "running", step=3)

@@ -27,9 +27,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return weights
 
 
-def test_at_its_time_limit_a_job_is_saved_and_goes_on_by_itself(
-    cluster: Cluster, tmp_path: Path, alone: Weights
-) -> None:
+def test_at_its_time_limit_a_job_is_saved_and_goes_on(cluster: Cluster, tmp_path: Path, alone: Weights) -> None:
     """By the file that people read, on two nodes, then on the one that is left."""
     run_dir, hold = tmp_path / "run", tmp_path / "hold"
     hold.touch()
@@ -100,10 +98,9 @@ def preempt(cluster: Cluster, folder: Path) -> None:
     cluster.wait_for(cluster.submit(urgent, "-phigh", "-N4", "-c2"), "COMPLETED")
 
 
-def test_preempted_without_grace_it_comes_back_from_its_last_checkpoint(
-    cluster: Cluster, tmp_path: Path, alone: Weights
+def test_preempted_without_grace_it_has_its_last_checkpoint(
+    cluster: Cluster, tmp_path: Path, run_dir: Path, alone: Weights
 ) -> None:
-    run_dir = tmp_path / "run"
     options = ["--wandb", "disabled", "--checkpoint-every", 4, "--pause", 0.3]
     job = submitted(cluster, "-n", 2, "-g", 1, "--partition", "lowhard", "--", *recorded(run_dir, *options, epochs=4))
     wait_for_step(cluster, job, run_dir, 6)

@@ -39,7 +39,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_run_is_refused_in_one_line(
+def test_what_cannot_run_is_refused(
     words: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster.environment()["SLURM_CONF"])
@@ -93,9 +93,7 @@ class Dump(Classify):
 """
 
 
-def test_sbatch_and_submit_start_the_same_thing(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sbatch_and_submit_start_the_same(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same options, awkward ones among them, reach train.py unharmed, with the same environment around it."""
     (tmp_path / "dump.py").write_text(DUMP)
     note = """two words, "quotes", 'more', $HOME, `date`; \\ and * """
@@ -134,11 +132,10 @@ def test_sbatch_and_submit_start_the_same_thing(
         assert by_submit[name] == by_sbatch[name], name
 
 
-def test_a_queued_job_runs_the_code_as_it_was_submitted(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_queued_job_runs_the_code_as_it_was_submitted(cluster: Cluster, tmp_path: Path, run_dir: Path) -> None:
     """Every file that matters is spoilt while the job waits: the launcher's, the package's, train.py, the task's."""
     checkout = copy_of_the_template(tmp_path / "checkout")
     (checkout / "README.md").write_text("changed\n")
-    run_dir = tmp_path / "run"
     options = recorded(run_dir, "--wandb", "disabled", "--task", "tests/support/recording_task.py:Recorded", epochs=1)
     del options[:2]
     cluster.drain(*cluster.nodes)

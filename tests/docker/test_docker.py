@@ -194,7 +194,7 @@ def test_a_frozen_rank_is_told_and_a_stop_saves_and_a_start_goes_on(built: Built
 
 
 @pytest.mark.long
-def test_two_nodes_by_compose_lose_one_and_stop_and_end_with_the_bits_of_two_processes_here(
+def test_two_nodes_by_compose_lose_one_and_stop_and_have_the_bits_of_two_processes(
     built: Built, tmp_path: Path
 ) -> None:
     """Two containers of two ranks each on a network of their own, elastic 1:2, and the tree."""

@@ -20,10 +20,10 @@ from tests.support import processes
 from tests.support.gpu import end_all
 
 HERE = Path(__file__).parent
-ORDER = "job keeper doctor state jobs_of_two transfer placement recipes precision oom nonfinite"
+ORDER = "job keeper doctor state jobs_of_two transfer placement precision oom"
 """The files by risk; the others follow."""
 REHEARSED = "EVENKEEL_REHEARSE" in os.environ
-JOBS = {"test_job.py", "test_keeper.py", "test_doctor.py", "test_jobs_of_two.py", "test_recipes.py"}
+JOBS = {"test_job.py", "test_keeper.py", "test_doctor.py", "test_jobs_of_two.py"}
 """The files whose tests only start processes, and may be rehearsed."""
 
 PROCESS, TEST, ALL = 75.0, 90, float(os.environ.get("EVENKEEL_GPU_SECONDS", "480"))

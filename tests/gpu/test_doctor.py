@@ -27,9 +27,7 @@ def test_more_ranks_than_gpus_are_a_failure_unless_they_share(tmp_path: Path) ->
     assert doctor(tmp_path)["ranks and devices"][0] == "FAIL"
 
 
-def test_gloo_carries_cuda_tensors_to_the_right_numbers(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_gloo_carries_cuda_tensors_rightly(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     found = doctor(tmp_path, "--share-gpu")
     if torch.cuda.is_available():
         assert found["devices of ranks"][0] == "WARN"

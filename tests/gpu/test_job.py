@@ -17,7 +17,16 @@ import torch
 from tests.support import processes
 from tests.support.gpu import REAL, devices_of, shared, started
 from tests.support.processes import ROOT, TRAIN, checked, finish, read, records, run, start, torchrun
-from tests.support.small_runs import ended, job, kill_workers_and_agent, saved_step, wait_for_step, weights_of
+from tests.support.small_runs import (
+    ended,
+    job,
+    kill_workers_and_agent,
+    model_of,
+    recipe_job,
+    saved_step,
+    wait_for_step,
+    weights_of,
+)
 
 Record = Callable[[str, object], None]
 
@@ -30,8 +39,7 @@ def accuracy(run_dir: Path) -> float:
 
 
 @pytest.mark.parametrize("ranks", [1, 0, 2], ids=["torchrun", "plain python", "two ranks"])
-def test_the_job_of_the_readme_reaches_its_accuracy(tmp_path: Path, ranks: int, record_property: Record) -> None:
-    run_dir = tmp_path / "run"
+def test_the_job_of_the_readme_reaches_its_accuracy(run_dir: Path, ranks: int, record_property: Record) -> None:
     ended(started(ranks, *DIGITS, "--run-dir", run_dir))
     named = devices_of(run_dir)
     record_property("accuracy", f"{accuracy(run_dir):.4f}")
@@ -41,7 +49,7 @@ def test_the_job_of_the_readme_reaches_its_accuracy(tmp_path: Path, ranks: int, 
         assert [name.startswith("cuda:") for name in named] == [True] * max(1, ranks)
         assert named[0].startswith("cuda:0 (")
     assert accuracy(run_dir) > 0.98
-    loaded = torch.load(run_dir / "model.pt", weights_only=True)
+    loaded = model_of(run_dir)
     assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
 
 
@@ -82,9 +90,7 @@ def test_a_network_of_the_readme_s_size_has_the_same_bits_on_one_rank_and_on_two
 
 
 @REAL
-def test_memory_that_runs_out_is_explained_and_the_run_goes_on_in_smaller_pieces(
-    tmp_path: Path, record_property: Record
-) -> None:
+def test_memory_that_runs_out_is_explained_and_smaller_pieces_go_on(tmp_path: Path, record_property: Record) -> None:
     task = f"{ROOT / 'tests/support/small_gpu_task.py'}:Limited"
 
     def options(run_dir: str, micro_batch: object) -> list[object]:
@@ -122,7 +128,7 @@ def test_low_precision_trains_as_well(tmp_path: Path, record_property: Record) -
 
 
 @pytest.mark.timeout(150)
-def test_compiled_it_trains_alike_and_a_resume_compiles_nothing(
+def test_compiled_it_trains_alike_and_resumes(
     tmp_path: Path, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "LIMIT", max(processes.LIMIT, 120.0))  # compilers take long
@@ -174,10 +180,17 @@ def test_beside_a_bare_loop(tmp_path: Path, record_property: Record) -> None:
     record_property("bare to itself", f"{seconds['bare again'] / seconds['bare']:.2f}")
 
 
-def test_the_launchers_start_ranks_that_share(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_the_launchers_start_ranks_that_share(run_dir: Path) -> None:
     launcher = [sys.executable, "launch/single_node.py", "-g", "2", "--"]
     ended(start([*launcher, *job(run_dir, "--share-gpu")]))
     assert read(run_dir)["world_sizes"] == [2]
     if shared(2) and torch.cuda.is_available():
         assert {name.partition(" ")[0] for name in devices_of(run_dir)} == {"cuda:0"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_two_runs_of_one_command_give_the_same_bits_on_a_gpu(tmp_path: Path, precision: str) -> None:
+    recipe = ["--deterministic", "--precision", precision, "--ema", 0.9, "--epochs", 2]
+    for process in [started(0, *recipe_job(tmp_path / name, *recipe)) for name in ("one", "again")]:
+        ended(process)
+    assert weights_of(tmp_path / "one") == weights_of(tmp_path / "again")

@@ -20,7 +20,7 @@ from tests.support.small_runs import PLAN, SAMPLES, SUPPORT, ended, job, wait_fo
 Record = Callable[[str, object], None]
 
 
-def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(tmp_path: Path, record_property: Record) -> None:
+def test_a_frozen_rank_is_named_and_the_bits_are_the_same(tmp_path: Path, record_property: Record) -> None:
     rare = ["--checkpoint-every", 0, "--eval-every", 1000, "--deterministic"]
     undisturbed, run_dir = started(2, *job(tmp_path / "undisturbed", *rare)), tmp_path / "run"
     process = started(2, *job(run_dir, *rare, "--pause", 0.1, "--hang-timeout", 10))
@@ -62,10 +62,9 @@ def test_batchnorm_over_the_whole_batch_with_ring_and_tree(tmp_path: Path) -> No
         assert read(tmp_path / reduce)["state"] == "finished"
 
 
-def test_with_exact_bits_a_ring_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_with_exact_bits_a_ring_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, run_dir: Path) -> None:
     options = ["--deterministic", "--wandb", "disabled", "--log-every", 1, "--epochs", 3, "--checkpoint-every", 2]
     undisturbed = started(2, *options, "--run-dir", tmp_path / "undisturbed")
-    run_dir = tmp_path / "run"
     process = started(2, *options, "--run-dir", run_dir)
     wait_for_step(run_dir, 1, process)
     process.send_signal(signal.SIGTERM)

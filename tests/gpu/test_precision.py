@@ -16,6 +16,7 @@ from evenkeel.training.precision import Precision, Scaler
 from evenkeel.training.state import State
 from tests.support.gpu import no_waits
 from tests.support.steps import passes
+from tests.training.test_nonfinite import take
 from tests.training.test_precision import PLAN, Small
 
 
@@ -27,20 +28,18 @@ def test_an_overflow_makes_no_host_wait_on_a_gpu() -> None:
     state = State(model, [optimizer], scaler=Scaler(device), ema=0.9)
     loss = torch.zeros((), device=device)
 
-    def take(gradient: float) -> None:
+    def scaled(gradient: float) -> None:
         state.clear_gradients()
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        assert state.scaler
         state.scaler.unscale(model.parameters())
         state.commit(clip_grad_norm(model.parameters(), 1.0), [], loss)
 
-    take(1.0)
+    scaled(1.0)
     torch.cuda.synchronize()
     with no_waits():
         for gradient in (1.0, math.inf, 1.0):
-            take(gradient)
-    assert state.scaler
+            scaled(gradient)
     assert state.scaler.scale.item() == 32768.0
     assert int(state.scaler.overflows) == 1
     assert all(p.isfinite().all() for p in state.best_model.parameters())
@@ -59,3 +58,12 @@ def test_autocast_is_that_of_the_gpu(precision: Precision) -> None:
     gradients.step(clip_grad_norm(model.parameters(), 0.0))
     assert task.types == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_finite_step_makes_no_host_wait_on_a_gpu() -> None:
+    model = nn.Linear(64, 64).cuda()
+    state = State(model, [build_optimizer(list(model.parameters()), Config())])
+    take(state, 0.5)
+    with no_waits():
+        for _ in range(3):
+            take(state, 0.5)

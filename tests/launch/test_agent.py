@@ -9,24 +9,13 @@ import pytest
 
 from evenkeel.launch import agent
 
+VERDICTS = {(75, 75): 75, (1, 2): 2, (75, 2): 2, (1, -9): 137, (75, -9): 137, (1, 1): 1, (-11, 1): 139, (3, 75): 3}
+VERDICTS |= {(1, 75): 1, (1, -15): 1}  # torchrun stops the others after a failure
 
-@pytest.mark.parametrize(
-    ("codes", "code"),
-    [
-        ([75, 75], 75),
-        ([1, 75], 1),  # torchrun stops the others after a failure
-        ([1, -15], 1),
-        ([1, 2], 2),
-        ([75, 2], 2),
-        ([1, -9], 137),
-        ([75, -9], 137),
-        ([1, 1], 1),
-        ([-11, 1], 139),
-        ([3, 75], 3),
-    ],
-)
-def test_the_verdict_over_a_nodes_ranks(codes: list[int], code: int) -> None:
-    assert agent.verdict(codes) == code
+
+@pytest.mark.parametrize(("codes", "code"), VERDICTS.items())
+def test_the_verdict_over_a_nodes_ranks(codes: tuple[int, ...], code: int) -> None:
+    assert agent.verdict([*codes]) == code
 
 
 def test_first_error_leaves_out_what_is_half_written(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ def elastic(*options: object) -> list[str]:
     return [*head, "-nr", "{node}", "--master", "{master}", "--", *map(str, options)]
 
 
-def test_nodes_and_ranks_are_lost_and_no_sample_with_them(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_nodes_and_ranks_are_lost_and_no_sample_with_them(run_dir: Path) -> None:
     options = job(run_dir, "--pause", 0.4, "--checkpoint-every", 0, "--eval-every", 1000)
     # a rank, and then a node, for 18 s: so long that the others go on without it, and not so long that they finish
     mix = "--nodes 3 --kill-every 2s --seed 137 --count 2 --faults kill,node"
@@ -48,9 +47,8 @@ def test_nodes_and_ranks_are_lost_and_no_sample_with_them(tmp_path: Path) -> Non
     assert namespaces(process.pid) == []
 
 
-def test_a_node_that_is_back_after_the_end_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_node_that_is_back_after_the_end_is_not_waited_for(run_dir: Path) -> None:
     """Chaos took four faults of six seconds and waited for node 1, which waited for node 0, for ever."""
-    run_dir = tmp_path / "run"
     alone = shlex.join([*torchrun(1, TRAIN), *job(run_dir)])
     command = ["bash", "-c", f"(({{node}} == 0)) || exec sleep 1000; exec {alone}"]
     done = run(chaos(f"--nodes 2 --faults kill --minutes 0.01 --run-dir {run_dir}", *command), limit=120)

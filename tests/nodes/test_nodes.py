@@ -39,8 +39,7 @@ def test_two_nodes_of_two_ranks_and_one_that_comes_back(tmp_path: Path) -> None:
         jobs[1] = lab.launch(1, "2", tmp_path / "node1.log", "-g", "2", "--", *options)
         wait_for_ranks(run_dir, 4, attempts=1)
         (tmp_path / "hold").unlink()
-        for node in lab.nodes:
-            ended(jobs[node], tmp_path / f"node{node}.log")
+        ended(jobs, tmp_path)
         assert lab.commands(0) == lab.commands(1) == []
     assert set(read(run_dir)["world_sizes"]) == {4}
 
@@ -68,5 +67,4 @@ def test_three_nodes_lose_one_go_on_and_take_it_back(tmp_path: Path) -> None:
         assert jobs.pop(2).wait(timeout=LIMIT) == 75, "stopped because it was asked to"
         assert lab.commands(2) == []
         (tmp_path / "hold").unlink()
-        for node, process in enumerate(jobs):
-            ended(process, tmp_path / f"node{node}.log")
+        ended(jobs, tmp_path)

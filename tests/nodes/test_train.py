@@ -20,9 +20,10 @@ def type_in(lab: Lab, nodes: str, options: list[str], folder: Path, *more: str) 
     return [lab.launch(node, nodes, folder / f"node{node}.log", *more, "--", *options) for node in lab.nodes]
 
 
-def ended(job: subprocess.Popen[Any], log: Path) -> None:
-    """Wait for the good end of a launcher."""
-    assert job.wait(timeout=LIMIT) == 0, log.read_text()
+def ended(jobs: list[subprocess.Popen[Any]], folder: Path) -> None:
+    """Wait for the good ends of the launchers of the first nodes."""
+    for node, process in enumerate(jobs):
+        assert process.wait(timeout=LIMIT) == 0, (folder / f"node{node}.log").read_text()
 
 
 def wait_for_three_steps(run_dir: Path, world_size: int) -> None:
@@ -41,12 +42,8 @@ def wait_for_three_steps(run_dir: Path, world_size: int) -> None:
 
 def assert_no_step_was_lost(run_dir: Path) -> None:
     """Each attempt starts where the one before has ended."""
-    ends = [record["step"] for record in sorted(records(run_dir, "failure") + records(run_dir, "stop"), key=time_of)]
-    assert [record["step"] for record in records(run_dir, "start")] == [0, *ends]
-
-
-def time_of(record: dict[str, Any]) -> float:
-    return float(record["time"])
+    ends = sorted(records(run_dir, "failure") + records(run_dir, "stop"), key=lambda record: record["time"])
+    assert [record["step"] for record in records(run_dir, "start")] == [0, *(record["step"] for record in ends)]
 
 
 def test_the_two_lines_of_the_readme_train_the_digits(tmp_path: Path) -> None:
@@ -55,10 +52,8 @@ def test_the_two_lines_of_the_readme_train_the_digits(tmp_path: Path) -> None:
     assert len(lines) == 2
     with Lab(2) as lab:
         typed = block.replace("node0", lab.address(0)).replace("runs/two-nodes", str(tmp_path / "run")).splitlines()
-        logs = [tmp_path / f"node{node}.log" for node in lab.nodes]
-        jobs = [lab.start(node, [sys.executable, *shlex.split(typed[node])], logs[node]) for node in lab.nodes]
-        for job, log in zip(jobs, logs, strict=True):
-            ended(job, log)
+        words = [[sys.executable, *shlex.split(line)] for line in typed]
+        ended([lab.start(node, words[node], tmp_path / f"node{node}.log") for node in lab.nodes], tmp_path)
     assert read(tmp_path / "run")["world_sizes"] == [4]
     assert read(tmp_path / "run")["samples_seen"] == 2 * 1437
 
@@ -67,15 +62,13 @@ RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
 ALL_STEPS = list(range(1, PLAN.total_steps + 1))
 
 
-def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path) -> None:
+def test_a_node_is_lost_in_mid_epoch_and_no_step_with_it(tmp_path: Path, run_dir: Path) -> None:
     """Three nodes; one that does not hold rank 0 dies by kill -9. The others go on at the exact next step."""
-    run_dir = tmp_path / "run"
     with Lab(3) as lab:
         jobs = type_in(lab, "1:3", job(run_dir, "--pause", 0.1, *RARE), tmp_path)
         wait_for_three_steps(run_dir, 3)
         lab.kill_node(2)
-        for node in (0, 1):
-            ended(jobs[node], tmp_path / f"node{node}.log")
+        ended(jobs[:2], tmp_path)
     starts, failure = records(run_dir, "start"), records(run_dir, "failure")[-1]
     assert starts[-1]["world_size"] == 2
     assert_no_step_was_lost(run_dir)  # though there was no checkpoint
@@ -94,8 +87,7 @@ def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
         jobs.append(lab.launch(1, "1:2", tmp_path / "node1.log", *words))
         wait_for_start(run_dir, 2)
         hold.unlink()
-        for node in lab.nodes:
-            ended(jobs[node], tmp_path / f"node{node}.log")
+        ended(jobs, tmp_path)
     assert read(run_dir)["world_sizes"] == [1, 2]
     (stop,), (_, again) = records(run_dir, "stop"), records(run_dir, "start")
     assert again["step"] == stop["step"]
@@ -104,14 +96,13 @@ def test_a_node_joins_in_mid_epoch_and_no_step_is_lost(tmp_path: Path) -> None:
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
 
 
-def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) -> None:
+def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path, run_dir: Path) -> None:
     """No connection is reset, so that nothing fails: only the watch for hangs notices."""
-    run_dir = tmp_path / "run"
     with Lab(2) as lab:
         jobs = type_in(lab, "1:2", job(run_dir, "--pause", 0.1, *RARE, "--hang-timeout", 6), tmp_path)
         wait_for_three_steps(run_dir, 2)
         lab.unplug(1)
-        ended(jobs[0], tmp_path / "node0.log")
+        ended(jobs[:1], tmp_path)
     told = (tmp_path / "node0.log").read_text()
     assert "no progress for 6 s: rank 1 does not answer any more, last seen in" in told
     starts, failure = records(run_dir, "start"), records(run_dir, "failure")[-1]
@@ -121,12 +112,11 @@ def test_a_cable_is_cut_and_the_job_goes_on_without_that_node(tmp_path: Path) ->
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
 
 
-def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path: Path) -> None:
+def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path: Path, run_dir: Path) -> None:
     """Nothing is shared: each node has a disk of its own under the run directory; node 0 comes back with an empty one.
 
     Not a single checkpoint was planned, and the rendezvous dies with node 0, so the job is typed again.
     """
-    run_dir = tmp_path / "run"
     run_dir.mkdir()
     options = job(run_dir, "--pause", 0.15, "--eval-every", 1000, "--checkpoint-every")
     with Lab(2) as lab:
@@ -145,8 +135,7 @@ def test_the_node_of_rank_0_dies_and_the_state_is_found_on_the_survivor(tmp_path
 
         lab.start_node(0)
         lab.run(0, ["mount", "-t", "tmpfs", "disk", str(run_dir)])
-        for node, process in enumerate(type_in(lab, "2", [*options, "5"], tmp_path)):
-            ended(process, tmp_path / f"node{node}.log")
+        ended(type_in(lab, "2", [*options, "5"], tmp_path), tmp_path)
         begun = json.loads(next(line for line in on_disk(0, "metrics.jsonl").splitlines() if '"start"' in line))
         assert begun["step"] >= 3
         assert begun["attempt"] == 2, "the survivor also knew the run's history"

@@ -13,7 +13,8 @@ from tests.run.test_checkpoint import (
     steps,
 )
 from tests.support.needs import small_disk
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, run
+from tests.support.processes import TRAIN, read, records, run
+from tests.support.small_runs import failed, trained
 
 
 def test_a_run_on_a_full_disk_goes_on_loudly_and_does_not_finish(tmp_path: Path) -> None:
@@ -46,18 +47,17 @@ def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tm
     with small_disk(tmp_path, "2m") as folder:
         run_dir = folder / "run"
         options = ["--run-dir", run_dir, "--wandb", "disabled", "--schedule", "constant", "--width", 2]
-        finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 2))
+        trained(2, [*options, "--max-steps", 2])
         with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
             while True:
                 filler.write(bytes(4096))
-        ended = [finish(rank) for rank in fork_ranks(2, TRAIN, *options, "--max-steps", 4)]
-        assert [rank.returncode for rank in ended] == [1, 1]
+        ended = failed(2, [*options, "--max-steps", 4])
         (line,) = "".join(rank.stderr for rank in ended).splitlines()
         assert line == (
             f"evenkeel: --run-dir {run_dir}: cannot be written on {socket.gethostname()}: No space left on device; "
             "free space or fix that, and run the same command again"
         )
         (folder / "filler").unlink()
-        finish_all(fork_ranks(2, TRAIN, *options, "--max-steps", 4))
+        trained(2, [*options, "--max-steps", 4])
         assert read(run_dir)["step"] == 4
         assert records(run_dir, "start")[-1]["step"] == 2

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.processes import TRAIN, read, refused_ranks, run, run_forked, torchrun
-from tests.support.small_runs import ODD_TASKS, odd_job, the_line
+from tests.support import needs
+from tests.support.processes import ROOT, TRAIN, checked, finish, fork, read, run, run_forked, torchrun
+from tests.support.small_runs import ODD_TASKS, failed, odd_job, refusal, the_line
 
 WRONG = [
     ("Frozen", 2, "model() returned a Linear without a parameter that needs a gradient (requires_grad is False for"),
@@ -57,8 +57,7 @@ WRONG = [
 @pytest.mark.parametrize(("task", "code", "expected"), WRONG)
 def test_a_task_that_cannot_be_trained_is_told_in_a_line(tmp_path: Path, task: str, code: int, expected: str) -> None:
     workers = int(task == "ManySizes")  # its line comes out of a loader process
-    done = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--num-workers", workers), expect=code)
-    assert expected in the_line(done.stderr)
+    assert expected in refusal(odd_job(task, tmp_path / "run", "--num-workers", workers), code)
     if code == 2:
         assert not (tmp_path / "run" / "status.json").exists(), "nothing has been touched"
     else:
@@ -87,7 +86,7 @@ OUTSIDE = "something other than rates() sets a learning rate, a scheduler perhap
         *((task, []) for task in ("NoBest", "Usual", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],
 )
-def test_what_is_likely_a_mistake_is_said_once_and_what_few_tasks_return_works(
+def test_a_likely_mistake_is_said_once_and_what_few_tasks_return_works(
     tmp_path: Path, task: str, expected: list[str]
 ) -> None:
     lines = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--checkpoint-every", 1)).stderr.splitlines()
@@ -102,11 +101,9 @@ def test_what_is_likely_a_mistake_is_said_once_and_what_few_tasks_return_works(
     [("Exits", 0, "None"), ("Exits", 2, "None"), ("ExitsInLoss", 0, "0"), ("ExitsInModel", 0, "'no such\\nnetwork'")],
 )
 def test_sys_exit_in_a_task_is_a_failure(tmp_path: Path, task: str, workers: int, expected: str) -> None:
-    done = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--num-workers", workers), expect=1)
-    assert re.fullmatch(
-        rf"the task called sys.exit\({re.escape(expected)}\) at {ODD_TASKS}:\d+, and the run is not finished; .*",
-        the_line(done.stderr),
-    )
+    line = refusal(odd_job(task, tmp_path / "run", "--num-workers", workers), code=1)
+    called = rf"the task called sys.exit\({re.escape(expected)}\) at {ODD_TASKS}:\d+"
+    assert re.fullmatch(rf"{called}, and the run is not finished; .*", line)
     if task != "ExitsInModel":
         assert read(tmp_path / "run", "status.json")["state"] == "failed"
 
@@ -120,14 +117,48 @@ def test_ranks_whose_losses_have_other_parts_are_told_before_the_first_step_coun
     assert "evenkeel: the task called sys.exit(None) at " in done.stderr
 
 
-DELETE = 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@needs.no_gpu
 def test_ranks_with_other_data_are_told_so(tmp_path: Path) -> None:
     """Their steps would not be the same ones, and in the end one would wait for ever."""
-    refused, _ = refused_ranks(2, TRAIN, *odd_job("OtherDataOnRank1", tmp_path / "run"))
-    assert the_line(refused.stderr) == (
-        "the training data has 13 samples on rank 0 and 12 on rank 1; give all nodes the same data"
-    )
+    refused, _ = failed(2, odd_job("OtherDataOnRank1", tmp_path / "run"), code=2)
+    said = "the training data has 13 samples on rank 0 and 12 on rank 1; give all nodes the same data"
+    assert the_line(refused.stderr) == said
     assert not (tmp_path / "run" / "status.json").exists()
+
+
+def test_a_micro_batch_of_one_sample_and_batchnorm_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    options = ["--dataset", "fake", "--fake-samples", 101, "--image-size", 32, "--model", "shufflenet_v2_x0_5"]
+    cut = ["--batch-size", 8, "--micro-batch", 4, "--run-dir", tmp_path / "run"]
+    assert refusal([*options, *cut]).endswith("--micro-batch 3 leaves no single sample")
+    assert not (tmp_path / "run").exists()
+
+
+ONLY_THE_GENERATOR = """
+import gan
+from evenkeel import start
+
+class Other(gan.Gan):
+    def loss(self, model, batch):
+        return model["critic"](batch[0].flatten(1) / 255).square().mean()
+
+gan.Gan = Other
+start(gan.main)
+"""
+LINE = (
+    "evenkeel: --batch-size 64 --micro-batch 63: every step has 64 samples, of which a micro-batch gets only one, and "
+    "the model's BatchNorm cannot be trained on that; --micro-batch 62 leaves no single sample"
+)
+
+
+@pytest.mark.parametrize("one", ["the task's loss", "the other network's loss"])
+def test_networks_that_take_turns_are_refused_before_the_first_step(tmp_path: Path, one: str) -> None:
+    script, run_dir = ROOT / "examples" / "gan.py", tmp_path / "run"
+    if own := one != "the task's loss":
+        (script := tmp_path / "own.py").write_text(ONLY_THE_GENERATOR)
+    job = ["--run-dir", run_dir, "--wandb", "disabled", "--max-steps", 2]
+    env = {"PYTHONPATH": f"{ROOT / 'examples'}:{ROOT / 'src'}"}
+    done = checked(finish(fork(script, *job, "--batch-size", 64, "--micro-batch", 63, env=env)), 2)
+    assert done.stderr.splitlines() == [LINE]
+    assert run_dir.exists() == own
+    checked(finish(fork(script, *job, "--batch-size", 64, "--micro-batch", 62, env=env)), 0)
+    assert read(run_dir)["step"] == 2

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.processes import TRAIN, checked, finish, finish_all, read, records, run
+from tests.support.processes import TRAIN, read, records, run
 from tests.support.small_files import TRAIN as SAMPLES
 from tests.support.small_files import write_folder, write_idx
-from tests.support.small_runs import small_job, the_line, weights_of
+from tests.support.small_runs import model_of, refusal, small_job, trained, weights_of
 
 
 def test_bad_images_end_a_run_or_are_skipped_alike_on_any_number_of_ranks_and_loaders(tmp_path: Path) -> None:
@@ -22,8 +21,8 @@ def test_bad_images_end_a_run_or_are_skipped_alike_on_any_number_of_ranks_and_lo
         path.write_bytes(path.read_bytes()[:300])
     options = ["--dataset", "imagefolder", "--data-dir", tmp_path, "--image-size", 16, "--augment", "trivial"]
     skip = [*options, "--on-bad-sample", "skip"]
-    finish_all(small_job(0, tmp_path / "alone", *skip))
-    finish_all(small_job(3, tmp_path / "three", *skip, "--num-workers", 2))
+    trained(0, small_job(tmp_path / "alone", *skip))
+    trained(3, small_job(tmp_path / "three", *skip, "--num-workers", 2))
     assert weights_of(tmp_path / "alone") == weights_of(tmp_path / "three")
     assert read(tmp_path / "alone")["metrics"] == read(tmp_path / "three")["metrics"]
     assert read(tmp_path / "alone")["metrics"]["test/left_out"] == pytest.approx(1 / 20)
@@ -32,18 +31,16 @@ def test_bad_images_end_a_run_or_are_skipped_alike_on_any_number_of_ranks_and_lo
             told = [log.read_text().count(str(path)) for log in (run_dir / "logs").rglob("rank-*.log")]
             assert max(told) == 1, "in two epochs and two evaluations, by either of two loader processes, and only once"
 
-    (failed,) = small_job(0, tmp_path / "ended", *options, "--num-workers", 2)
-    line = the_line(checked(finish(failed), 1).stderr)
+    line = refusal(small_job(tmp_path / "ended", *options, "--num-workers", 2), code=1)
     assert line.startswith(f"training sample 10, {bad}, does not decode: OSError: ")
     assert line == read(tmp_path / "ended", "status.json")["reason"]
 
     content = bad.read_bytes()
     bad.unlink()
-    (refused,) = small_job(0, tmp_path / "ended", *skip)
-    line = finish(refused).stderr
+    line = refusal(small_job(tmp_path / "ended", *skip))
     assert f"the training data had {SAMPLES} samples and has {SAMPLES - 1} now" in line
     bad.write_bytes(content)
-    finish_all(small_job(0, tmp_path / "ended", *skip))
+    trained(0, small_job(tmp_path / "ended", *skip))
     assert weights_of(tmp_path / "ended") == weights_of(tmp_path / "alone"), "continued as its message advises"
 
 
@@ -54,5 +51,4 @@ def test_the_old_command_trains_mnist_from_files(tmp_path: Path) -> None:
     summary = read(tmp_path / "run")
     assert (summary["state"], summary["world_sizes"]) == ("finished", [1])
     assert len(records(tmp_path / "run", "train")) == 3
-    weights = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
-    assert weights["classifier.weight"].shape == (10, 64 * 14 * 14)
+    assert model_of(tmp_path / "run")["classifier.weight"].shape == (10, 64 * 14 * 14)

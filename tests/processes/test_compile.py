@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,28 +13,9 @@ import pytest
 import torch
 
 from evenkeel.run.checkpoint import Checkpoints
-from tests.support.processes import (
-    TRAIN,
-    finish,
-    finish_all,
-    fork_ranks,
-    records,
-    run,
-    run_forked,
-    start,
-    torchrun,
-    wait_until,
-)
-from tests.support.small_runs import (
-    job,
-    kill_workers_and_agent,
-    odd_job,
-    saved_step,
-    stop_at,
-    the_line,
-    wait_for_step,
-    weights_of,
-)
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, finish_all, fork_ranks, records, run, run_forked, start, torchrun, wait_until
+from tests.support.small_runs import evaluation_of, job, kill_workers_and_agent, model_of, saved_step, weights_of
 
 
 def compilers(folder: Path, pause: int = 0) -> dict[str, str]:
@@ -54,13 +35,11 @@ def compiled_files(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_nothing_is_compiled_twice(
-    tmp_path: Path,
-) -> None:
+def test_killed_and_resumed_elsewhere_the_bits_are_the_same_and_nothing_is_compiled_twice(tmp_path: Path) -> None:
     """kill -9 just before the short step 9 on 2 ranks, SIGTERM on 1, the rest on 2; a node of its own for each."""
     tree = ["--reduce", "tree", "--checkpoint-every", 2, "--ema", 0.9]
     for name, more in (("undisturbed", ["--compile"]), ("eager", [])):
-        finish_all(fork_ranks(1, TRAIN, *job(tmp_path / name, *tree, *more)))
+        runs.trained(1, job(tmp_path / name, *tree, *more))
 
     run_dir, nodes = tmp_path / "run", [tmp_path / f"node-{i}" for i in range(3)]
     options = job(run_dir, *tree, "--compile", "--pause", 0.2)
@@ -69,13 +48,13 @@ def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_
 
     slow = ["--hang-timeout", "12"]  # the four compilations with which inductor begins take longer, and are no hang
     process = start(torchrun(2, TRAIN, *options, *slow), env=compilers(nodes[0], pause=4))
-    wait_for_step(run_dir, 8, process)
+    runs.wait_for_step(run_dir, 8, process)
     wait_until(lambda: saved_step(run_dir) >= 6, "a checkpoint")
     kill_workers_and_agent(process)
     assert compiled_files(nodes[0]) > 0, "the control: the first start calls the compiler"
 
     process = start([sys.executable, TRAIN, *options], env=compilers(nodes[1]))
-    stop_at(run_dir, 11, process, expect=75)
+    runs.stop_at(run_dir, 11, process, expect=75)
     run(torchrun(2, TRAIN, *options), env=compilers(nodes[2]))
     assert compiled_files(nodes[2]) == 0
     last = records(run_dir, "compile")[-1]
@@ -83,7 +62,7 @@ def test_killed_before_the_tail_and_resumed_elsewhere_the_bits_are_the_same_and_
 
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
     assert weights_of(tmp_path / "eager") != weights_of(run_dir), "the control: compiled code is another one"
-    names = [list(torch.load(path / "model.pt", weights_only=True)) for path in (run_dir, tmp_path / "eager")]
+    names = [list(model_of(path)) for path in (run_dir, tmp_path / "eager")]
     assert names[0] == names[1]
     assert not list((nodes[2] / "tmp" / f"evenkeel-{os.geteuid()}").iterdir()), "a finished run leaves nothing there"
 
@@ -92,7 +71,7 @@ def test_without_a_compiler_it_is_refused_in_one_line(tmp_path: Path) -> None:
     options = [sys.executable, TRAIN, *job(tmp_path / "run"), "--compile"]
     done = run(options, env={"PATH": str(tmp_path), "CXX": "g++"}, expect=2)
     line = "--compile: needs a C++ compiler on a CPU and there is none on PATH; install g++"
-    assert the_line(done.stderr).startswith(line)
+    assert runs.the_line(done.stderr).startswith(line)
     assert not (tmp_path / "run").exists()
 
 
@@ -104,27 +83,24 @@ def test_channels_last_killed_and_resumed_on_other_numbers_of_ranks_the_bits_are
     finish_all(fork_ranks(1, *command, "--run-dir", undisturbed))
     for ranks, number in ((2, signal.SIGKILL), (0, signal.SIGTERM), (4, signal.SIGKILL)):
         before = saved_step(run_dir)
-        processes = fork_ranks(ranks, *command, "--run-dir", run_dir)
+        started = fork_ranks(ranks, *command, "--run-dir", run_dir)
         wait_until(lambda before=before: saved_step(run_dir) > before, "a checkpoint")  # type: ignore[misc]
-        for process in processes:
-            process.send_signal(number)
-        for process in processes:
-            finish(process)
+        runs.signal_ranks(started, number)
     finish_all(fork_ranks(3, *command, "--run-dir", run_dir))
     assert weights_of(run_dir) == weights_of(undisturbed)
-    assert all(value.is_contiguous() for value in torch.load(run_dir / "model.pt", weights_only=True).values())
+    assert all(value.is_contiguous() for value in model_of(run_dir).values())
 
 
 def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that_it_had(tmp_path: Path) -> None:
-    def attempt(task: str, steps: int, run_dir: str = "run", *more: object) -> str:
-        options = odd_job(task, tmp_path / run_dir, "--ema", 0.9, "--schedule", "constant", "--max-steps", steps, *more)
-        return run_forked(TRAIN, *options).stdout
+    def attempt(task: str, steps: int, run_dir: str = "run", *more: object) -> subprocess.CompletedProcess[str]:
+        given = ["--ema", 0.9, "--schedule", "constant", "--max-steps", steps, *more]
+        return run_forked(TRAIN, *runs.odd_job(task, tmp_path / run_dir, *given))
 
     attempt("CompiledByItself", 2)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     state = torch.load(checkpoint / "state.pt", weights_only=True)
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert list(torch.load(tmp_path / "run" / "model.pt", weights_only=True)) == names
+    assert list(model_of(tmp_path / "run")) == names
     assert list(state["model"]) == list(state["ema"]) == names
 
     shutil.copytree(tmp_path / "run", tmp_path / "old")  # with the names that it had in earlier versions
@@ -135,7 +111,7 @@ def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that
         shutil.rmtree(folder)
     Checkpoints(tmp_path / "old" / "checkpoints", 2, ("loss", "min")).save(state, {})
     evaluated = [attempt("CompiledByItself", 2, name, "--eval-only") for name in ("run", "old")]
-    first, second = (json.loads(told.splitlines()[-1])["evaluation"]["metrics"] for told in evaluated)
+    first, second = (evaluation_of(told)["metrics"] for told in evaluated)
     assert first == second
     for name in ("run", "old"):
         attempt("CompiledByItself", 4, name)

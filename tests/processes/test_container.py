@@ -37,8 +37,7 @@ def test_orphans_are_buried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["torchrun", "launch"])
-def test_a_stop_is_passed_on_and_the_same_command_continues(tmp_path: Path, form: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_stop_is_passed_on_and_the_same_command_continues(tmp_path: Path, run_dir: Path, form: str) -> None:
     options = job(run_dir, "--pause", 0.05)
     words = [*PLAIN, *options] if form == "torchrun" else ["launch", "-g", 2, "--", *options]
     process = container(tmp_path, *words)
@@ -59,8 +58,7 @@ def test_a_signal_that_comes_before_anybody_listens_is_not_lost(tmp_path: Path) 
     assert done.stderr == "evenkeel: stopped by SIGTERM before the job began\n"
 
 
-def test_ranks_that_have_lost_torchrun_may_save_before_the_container_ends(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_ranks_that_have_lost_torchrun_may_save_before_the_container_ends(tmp_path: Path, run_dir: Path) -> None:
     process = container(tmp_path, *PLAIN, *job(run_dir, "--pause", 0.05, "--checkpoint-every", 0))
     wait_for_step(run_dir, 3, process)
     (agent,) = children(process.pid)

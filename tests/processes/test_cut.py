@@ -9,20 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import (
-    TRAIN,
-    checked,
-    finish,
-    finish_all,
-    fork,
-    fork_ranks,
-    kill_group,
-    rank_variables,
-    read,
-    run_forked,
-    wait_until,
-)
-from tests.support.small_runs import TASK, job, told_step
+from tests.support import processes
+from tests.support.processes import TRAIN, checked, finish, fork, fork_ranks, kill_group, rank_variables, read
+from tests.support.small_runs import TASK, job, told_step, trained
 
 
 def untyped(run_dir: Path, *more: object) -> list[str]:
@@ -38,7 +27,7 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
     def stopped_after(ranks: int, steps: int, *more: object) -> str:
         before = told_step(run_dir)
         started = fork_ranks(ranks, TRAIN, *untyped(run_dir, *pause, *more))
-        wait_until(lambda: told_step(run_dir) >= before + steps, "steps")
+        processes.wait_until(lambda: told_step(run_dir) >= before + steps, "steps")
         for process in started:
             process.send_signal(signal.SIGTERM)
         return "".join(finish(process).stderr for process in started)
@@ -60,7 +49,7 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
     assert recorded() == (2, 6, "1/2 of a step")
 
     step = read(run_dir, "status.json")["step"]
-    (first, *_) = finish_all(fork_ranks(3, TRAIN, *untyped(run_dir, *pause)))
+    (first, *_) = trained(3, untyped(run_dir, *pause))
     said = f"from step {step} on micro-batches are of 1/3 of a step instead of 1/2 of a step: the global"
     assert said in first.stderr
     assert "BatchNorm's groups" in first.stderr
@@ -94,4 +83,5 @@ def test_plan_prints_the_cut_and_why(tmp_path: Path) -> None:
         if status:
             (tmp_path / "status.json").write_text(status)
         task = ["--task", TASK, "--batch-size", 64, "--run-dir", tmp_path]
-        assert line in run_forked("-m", "evenkeel", "plan", "-w", 2, "--", *task, *options).stdout.splitlines()[0]
+        said = processes.run_forked("-m", "evenkeel", "plan", "-w", 2, "--", *task, *options).stdout
+        assert line in said.splitlines()[0]

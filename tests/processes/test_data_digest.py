@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, refused_ranks, run_forked
-from tests.support.small_runs import odd_job, the_line
+from tests.support import needs
+from tests.support.processes import TRAIN, read, records, run_forked
+from tests.support.small_runs import failed, odd_job, the_line, trained
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@needs.no_gpu
 def test_ranks_that_split_on_import_are_told_so_and_those_with_own_dice_go_on(tmp_path: Path) -> None:
     for task in ("Drawn", "DrawnAtEachRead"):
-        first, _ = finish_all(fork_ranks(2, TRAIN, *odd_job(task, tmp_path / task, "--max-steps", 1)))
-        assert ("the training and test data is another each time" in first.stderr) == (task == "DrawnAtEachRead")
-        first, _ = finish_all(fork_ranks(2, TRAIN, *odd_job(task, tmp_path / task, "--max-steps", 1)))  # it is finished
+        first, _ = trained(2, odd_job(task, tmp_path / task, "--max-steps", 1))
+        assert ("the training and test data differs each time" in first.stderr) == (task == "DrawnAtEachRead")
+        first, _ = trained(2, odd_job(task, tmp_path / task, "--max-steps", 1))  # it is finished
         assert "--fresh starts over" in first.stdout
         assert len(read(tmp_path / task, "status.json")["digests"]) == (0 if task == "DrawnAtEachRead" else 2)
-    refused, _ = refused_ranks(2, TRAIN, *odd_job("DrawnOnImport", tmp_path / "run"))
+    refused, _ = failed(2, odd_job("DrawnOnImport", tmp_path / "run"), code=2)
     assert "the training data of rank 1 differs from rank 0's, although it has as many" in the_line(refused.stderr)
     assert not (tmp_path / "run" / "status.json").exists()
 
@@ -28,7 +28,7 @@ def test_what_is_another_at_each_read_is_known_at_each_start_beside_a_set_that_i
     for steps in (1, 2):
         options = ["--max-steps", steps, "--schedule", "constant"]
         done = run_forked(TRAIN, *odd_job("TrainingDrawnAtEachRead", tmp_path / "run", *options))
-        assert "the training data is another each time" in done.stderr
+        assert "the training data differs each time" in done.stderr
         assert [*read(tmp_path / "run", "status.json")["digests"]] == ["test"]
 
 
@@ -57,12 +57,11 @@ def test_a_run_goes_on_with_its_data_or_with_other_data_that_is_meant(tmp_path: 
 CHANGED = "samples of the training data are not what they were when the job began"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@needs.no_gpu
 @pytest.mark.parametrize(("ranks", "workers"), [(0, 0), (0, 1), (2, 1)])
 def test_data_that_the_loss_changes_ends_the_run(tmp_path: Path, ranks: int, workers: int) -> None:
     job = odd_job("Fills", tmp_path / "run", "--num-workers", workers)
-    first, *others = [finish(rank) for rank in fork_ranks(ranks, TRAIN, *job)]
-    assert [done.returncode for done in (first, *others)] == [1] * max(1, ranks)
+    first, *others = failed(ranks, job)
     assert the_line(first.stderr).startswith(CHANGED)
     assert not any(done.stderr for done in others)
     assert read(tmp_path / "run", "status.json")["step"] == 1

@@ -5,31 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    checked,
-    finish,
-    finish_all,
-    fork_ranks,
-    kill_group,
-    read,
-    run,
-    run_forked,
-)
-from tests.support.small_runs import the_line
+from tests.support import needs
+from tests.support.processes import ROOT, TRAIN, checked, finish, fork_ranks, kill_group, read, run, run_forked
+from tests.support.small_runs import model_of, the_line, trained
 
 DIGITS = ["--max-steps", "12", "--batch-size", "30", "--dropout", "0", "--optimizer", "sgd", "--wandb", "disabled"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+@needs.no_gpu
 def test_the_weights_are_ddps_up_to_rounding_and_the_strategy_may_change(tmp_path: Path) -> None:
     run_forked(TRAIN, *DIGITS, "--run-dir", tmp_path / "dp", "--strategy", "dp")
-    finish_all(fork_ranks(2, TRAIN, *DIGITS, "--run-dir", tmp_path / "ddp", "--micro-batch", 15))
-    got, expected = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("dp", "ddp"))
+    trained(2, [*DIGITS, "--run-dir", tmp_path / "ddp", "--micro-batch", 15])
+    got, expected = (model_of(tmp_path / name) for name in ("dp", "ddp"))
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
 

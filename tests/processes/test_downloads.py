@@ -19,18 +19,8 @@ import pytest
 import torch
 import torchvision
 
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    checked,
-    finish,
-    finish_all,
-    fork,
-    kill_group,
-    run_forked,
-    start,
-    wait_until,
-)
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, checked, finish, finish_all, fork, kill_group, run_forked, wait_until
 from tests.support.small_files import write_cifar, write_idx
 
 WORKER = ROOT / "tests" / "support" / "download_worker.py"
@@ -123,9 +113,7 @@ def test_of_three_processes_one_downloads_and_all_have_the_same(server: Server, 
     assert left_over(tmp_path) == []
 
 
-def test_the_control_by_themselves_processes_download_all_at_once_into_the_same_file(
-    server: Server, tmp_path: Path
-) -> None:
+def test_the_control_by_themselves_all_download_at_once_into_the_same_file(server: Server, tmp_path: Path) -> None:
     server.go_on.clear()
     started = [fork(WORKER, "stock", tmp_path / "data") for _ in range(3)]
     try:
@@ -160,7 +148,7 @@ def test_those_that_waited_for_a_download_that_failed_do_not_try_again(server: S
     try:
         workers.append(fork(WORKER, "mnist", data))
         assert server.halfway.wait(120)
-        workers.append(start([sys.executable, WORKER, "mnist", data]))
+        workers.append(processes.start([sys.executable, WORKER, "mnist", data]))
         assert workers[1].stderr
         assert any("waiting for another process to download it" in line for line in workers[1].stderr)
         asked = server.asked.copy()
@@ -178,9 +166,7 @@ def test_those_that_waited_for_a_download_that_failed_do_not_try_again(server: S
     run_forked(WORKER, "mnist", data)
 
 
-def test_a_file_with_another_checksum_is_refused_and_archives_by_hand_are_unpacked(
-    server: Server, tmp_path: Path
-) -> None:
+def test_another_checksum_is_refused_and_archives_by_hand_are_unpacked(server: Server, tmp_path: Path) -> None:
     data = tmp_path / "data"
     name = "train-images-idx3-ubyte.gz"
     good, server.files[name] = server.files[name], server.files[name][:-1] + b"x"
@@ -196,9 +182,7 @@ def test_a_file_with_another_checksum_is_refused_and_archives_by_hand_are_unpack
     assert (data / name).read_bytes() == good, "left where it was put"
 
 
-def test_cifar_from_an_archive_and_a_changed_pickle_is_never_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cifar_from_an_archive_and_no_changed_pickle_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = tmp_path / "data"
     attributes = write_cifar(data, 10, packed=True)
     tell(monkeypatch, CIFAR10={**attributes, "url": "http://127.0.0.1:1/cifar-10-python.tar.gz"})

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT, ROOT, TRAIN, finish, finish_all, fork_ranks, read, records, wait_until
-from tests.support.small_runs import told_step
+from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, read, records
+from tests.support.small_runs import signal_ranks_at
 
 GAN = ROOT / "examples" / "gan.py"
 GPT = ROOT / "examples" / "nanogpt.py"
@@ -29,23 +29,16 @@ def command(example: Path, run_dir: Path) -> list[object]:
     return [*script, *options, *SHAPES[example]]
 
 
-def kill(
-    ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals, limit: float = LIMIT
-) -> int:
+def kill(ranks: list[subprocess.Popen[str]], run_dir: Path, after: int, number: signal.Signals) -> int:
     """Signal one rank after a step, and return the step that the run has come to when all have ended."""
-    wait_until(lambda: told_step(run_dir) >= after or ranks[0].poll() is not None, f"step {after}", limit)
-    assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
-    ranks[-1].send_signal(number)
-    for rank in ranks:
-        finish(rank)
+    signal_ranks_at(after, run_dir, ranks, number, victims=1)
     return int(read(run_dir, "status.json")["step"])
 
 
 @pytest.mark.parametrize("example", [GAN, GPT, SIMCLR], ids=["gan", "nanogpt", "simclr"])
-def test_an_example_keeps_all_promises(example: Path, tmp_path: Path) -> None:
+def test_an_example_keeps_all_promises(example: Path, tmp_path: Path, run_dir: Path) -> None:
     """Killed on 2 ranks and stopped on 3, and finished on 1: the weights of a run on 1 that was never stopped."""
     undisturbed = fork_ranks(0, *command(example, tmp_path / "one"))
-    run_dir = tmp_path / "run"
     first = kill(fork_ranks(2, *command(example, run_dir)), run_dir, 2, signal.SIGKILL)
     second = kill(fork_ranks(3, *command(example, run_dir)), run_dir, first + 1, signal.SIGTERM)
     finish_all(fork_ranks(0, *command(example, run_dir)))

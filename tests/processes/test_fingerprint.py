@@ -31,8 +31,7 @@ def test_libraries_count_that_the_task_uses_only_later(tmp_path: Path) -> None:
 
 
 @another_machine
-def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_nothing(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_nothing(run_dir: Path) -> None:
     finish_all(fork_ranks(2, *small(run_dir, 2)))
     assert "void" not in here(run_dir, 4).stderr, "the number of ranks is no part of it"
     assert read(run_dir)["bits_void_from"] is None
@@ -50,9 +49,8 @@ def test_a_resume_elsewhere_warns_once_and_is_remembered_and_on_more_ranks_is_no
 
 
 @another_machine
-def test_steps_that_are_done_again_in_the_old_place_are_good(tmp_path: Path) -> None:
+def test_steps_that_are_done_again_in_the_old_place_are_good(run_dir: Path) -> None:
     """The other machine dies by kill -9 before its first checkpoint: nothing that it did is left."""
-    run_dir = tmp_path / "run"
     here(run_dir, 2, "--die-at", 9)
     run(torchrun(1, *small(run_dir, 6, "--die-at", 9, "--keeper", "off")), env=OTHER, expect=1)
     assert [record["step"] for record in records(run_dir, "bits")] == [2]
@@ -62,8 +60,7 @@ def test_steps_that_are_done_again_in_the_old_place_are_good(tmp_path: Path) -> 
 
 
 @another_machine
-def test_strict_bits_refuses_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_strict_bits_refuses_on_all_ranks_and_changes_nothing(run_dir: Path) -> None:
     finish_all(fork_ranks(2, *small(run_dir, 2, "--strict-bits")))
     before = contents_of(run_dir)
     done = run(torchrun(2, *small(run_dir, 4, "--strict-bits")), env=OTHER, expect=-REFUSAL)
@@ -80,8 +77,7 @@ def test_strict_bits_refuses_on_all_ranks_and_changes_nothing(tmp_path: Path) ->
 
 
 @another_machine
-def test_strict_bits_judges_by_the_checkpoint_that_is_whole(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_strict_bits_judges_by_the_checkpoint_that_is_whole(run_dir: Path) -> None:
     here(run_dir, 2)
     elsewhere(run_dir, 4)
     flip_a_bit(run_dir / "checkpoints" / "step-00000004" / "state.pt")

@@ -7,21 +7,8 @@ import signal
 from pathlib import Path
 
 from tests.cli.test_status import endless, write_run
-from tests.support.processes import (
-    EVENKEEL,
-    TRAIN,
-    checked,
-    contents_of,
-    evenkeel,
-    finish,
-    fork,
-    kill_group,
-    read,
-    run_forked,
-    start,
-    stop,
-    torchrun,
-)
+from tests.support import processes
+from tests.support.processes import EVENKEEL, TRAIN, checked, contents_of, evenkeel, finish, fork, kill_group, start
 from tests.support.small_runs import job, stop_at, the_line, wait_for_step
 from tests.support.terminal import Terminal
 
@@ -33,9 +20,8 @@ def test_refusals(tmp_path: Path) -> None:
     assert "`follow` takes no options of train.py" in evenkeel("follow", tmp_path, "--", "--lr", 1, expect=2).stderr
 
 
-def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    job = start(torchrun(2, TRAIN, *endless(run_dir)))
+def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(run_dir: Path) -> None:
+    job = start(processes.torchrun(2, TRAIN, *endless(run_dir)))
     try:
         wait_for_step(run_dir, 3, job)
         with Terminal([*EVENKEEL, "follow", str(run_dir)], columns=220) as terminal:
@@ -51,9 +37,8 @@ def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(tmp_path: 
             assert terminal.end() == 130
             assert terminal.text.endswith(f"continues; `python -m evenkeel follow {run_dir}` follows it again\n")
         piped = start([*EVENKEEL, "follow", run_dir])
-        assert piped.stdout
         early = "".join(piped.stdout.readline() for _ in range(3))
-        told = stop(job)
+        told = processes.stop(job)
         shown = checked(finish(piped), 75)
     finally:
         kill_group(job)
@@ -70,7 +55,7 @@ def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(tmp_path: 
 
 def test_runs_that_have_ended(tmp_path: Path) -> None:
     finished, killed = tmp_path / "finished", tmp_path / "killed"
-    run_forked(TRAIN, *job(finished))
+    processes.run_forked(TRAIN, *job(finished))
     before = contents_of(finished)
     *_, last = evenkeel("follow", finished).stdout.splitlines()
     assert last == f"evenkeel: finished at step 27 -> {finished}"
@@ -78,7 +63,7 @@ def test_runs_that_have_ended(tmp_path: Path) -> None:
     stop_at(killed, 3, fork(TRAIN, *endless(killed)), signal.SIGKILL)
     *_, last = evenkeel("follow", killed, expect=1).stdout.splitlines()
     assert re.fullmatch(rf"evenkeel: lost at step \d+: its process is gone and recorded no reason.* -> {killed}", last)
-    assert read(killed, "status.json")["state"] == "running", "the control"
+    assert processes.read(killed, "status.json")["state"] == "running", "the control"
     hints = {"data": "data wait 38 %: try --num-workers 4", "evaluation": ""}
     run_dir = write_run(tmp_path / "run", state="stopped", step=5, total_steps=9, reason="SIGTERM", hints=hints)
     out = evenkeel("follow", run_dir, expect=75).stdout

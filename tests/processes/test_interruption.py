@@ -7,11 +7,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -19,36 +17,11 @@ import pytest
 
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
 from evenkeel.run.checkpoint import Checkpoints
-from tests.support import needs
+from tests.support import needs, processes
+from tests.support import small_runs as runs
 from tests.support.needs import small_disk
-from tests.support.processes import (
-    LIMIT,
-    TRAIN,
-    checked,
-    environment,
-    finish,
-    fork,
-    read,
-    records,
-    run,
-    run_forked,
-    start,
-    stop,
-    torchrun,
-    wait_until,
-    wait_until_gone,
-)
-from tests.support.small_runs import (
-    PLAN,
-    SAMPLES,
-    children,
-    job,
-    saved_step,
-    told_step,
-    trainer_of,
-    wait_for_step,
-    workers_of,
-)
+from tests.support.processes import LIMIT, TRAIN, finish, fork, read, records, run, run_forked, start, stop, torchrun
+from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, trainer_of, wait_for_step, workers_of
 from tests.support.terminal import Terminal
 
 
@@ -109,14 +82,13 @@ def program(ranks: int, *options: str) -> list[str]:
 
 @needs.root("make a pid namespace")
 @needs.tools("unshare")
-def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(tmp_path: Path) -> None:
+def test_a_job_that_is_process_1_of_a_container_stops_well_before_docker_kills_it(run_dir: Path) -> None:
     """`docker stop`: SIGTERM to torchrun as the first process of a pid namespace, and SIGKILL after 10 seconds."""
-    run_dir = tmp_path / "run"
     options = job(run_dir, "--checkpoint-every", 0, "--pause", 0.2, "--num-workers", 1)
     inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     process = start([*inside, *torchrun(1, TRAIN, *options)])
     wait_for_step(run_dir, 3, process)
-    (first,) = children(process.pid)
+    (first,) = runs.children(process.pid)
     begun = time.monotonic()
     os.kill(first, signal.SIGTERM)
     finish(process)
@@ -136,7 +108,7 @@ def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tm
             while process.poll() is None:
                 fill(filler)  # a checkpoint that did not fit has given back what it had
                 time.sleep(0.001)
-        done = checked(finish(process), STOPPED)
+        done = processes.checked(finish(process), STOPPED)
         assert "NOT SAVED: [Errno 28] No space left on device; the last checkpoint is at step" in done.stderr
         newest = Checkpoints(run_dir / "checkpoints", 2, ("loss", "min")).newest_step()
         assert newest % 4 == 0
@@ -155,16 +127,16 @@ def fill(file: IO[bytes]) -> None:
         return
 
 
-def test_a_stop_needs_no_other_rank(tmp_path: Path) -> None:
+def test_a_stop_needs_no_other_rank(run_dir: Path) -> None:
     """Rank 1 is frozen, so rank 0 sits in a collective that will not end; SIGTERM still saves and ends it."""
-    run_dir = tmp_path / "run"
     process = start(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.5)))
     wait_for_step(run_dir, 3, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGSTOP)
     time.sleep(1)
     os.kill(workers[0], signal.SIGTERM)
-    wait_until_gone([workers[0]], 25)  # after --grace it would end without a snapshot, after 30 s torchrun kills
+    # after --grace it would end without a snapshot, after 30 s torchrun kills
+    processes.wait_until_gone([workers[0]], 25)
     os.kill(workers[1], signal.SIGKILL)
     finish(process)
     assert read(run_dir, "status.json")["state"] == "stopped"
@@ -177,27 +149,10 @@ def opened(pid: int, path: str) -> bool:
         return any(os.path.realpath(entry.path) == path for entry in entries)
 
 
-@contextlib.contextmanager
-def stuck_writer(run_dir: Path) -> Iterator[str]:
-    """Somebody who writes a checkpoint and never finishes; yields the folder."""
-    (run_dir / "checkpoints").mkdir(exist_ok=True)
-    folder = str(run_dir / "checkpoints")
-    code = f"import fcntl, os, time; fcntl.flock(os.open({folder!r}, 0), 2); print(flush=True); time.sleep(600)"
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment())
-    try:
-        assert holder.stdout
-        holder.stdout.readline()
-        yield folder
-    finally:
-        holder.kill()
-        holder.wait()
-
-
-def test_a_stop_waits_for_nobody_beyond_its_grace(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_stop_waits_for_nobody_beyond_its_grace(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0, "--grace", 6))
     wait_for_step(run_dir, 2, process)
-    with stuck_writer(run_dir):
+    with runs.locked(run_dir):
         begun = time.monotonic()
         assert stop(process, expect=STOPPED).stderr == ""
     assert time.monotonic() - begun < 6
@@ -213,10 +168,10 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
     process = start(program(ranks, *options), env={"TMPDIR": str(temporary)})
     wait_for_step(run_dir, 2, process)
     trainer = workers_of(process)[0] if ranks else trainer_of(process)
-    loaders = children(trainer)
+    loaders = runs.children(trainer)
     assert len(loaders) >= 2
     assert list(temporary.glob("pymp-*")), "there is something to be left"
-    with stuck_writer(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
+    with runs.locked(run_dir) if end == "second Ctrl-C" else contextlib.nullcontext():
         if end == "stop":
             process.send_signal(signal.SIGTERM)
         if end == "second Ctrl-C":
@@ -224,7 +179,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ra
             time.sleep(1.2)
             process.send_signal(signal.SIGINT)
         process.wait(LIMIT)
-    wait_until_gone(loaders)
+    processes.wait_until_gone(loaders)
     finish(process)
     # torch's compiler makes this one when it is imported, one for each user and not for each run
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
@@ -239,24 +194,20 @@ def test_no_batch_is_lost_where_temporary_files_have_long_paths(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("apart", "code"), [(1.2, KEYBOARD), (0.005, STOPPED)], ids=["second", "delivered twice"])
-def test_a_second_ctrl_c_exits_at_once_and_one_that_is_delivered_twice_saves(
-    tmp_path: Path, apart: float, code: int
-) -> None:
+def test_a_second_ctrl_c_exits_at_once_and_one_delivered_twice_saves(run_dir: Path, apart: float, code: int) -> None:
     """The first may wait for a checkpoint whose writer never finishes. `timeout` passes one on beside the terminal."""
-    run_dir = tmp_path / "run"
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
     wait_for_step(run_dir, 2, process)
-    with stuck_writer(run_dir) if code == KEYBOARD else contextlib.nullcontext() as folder:
+    with runs.locked(run_dir) if code == KEYBOARD else contextlib.nullcontext() as folder:
         process.send_signal(signal.SIGINT)
         if folder:
-            wait_until(lambda: opened(trainer_of(process), folder), "its wait for the checkpoints")
+            processes.wait_until(lambda: opened(trainer_of(process), str(folder)), "its wait for the checkpoints")
         time.sleep(apart)
         stop(process, signal.SIGINT, code)  # and not after --grace, which has another code
     assert code == KEYBOARD or saved_step(run_dir) >= 2
 
 
-def test_attempts_that_die_before_their_first_step_stop_after_three(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_attempts_that_die_before_their_first_step_stop_after_three(run_dir: Path) -> None:
     done = run(torchrun(1, TRAIN, *job(run_dir, "--fail-at", 1), restarts=4), expect=1)
     status = read(run_dir, "status.json")
     assert status["state"] == "failed"

@@ -68,15 +68,13 @@ class Launched:
         self.folder = folder
         self.argv = [SINGLE, *options, "--script", folder / "worker.py", "--", *args]
         unset = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-        mine = {"OUT": str(folder), "CUDA_VISIBLE_DEVICES": "", **environ}
-        given = [f"{name}={value}" for name, value in mine.items()]
-        self.env = ["env", *(f"--unset={name}" for name in unset), *given]
+        self.env = {**dict.fromkeys(unset), "OUT": str(folder), "CUDA_VISIBLE_DEVICES": "", **environ}
 
     def run(self, argv: Sequence[object] = (), expect: int = 0) -> subprocess.CompletedProcess[str]:
-        return run([*self.env, *(argv or self.argv)], expect=expect)
+        return run(argv or self.argv, env=self.env, expect=expect)
 
     def start(self) -> subprocess.Popen[str]:
-        return start([*self.env, *self.argv])
+        return start(self.argv, env=self.env)
 
     def reports(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
@@ -157,6 +155,5 @@ def test_a_worker_that_will_not_end_is_killed(launched: Callable[..., Launched])
 def test_ctrl_c_while_it_waits_for_node_0() -> None:
     words = ["-n", 2, "-g", 1, "-nr", 1, "--master", f"127.0.0.1:{free_port()}"]
     process = start([sys.executable, REPOSITORY / "launch" / "multi_node.py", *words])
-    assert process.stderr is not None
     assert process.stderr.readline().startswith("evenkeel: waiting for node 0 at 127.0.0.1 port ")
     assert stop(process, signal.SIGINT, 130).stderr == ""

@@ -13,9 +13,8 @@ from tests.support.processes import TRAIN, checked, finish, fork, read, records,
 from tests.support.small_runs import job, stop_at, wait_for_step, workers_of
 
 
-def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(tmp_path: Path) -> None:
+def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(run_dir: Path) -> None:
     """All ranks die at once, and there was no checkpoint, so that all steps are done again."""
-    run_dir = tmp_path / "run"
     begun = time.time()
     rare = ["--checkpoint-every", 0, "--eval-every", 1000]
     process = start(torchrun(2, TRAIN, *job(run_dir, "--pause", 0.05, *rare), restarts=1))
@@ -40,8 +39,7 @@ def test_all_seconds_of_a_run_with_a_kill_are_accounted_for(tmp_path: Path) -> N
     assert f"({100 * seconds['productive'] / at_work:.0f} % training, " in done.stdout
 
 
-def test_the_hour_between_a_stop_and_the_next_start_is_told_apart(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_the_hour_between_a_stop_and_the_next_start_is_told_apart(run_dir: Path) -> None:
     command = [TRAIN, *job(run_dir, "--pause", 0.05)]
     stopped = stop_at(run_dir, 2, fork(*command), expect=75)
     assert "train/loss" in stopped.stdout

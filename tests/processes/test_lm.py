@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, contents_of, evenkeel, finish_all, fork_ranks, read, records, run_forked
-from tests.support.small_runs import options, the_line
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, contents_of, evenkeel, read, records, run_forked
+from tests.support.small_runs import evaluation_of, options, the_line
 
 SHAPE = ["--seq-len", 64, "--width", 32, "--layers", 1, "--heads", 2, "--batch-size", 32, "--micro-batch", 8]
 STEPS = ["--max-steps", 400, "--lr", 0.01, "--clip-norm", 1, "--log-every", 50]
@@ -19,7 +19,7 @@ STEPS = ["--max-steps", 400, "--lr", 0.01, "--clip-norm", 1, "--log-every", 50]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     run_dir = tmp_path_factory.mktemp("runs") / "lm"
-    finish_all(fork_ranks(2, TRAIN, *options("lm", run_dir, *SHAPE, *STEPS)))
+    runs.trained(2, options("lm", run_dir, *SHAPE, *STEPS))
     before = contents_of(run_dir)
     yield run_dir
     assert contents_of(run_dir) == before, "sample and --eval-only only read the run"
@@ -41,8 +41,8 @@ def test_it_learns_and_counts_tokens(trained: Path) -> None:
 def test_the_perplexity_has_the_same_digits_on_1_2_and_3_ranks(trained: Path) -> None:
     said = []
     for ranks in (1, 2, 3):
-        done = finish_all(fork_ranks(ranks, TRAIN, *options("lm", trained, *SHAPE, *STEPS, "--eval-only")))
-        said.append(json.loads(done[0].stdout.splitlines()[-1])["evaluation"])
+        done = runs.trained(ranks, options("lm", trained, *SHAPE, *STEPS, "--eval-only"))
+        said.append(evaluation_of(done[0]))
     assert said[0] == said[1] == said[2]
     assert said[0]["metrics"]["validation/perplexity"] == read(trained)["metrics"]["validation/perplexity"]
 

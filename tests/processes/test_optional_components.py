@@ -81,9 +81,7 @@ def test_without_any_two_components_nothing_imports_or_names_what_is_gone() -> N
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("component", components())
-def test_the_fast_tests_of_a_component_in_the_smallest_copy_that_has_them(
-    component: str, cache: Path, tmp_path: Path
-) -> None:
+def test_fast_tests_of_a_component_in_the_smallest_copy_with_them(component: str, cache: Path, tmp_path: Path) -> None:
     made = tool()
     files = made.texts()
     with_it = {name: taken_out(made, files, [name])[0] for name in components()}
@@ -99,9 +97,7 @@ def test_the_fast_tests_of_a_component_in_the_smallest_copy_that_has_them(
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("without", some_components(5), ids=how_many)
-def test_the_fast_tests_of_a_renamed_copy_without_many_components(
-    without: list[str], cache: Path, tmp_path: Path
-) -> None:
+def test_fast_tests_of_a_renamed_copy_without_many_components(without: list[str], cache: Path, tmp_path: Path) -> None:
     copy = copy_without(without, tmp_path / "copy", "mytrainer")
     python(copy, "-m", "ruff", "check", "--no-cache", "--fix", ".")
     python(copy, "-m", "ruff", "format", "--no-cache", ".")

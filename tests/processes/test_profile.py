@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import TRAIN, evenkeel, finish_all, fork_ranks, run, run_forked
-from tests.support.small_runs import job, the_line, weights_of
+from tests.support.processes import TRAIN, evenkeel, read, run, run_forked
+from tests.support.small_runs import job, refusal, trained, weights_of
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of two ranks with a window, and what it has said."""
     run_dir = tmp_path_factory.mktemp("profiled") / "run"
-    ranks = finish_all(fork_ranks(2, TRAIN, *job(run_dir, "--profile", "4:7")))
+    ranks = trained(2, job(run_dir, "--profile", "4:7"))
     return run_dir, ranks[0].stdout + ranks[0].stderr
 
 
 def trace_of(run_dir: Path, rank: int = 0) -> dict[str, Any]:
-    trace: dict[str, Any] = json.loads((run_dir / "profile" / f"rank-{rank}.json").read_text())
-    return trace
+    return read(run_dir / "profile", f"rank-{rank}.json")
 
 
 def steps_of(trace: dict[str, Any]) -> list[str]:
@@ -47,7 +46,7 @@ def overlaps(run_dir: Path, name: str) -> list[bool]:
 
 
 def test_no_bit_changes_and_nothing_is_left_without_the_option(profiled: tuple[Path, str], tmp_path: Path) -> None:
-    finish_all(fork_ranks(2, TRAIN, *job(tmp_path / "run")))
+    trained(2, job(tmp_path / "run"))
     assert weights_of(tmp_path / "run") == weights_of(profiled[0])
     assert not (tmp_path / "run" / "profile").exists()
     run([sys.executable, "-c", "import sys, evenkeel.run.run; assert 'evenkeel.run.profiling' not in sys.modules"])
@@ -63,9 +62,7 @@ def test_each_rank_leaves_a_trace_of_the_window_and_rank_0_a_table(profiled: tup
     assert table.splitlines()[1] in said
 
 
-def test_the_same_collective_of_two_ranks_overlaps_in_the_merged_trace(
-    profiled: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_collective_of_two_ranks_overlaps_in_the_merged_trace(profiled: tuple[Path, str], tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(profiled[0], tmp_path / "run"))
     assert all(overlaps(run_dir, "merged.json"))
     # as a node with a clock 5 s ahead would write it
@@ -94,6 +91,6 @@ def test_a_resume_within_the_window_and_after_it(tmp_path: Path) -> None:
     [*((typed, []) for typed in ("20", "7:4", "4:4", "a:b", "100:110")), ("4:7", ["--memory-snapshot"])],
 )
 def test_what_cannot_be_traced_is_refused_in_a_line(typed: str, more: list[str], tmp_path: Path) -> None:
-    line = the_line(run_forked(TRAIN, *job(tmp_path / "run", "--profile", typed, *more), expect=2).stderr)
+    line = refusal(job(tmp_path / "run", "--profile", typed, *more))
     assert "this process computes on the CPU" in line if more else line.startswith(f"--profile {typed}: ")
     assert not (tmp_path / "run").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
+from tests.support.copies import copy_files
 from tests.support.processes import ROOT, read
 from tests.support.readme import README, blocks
 
@@ -30,14 +30,7 @@ def commands() -> list[str]:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository as a stranger has it after set-up, with the README's task in place."""
     copy = tmp_path_factory.mktemp("readme") / "evenkeel"
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)  # keeps times, so that make does not install again
+    copy_files(copy)  # keeps times, so that make does not install again
     (copy / ".venv").symlink_to(Path(sys.prefix))
     (task,) = blocks("python")
     (copy / "my_job.py").write_text(task)

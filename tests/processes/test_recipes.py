@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,17 @@ import torch
 from evenkeel.run.checkpoint import load
 from evenkeel.training.ema import averaged
 from evenkeel.training.state import sha256
+from tests.support import small_runs as runs
 from tests.support.components import optional
-from tests.support.processes import (
-    TRAIN,
-    checked,
-    contents_of,
-    evenkeel,
-    finish,
-    finish_all,
-    fork_ranks,
-    read,
-    run_forked,
-    wait_until,
-)
-from tests.support.small_runs import recipe_job, saved_step, the_line, weights_of
+from tests.support.processes import TRAIN, contents_of, evenkeel, finish_all, fork_ranks, read, run_forked, wait_until
+from tests.support.small_runs import evaluation_of, failed, model_of, recipe_job, refusal, trained, weights_of
 
 
 def evaluated(ranks: int, run_dir: Path, *more: object) -> dict[str, Any]:
     """What rank 0 prints of `--eval-only`; the others are silent."""
-    first, *others = finish_all(fork_ranks(ranks, TRAIN, *recipe_job(run_dir, *OPTIONS, *more, "--eval-only")))
+    first, *others = trained(ranks, recipe_job(run_dir, *OPTIONS, *more, "--eval-only"))
     assert not any(other.stdout for other in others)
-    found: dict[str, Any] = json.loads(first.stdout.splitlines()[-1])["evaluation"]
-    return found
+    return evaluation_of(first)
 
 
 OPTIONS = ["--ema", 0.5, "--checkpoint-every", 5, "--eval-every", 7, "--limit-batches", 2, "--epochs", 4]
@@ -41,7 +29,7 @@ OPTIONS = ["--ema", 0.5, "--checkpoint-every", 5, "--eval-every", 7, "--limit-ba
 def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_changes_nothing(tmp_path: Path) -> None:
     """Of a finished run, of other weights, of a run that began from others, and of one at work, which has its lock."""
     hold, run_dir, none, tuned = (tmp_path / name for name in ("hold", "run", "none", "tuned"))
-    finish_all(fork_ranks(2, TRAIN, *recipe_job(run_dir, *OPTIONS, "--hold", hold)))
+    trained(2, recipe_job(run_dir, *OPTIONS, "--hold", hold))
     metrics, weights = read(run_dir)["metrics"], ["--init-from", run_dir / "model.pt"]
     assert (read(run_dir)["step"], read(run_dir)["samples_seen"]) == (8, 4 * 24), "two steps an epoch"
     before = contents_of(run_dir)
@@ -54,16 +42,15 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
     assert (found["metrics"], found["step"]) == (metrics, None)
     assert contents_of(run_dir) == before
     # a command of a run that began from other weights, with --eval-only added, means the run
-    finish_all(fork_ranks(0, TRAIN, *recipe_job(tuned, *OPTIONS, *weights)))
+    trained(0, recipe_job(tuned, *OPTIONS, *weights))
     found = evaluated(0, tuned, *weights)
     assert (found["metrics"], found["step"]) == (read(tuned)["metrics"], 8)
-    refused = run_forked(TRAIN, *recipe_job(none, "--eval-only"), expect=2)
     said = f"--eval-only: {none} has no checkpoint; train first, or name weights with --init-from"
-    assert the_line(refused.stderr) == said
+    assert refusal(recipe_job(none, "--eval-only")) == said
     assert not none.exists()
 
     # what is exported is what was evaluated
-    exported = torch.load(run_dir / "model.pt", weights_only=True)
+    exported = model_of(run_dir)
     state = load(run_dir / "checkpoints" / "step-00000008")
     assert sha256(exported) == sha256(averaged(state)) == weights_of(run_dir) != sha256(state["model"])
     for export in optional("cli.checkpoint.ExportModel"):
@@ -76,10 +63,16 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
     hold.touch()
     at_work = fork_ranks(1, TRAIN, *recipe_job(run_dir, *OPTIONS, "--hold", hold, "--fresh"))
     wait_until(Path(f"{hold}.waiting").exists, "an evaluation")
-    wait_until(lambda: saved_step(run_dir) == 5, "a checkpoint")
+    wait_until(lambda: runs.saved_step(run_dir) == 5, "a checkpoint")
     assert evaluated(0, run_dir)["step"] == 5
     hold.unlink()
     finish_all(at_work)
+
+
+def test_a_run_that_only_looks_for_its_scale_says_so(tmp_path: Path) -> None:
+    options = ["--precision", "fp16", "--loss-scale", 2.0**126, "--max-steps", 12]
+    told = run_forked(TRAIN, *recipe_job(tmp_path / "run", *options)).stderr
+    assert told.count("the gradient overflowed in all of the last 10 steps, which were left out") == 1
 
 
 def test_two_runs_of_one_command_give_the_same_bits_and_another_seed_gives_others(tmp_path: Path) -> None:
@@ -87,17 +80,16 @@ def test_two_runs_of_one_command_give_the_same_bits_and_another_seed_gives_other
         found = []
         for name, seed in (("one", 0), ("again", 0), ("other", 1)):
             run_dir = tmp_path / f"{name}-{ranks}"
-            finish_all(fork_ranks(ranks, TRAIN, *recipe_job(run_dir, "--deterministic", "--epochs", 1, "--seed", seed)))
+            trained(ranks, recipe_job(run_dir, "--deterministic", "--epochs", 1, "--seed", seed))
             found.append(weights_of(run_dir))
         one, again, other = found
         assert one == again != other
 
 
 def test_an_operation_without_a_deterministic_algorithm_is_named_in_a_line(tmp_path: Path) -> None:
-    ranks = fork_ranks(2, TRAIN, *recipe_job(tmp_path / "run", "--deterministic", "--operation", "put"))
-    first, _ = (checked(finish(rank), 1) for rank in ranks)
+    first, _ = failed(2, recipe_job(tmp_path / "run", "--deterministic", "--operation", "put"))
     said = "put_ has no deterministic algorithm on this device, and --deterministic and --reduce tree need one; "
-    assert the_line(first.stderr) == said + "use another operation in its place, or run without them"
+    assert runs.the_line(first.stderr) == said + "use another operation in its place, or run without them"
     assert read(tmp_path / "run", "status.json")["reason"].startswith("put_ has no deterministic")
     # the control
-    finish_all(fork_ranks(1, TRAIN, *recipe_job(tmp_path / "free", "--operation", "put", "--epochs", 1)))
+    trained(1, recipe_job(tmp_path / "free", "--operation", "put", "--epochs", 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from tests.distributed.test_rendezvous import (
     store,  # noqa: F401  (a fixture)
 )
 from tests.support.processes import LIMIT, free_port, wait_until
+from tests.support.small_runs import children
 
 
 def test_of_two_live_workers_of_a_rank_one_is_let_in(join: Join) -> None:
@@ -142,21 +144,13 @@ def _environment() -> dict[str, str]:
 
 def _kill_tree(process: subprocess.Popen[Any]) -> None:
     """SIGKILL a process and its descendants. Workers are in sessions of their own, so no group has them all."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
     tree = [process.pid]
     for pid in tree:
-        tree += [child for child, parent in parents.items() if parent == pid]
-    if process.poll() is None:
-        for pid in tree:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        with contextlib.suppress(OSError):  # it has just ended
+            tree += children(pid)
+    for pid in tree if process.poll() is None else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, finish, finish_all, fork_ranks, read, records, stop
+from tests.support.processes import TRAIN, finish, fork_ranks, read, records, stop
 from tests.support.reports import copy_of_a_run, in_a_browser, needs_chromium, report, write_predictions, write_ranks
-from tests.support.small_runs import job, told_step, wait_for_step
+from tests.support.small_runs import job, told_step, trained, wait_for_step
 
 ENDS = 10
 RANKS = list(islice(cycle([2, 3, 1]), ENDS + 1))
@@ -30,7 +30,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             rank.send_signal(number)
         for rank in started:
             finish(rank)
-    finish_all(fork_ranks(RANKS[-1], TRAIN, *options))
+    trained(RANKS[-1], options)
     return run_dir
 
 

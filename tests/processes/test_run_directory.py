@@ -37,9 +37,7 @@ def start_over_and_hold(path: Path, ready: Any, go: Any, done: Any) -> None:
     signal.pause()
 
 
-def test_who_waits_while_another_starts_over_does_not_get_the_folder(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_while_another_starts_over_gets_no_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock it waits for is moved aside with the old run, and then free; but the new run has one of its own."""
     monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 4.0)
     started(path)

@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 
 from evenkeel.tasks.segment import CLASSES, Segment
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read
-from tests.support.small_runs import options
+from tests.support.processes import read
+from tests.support.small_runs import options, trained
 
 
 def test_it_learns(tmp_path: Path) -> None:
     """Better than the untrained networks, and than calling everything background."""
     small = ["--backbone", "small", "--canvas", 32, "--digit-size", 24, "--discriminator-width", 4, "--reduce", "tree"]
     shape = ["--samples", 400, "--test-samples", 60, "--batch-size", 8, "--micro-batch", 4, "--epochs", 4]
-    finish_all(fork_ranks(2, TRAIN, *options("segment", tmp_path, *small, *shape)))
+    trained(2, options("segment", tmp_path, *small, *shape))
     data = Segment(canvas=32, digit_size=24, test_samples=60).test_dataset()
     background = float(torch.stack([(data[i][1] == 0).double().mean() for i in range(60)]).mean())
     metrics = read(tmp_path)["metrics"]

@@ -45,7 +45,6 @@ def test_an_agent_that_still_waits_for_others_ends_as_stopped() -> None:
     line = "import sys, evenkeel.launch.agent as a; a.heed_signals(); print('ready', flush=True); "
     line += "sys.exit(a.main(sys.argv[1:]))"
     process = processes.start([sys.executable, "-c", line, *options, "train.py"])
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     processes.stop(process, signal.SIGUSR2, 75)
 

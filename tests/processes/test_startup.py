@@ -29,13 +29,9 @@ def imported(folder: Path, *options: str) -> set[str]:
     return set(HEAVY) & set(json.loads((folder / "modules.json").read_text()))
 
 
-def test_the_default_job_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_the_default_job_imports_nothing_heavy_and_the_control_what_a_task_needs_shows(tmp_path: Path) -> None:
     assert imported(tmp_path) == set()
-
-
-def test_what_a_task_needs_shows(tmp_path: Path) -> None:
-    """The control."""
-    assert "torchvision" in imported(tmp_path, "--augment", "basic")
+    assert "torchvision" in imported(tmp_path, "--augment", "basic", "--fresh")
 
 
 def test_the_display_is_imported_for_a_terminal(tmp_path: Path) -> None:

@@ -13,20 +13,8 @@ import pytest
 from evenkeel.cli.status import Metrics, status_of
 from evenkeel.run.records import goodput, ledger, read_records
 from tests.cli.test_status import LONG, STATUS, endless, facts
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    contents_of,
-    evenkeel,
-    finish,
-    fork,
-    kill_group,
-    read,
-    start,
-    stop,
-    torchrun,
-    wait_until,
-)
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, contents_of, evenkeel, finish, fork, kill_group, read, start, torchrun
 from tests.support.small_runs import PLAN, job, stop_at, told_step, wait_for_step, workers_of
 from tests.support.terminal import Terminal
 
@@ -46,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         wait_for_step(folder / "working", 3, working)
         yield folder
     finally:
-        stop(working)
+        processes.stop(working)
 
 
 def test_every_state_is_told(runs: Path) -> None:
@@ -132,7 +120,7 @@ def test_a_run_whose_ranks_are_started_again_is_not_lost(runs: Path, tmp_path: P
         kill_group(process)
         process.communicate()
     # data that workers inherited from a rank may keep its lock for a moment
-    wait_until(lambda: status_of(run_dir, Metrics(run_dir / "metrics.jsonl")).state == "lost", "its loss", 60)
+    processes.wait_until(lambda: status_of(run_dir, Metrics(run_dir / "metrics.jsonl")).state == "lost", "its loss", 60)
     it = status_of(run_dir, Metrics(run_dir / "metrics.jsonl"))
     assert it.starts == 2
     assert it.eta is None

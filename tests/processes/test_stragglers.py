@@ -10,20 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import processes
 from tests.support.components import has
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    checked,
-    evenkeel,
-    finish,
-    kill_group,
-    read,
-    start,
-    stop,
-    torchrun,
-    wait_beside,
-)
+from tests.support.processes import ROOT, TRAIN, checked, evenkeel, finish, kill_group, read, start, stop, wait_beside
 from tests.support.small_runs import options
 
 RANKS = 3
@@ -38,7 +27,7 @@ def train(run_dir: Path, *more: object, ranks: int = RANKS, **variables: object)
     task = f"{ROOT / 'tests' / 'support' / 'slow_task.py'}:Slow"
     shape = ["--batch-size", 24, "--micro-batch", 4, "--log-every", 5, "--checkpoint-every", 0, "--epochs", 1000]
     env = {name.upper(): str(value) for name, value in variables.items()}
-    return start(torchrun(ranks, TRAIN, *options(task, run_dir, *shape, *more)), env=env)
+    return start(processes.torchrun(ranks, TRAIN, *options(task, run_dir, *shape, *more)), env=env)
 
 
 def intervals(run_dir: Path) -> list[dict[str, Any]]:

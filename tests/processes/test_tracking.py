@@ -116,8 +116,7 @@ def test_a_secret_option_is_left_nowhere_and_may_change(tmp_path: Path) -> None:
     assert len(wandb) == 2, "the control: the others are sent"
 
 
-def test_a_server_that_does_not_answer_costs_seconds_and_no_secret(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_server_that_does_not_answer_costs_seconds_and_no_secret(tmp_path: Path, run_dir: Path) -> None:
     nobody = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
     done = run(job(run_dir, 2, "online"), cwd=tmp_path, env={**nobody, "HOME": str(tmp_path / "home")})
     assert read(run_dir)["state"] == "finished"

@@ -13,36 +13,13 @@ import torch
 from evenkeel.run.checkpoint import STATE
 from evenkeel.training.state import sha256
 from tests.run.test_checkpoint import seal
-from tests.support.processes import (
-    TRAIN,
-    checked,
-    finish,
-    fork_ranks,
-    kill_group,
-    read,
-    records,
-    run,
-    run_forked,
-    start,
-    torchrun,
-    wait_until_gone,
-)
-from tests.support.small_runs import (
-    PLAN,
-    TASK,
-    children,
-    job,
-    saved_step,
-    the_line,
-    told_step,
-    trainer_of,
-    wait_for_step,
-    weights_of,
-)
+from tests.support import processes
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, checked, finish, kill_group, read, records, run, run_forked, start, torchrun
+from tests.support.small_runs import PLAN, TASK, children, failed, job, model_of, trainer_of, wait_for_step, weights_of
 
 
-def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp_path: Path, run_dir: Path) -> None:
     command = [TRAIN, *job(run_dir, "--max-steps", 3)]
     run_forked(*command)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
@@ -56,26 +33,24 @@ def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp
     assert weights_of(run_dir) == weights_of(aside), "the same command gives the same weights"
 
 
-def test_a_state_that_does_not_fit_the_model_ends_in_a_line(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> None:
     run_forked(TRAIN, *job(run_dir, "--max-steps", 2, "--schedule", "constant"))
     (newest,) = (run_dir / "checkpoints").glob("step-*")
     found = torch.load(newest / STATE, weights_only=True)
     found["model"]["0.weight"] = found["model"]["0.weight"][:1]
     torch.save(found, newest / STATE)
     seal(newest)
-    ranks = fork_ranks(2, TRAIN, *job(run_dir, "--max-steps", 4, "--schedule", "constant"))
-    line = the_line("".join(checked(finish(rank), 1).stderr for rank in ranks))
+    ranks = failed(2, job(run_dir, "--max-steps", 4, "--schedule", "constant"))
+    line = runs.the_line("".join(rank.stderr for rank in ranks))
     assert line.startswith(f"{run_dir}: its state of step 2 does not fit this model and its optimizers (")
     assert "size mismatch for 0.weight" in line
     assert newest.exists(), "it is no damage"
 
 
-def test_what_a_run_leaves(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_what_a_run_leaves(run_dir: Path) -> None:
     run(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 4)))
     summary = read(run_dir)
-    weights = torch.load(run_dir / "model.pt", weights_only=True)
+    weights = model_of(run_dir)
     assert set(weights) == {"0.weight", "0.bias", "2.weight", "2.bias"}, "bare names, no module."
     assert all(tensor.device.type == "cpu" for tensor in weights.values())
     assert summary["weights_sha256"] == sha256(weights)
@@ -103,7 +78,7 @@ def test_loader_processes_mind_only_their_parent(tmp_path: Path) -> None:
     for loader in loaders:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(loader, number)
-    wait_for_step(run_dir, told_step(run_dir) + 4, process)
+    wait_for_step(run_dir, runs.told_step(run_dir) + 4, process)
     for pid in [*loaders, process.pid]:
         os.kill(pid, signal.SIGUSR2)
     checked(finish(process), 75)
@@ -114,16 +89,15 @@ def test_loader_processes_never_outlive_a_killed_parent(tmp_path: Path) -> None:
     process, loaders = with_loaders(tmp_path / "run")
     os.kill(trainer_of(process), signal.SIGKILL)
     # by themselves they would look for their parent every 5 s
-    wait_until_gone(loaders, 4)
+    processes.wait_until_gone(loaders, 4)
     kill_group(process)
     process.communicate()
 
 
-def test_a_bug_in_the_loss_ends_the_run_at_once_and_keeps_the_last_step(tmp_path: Path) -> None:
+def test_a_bug_in_the_loss_ends_the_run_at_once_and_keeps_the_last_step(run_dir: Path) -> None:
     """With loader processes alive, which must not keep the failed process from ending."""
-    run_dir = tmp_path / "run"
     done = run_forked(TRAIN, *job(run_dir, "--fail-at", 10, "--num-workers", 2, "--checkpoint-every", 0), expect=1)
     assert "ZeroDivisionError: a bug in the user's loss" in done.stderr
     status = read(run_dir, "status.json")
     assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: a bug in the user's loss")
-    assert saved_step(run_dir) == status["step"]
+    assert runs.saved_step(run_dir) == status["step"]

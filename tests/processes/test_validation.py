@@ -13,29 +13,16 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from evenkeel.run.checkpoint import read_manifest, step_folders
-from tests.support.processes import (
-    TRAIN,
-    finish,
-    finish_all,
-    fork_ranks,
-    read,
-    records,
-    run,
-    run_forked,
-    torchrun,
-    wait_until,
-)
-from tests.support.small_runs import options, told_step, weights_of
-from tests.support.validated_task import PATH, TESTED, Validated
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, finish, fork_ranks, read, records, run, run_forked, torchrun, wait_until
+from tests.support.small_runs import evaluation_of, told_step, trained, weights_of
+from tests.support.validated_task import TESTED, Validated
 
 TRUE = sum(range(1, TESTED + 1))
+job = runs.job_of(
+    "validated_task.py:Validated", "--epochs 10 --batch-size 16 --micro-batch 4 --reduce tree --log-every 1"
+)
 SETS = {"validation": 14, "clean": TESTED, "noisy": TESTED}
-
-
-def job(run_dir: Path, *more: object, name: str = "Validated") -> list[str]:
-    """Options of 40 steps, ten epochs."""
-    shape = ["--epochs", 10, "--batch-size", 16, "--micro-batch", 4, "--reduce", "tree", "--log-every", 1]
-    return options(f"{PATH}:{name}", run_dir, *shape, *more)
 
 
 def best(run_dir: Path) -> tuple[int, dict[str, float]]:
@@ -70,15 +57,15 @@ def test_the_validation_set_decides_and_each_sample_counts_once_on_any_number_of
     naive = [index + 1 for sampler in dealt for index in sampler]
     assert (len(naive), sum(naive)) == (TESTED + 1, TRUE + 1)
 
-    first, _ = finish_all(fork_ranks(2, TRAIN, *job(folders[0], "--eval-only")))
-    evaluation = json.loads(first.stdout.splitlines()[-1])["evaluation"]
+    first, _ = trained(2, job(folders[0], "--eval-only"))
+    evaluation = evaluation_of(first)
     assert (evaluation["metrics"], evaluation["samples"]) == (metrics, sum(SETS.values()))
 
 
 def test_killed_again_and_again_the_best_checkpoint_is_that_of_the_undisturbed_run(tmp_path: Path) -> None:
     hold, run_dir, plain = tmp_path / "hold", tmp_path / "run", tmp_path / "plain"
     patience = ["--patience", 5, "--checkpoint-every", 3]
-    finish_all(fork_ranks(1, TRAIN, *job(plain, *patience)))
+    trained(1, job(plain, *patience))
     hold.touch()
     for ranks, target in ((2, 6), (3, 13)):
         started = fork_ranks(ranks, TRAIN, *job(run_dir, *patience, "--hold", hold))
@@ -87,7 +74,7 @@ def test_killed_again_and_again_the_best_checkpoint_is_that_of_the_undisturbed_r
             os.killpg(process.pid, signal.SIGKILL)
             finish(process)
     hold.unlink()
-    finish_all(fork_ranks(2, TRAIN, *job(run_dir, *patience, "--hold", hold)))
+    trained(2, job(run_dir, *patience, "--hold", hold))
     assert best(run_dir) == best(plain)
     assert weights_of(run_dir) == weights_of(plain)
     assert read(run_dir)["metrics"] == read(plain)["metrics"]
@@ -103,7 +90,7 @@ def test_a_run_that_gains_or_loses_a_validation_set_starts_its_best_anew_and_say
 
     def go(steps: int, how: list[str]) -> str:
         given = job(folder, *length, *how, "--max-steps", steps, "--epochs", 20)
-        return finish_all(fork_ranks(1, TRAIN, *given))[0].stderr
+        return trained(1, given)[0].stderr
 
     assert "best" not in go(8, without)
     assert read_manifest(step_folders(folder / "checkpoints")[-1]).best_by == ("clean/loss", "min")
@@ -121,7 +108,7 @@ def test_a_run_that_gains_or_loses_a_validation_set_starts_its_best_anew_and_say
 
 
 def test_without_a_validation_set_all_sets_are_evaluated_and_the_first_decides(tmp_path: Path) -> None:
-    finish_all(fork_ranks(2, TRAIN, *job(tmp_path, "--no-validate", "--max-steps", 8)))
+    trained(2, job(tmp_path, "--no-validate", "--max-steps", 8))
     assert [set(r) >= {"clean/loss", "noisy/loss"} for r in records(tmp_path, "eval")] == [True, True]
     assert read_manifest(step_folders(tmp_path / "checkpoints")[-1]).best_by == ("clean/loss", "min")
     assert Validated.best == ("loss", "min")

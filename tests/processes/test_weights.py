@@ -18,8 +18,8 @@ from tests.run.test_weights import (
     file,  # noqa: F401  (a fixture)
     refusal,
 )
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, refused_ranks, run, run_forked
-from tests.support.small_runs import job, the_line
+from tests.support.processes import TRAIN, read, records, run, run_forked
+from tests.support.small_runs import failed, job, the_line, trained
 
 
 def test_a_class_of_the_main_program_needs_its_name_there(file: Path, tmp_path: Path) -> None:
@@ -38,25 +38,25 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("evenkeel.cli.checkpoint")
     old, frozen = tmp_path / "old", ["--lr", 0, "--weight-decay", 0, "--max-steps", 1]
     run_forked(TRAIN, *job(old, "--max-steps", 6, "--checkpoint-every", 3, "--keep", 9))
-    trained = read(old)["weights_sha256"]
+    learned = read(old)["weights_sha256"]
     steps = step_folders(old / "checkpoints")
     assert [path.name for path in steps] == ["step-00000003", "step-00000006"]
     for form in ("bare", "dp", "safetensors"):
         export = ["checkpoint", "export", old, "-o", tmp_path / form, "--as", form]
-        assert run_forked("-m", "evenkeel", *export).stdout.endswith(f"sha256 of the weights {trained}\n")
+        assert run_forked("-m", "evenkeel", *export).stdout.endswith(f"sha256 of the weights {learned}\n")
     model = torch.nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
     files = [tmp_path / "bare", tmp_path / "dp", tmp_path / "safetensors", old / "model.pt"]
     for path in (old, old / "checkpoints", steps[-1], steps[-1] / STATE, *files):
         nn.init.zeros_(model[0].weight)
         read_weights(model, path)
-        assert sha256(model.state_dict()) == trained, path
+        assert sha256(model.state_dict()) == learned, path
     read_weights(model, steps[0])
-    assert sha256(model.state_dict()) != trained, "the control"
+    assert sha256(model.state_dict()) != learned, "the control"
 
     # two ranks read the file of DataParallel; with a learning rate of 0 its weights come out again
     new = tmp_path / "new"
-    finish_all(fork_ranks(2, TRAIN, *job(new, *frozen, "--init-from", tmp_path / "dp")))
-    assert read(new)["weights_sha256"] == trained
+    trained(2, job(new, *frozen, "--init-from", tmp_path / "dp"))
+    assert read(new)["weights_sha256"] == learned
     told = "--init-from " + f"{tmp_path / 'dp'}: all 4 tensors of the model are from it"
     assert told in (new / "logs" / "attempt-0001" / "rank-0.log").read_text()
 
@@ -65,7 +65,7 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     weights["module.2.wait"] = weights.pop("module.2.weight")
     torch.save(weights, tmp_path / "misfit")
     misfit = [*frozen, "--init-from", tmp_path / "misfit"]
-    first, second = refused_ranks(2, TRAIN, *job(tmp_path / "no", *misfit))
+    first, second = failed(2, job(tmp_path / "no", *misfit), code=2)
     assert "1 missing: 2.weight (nearest in the file: module.2.wait)" in the_line(first.stderr)
     assert (first.stdout, second.stdout, second.stderr) == ("", "", first.stderr), "without torchrun each says it"
     assert not (tmp_path / "no").exists()

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import finish_all, read
+from tests.support.processes import read
 from tests.support.small_files import TRAIN as SAMPLES
 from tests.support.small_files import write_cifar
-from tests.support.small_runs import signal_ranks_at, small_job, told_step, weights_of
+from tests.support.small_runs import interrupt, small_job, told_step, trained, weights_of
 
 
 @pytest.mark.slow
-def test_augmented_and_mixed_the_bits_are_the_same_on_any_number_of_ranks_and_loaders(
+def test_augmented_and_mixed_the_bits_are_the_same_on_any_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also through a SIGTERM on two ranks, `kill -9` of all on three, and an end on one."""
@@ -25,16 +25,14 @@ def test_augmented_and_mixed_the_bits_are_the_same_on_any_number_of_ranks_and_lo
     mixed = ["--augment", "basic", "--mixup", 0.2, "--cutmix", 1.0, "--label-smoothing", 0.1]
     options = ["--dataset", "cifar10", "--model", "shufflenet_v2_x0_5", *mixed, "--data-dir"]
     options = ["--hold", tmp_path / "slow", *options]
-    finish_all(small_job(0, tmp_path / "alone", *options, tmp_path))
+    trained(0, small_job(tmp_path / "alone", *options, tmp_path))
 
     run_dir = tmp_path / "stopped"
-    (tmp_path / "slow").touch()
     for ranks, number in ((2, signal.SIGTERM), (3, signal.SIGKILL)):
-        done, more = told_step(run_dir), ["--checkpoint-every", 1, "--num-workers", ranks - 1]
-        signal_ranks_at(done + 1, run_dir, small_job(ranks, run_dir, *options, moved, *more), number)
+        words = small_job(run_dir, *options, moved, "--checkpoint-every", 1, "--num-workers", ranks - 1)
+        interrupt(ranks, run_dir, words, told_step(run_dir) + 1, number, slow=tmp_path / "slow")
     assert 1 <= read(run_dir, "status.json")["step"] < 8
-    (tmp_path / "slow").unlink()
-    finish_all(small_job(1, run_dir, *options, moved))
+    trained(1, small_job(run_dir, *options, moved))
     assert read(run_dir)["world_sizes"] == [2, 3, 1]
     assert read(run_dir)["samples_seen"] == 2 * SAMPLES
     assert weights_of(run_dir) == weights_of(tmp_path / "alone")
@@ -43,7 +41,7 @@ def test_augmented_and_mixed_the_bits_are_the_same_on_any_number_of_ranks_and_lo
 
 def test_the_control_mixed_by_a_generator_of_the_process_the_bits_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     for ranks in (0, 2):
-        finish_all(small_job(ranks, tmp_path / str(ranks), "--max-steps", 2, task="OwnDice"))
-        finish_all(small_job(ranks, tmp_path / f"{ranks} ours", "--max-steps", 2, "--mixup", 0.4))
+        trained(ranks, small_job(tmp_path / str(ranks), "--max-steps", 2, task="OwnDice"))
+        trained(ranks, small_job(tmp_path / f"{ranks} ours", "--max-steps", 2, "--mixup", 0.4))
     assert weights_of(tmp_path / "0") != weights_of(tmp_path / "2")
     assert weights_of(tmp_path / "0 ours") == weights_of(tmp_path / "2 ours")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import textwrap
 from pathlib import Path
 
@@ -12,10 +10,12 @@ import pytest
 from tests.support.components import has
 from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, records, run_forked
 from tests.support.readme import blocks
-from tests.support.small_runs import SUPPORT, options, signal_ranks_at, the_line, trained, weights_of
+from tests.support.small_runs import SUPPORT, evaluation_of, interrupt, options, refusal, trained, weights_of
 
 TASKS = SUPPORT / "ragged_task.py"
 SHOWN = [block for block in blocks("python", (ROOT / "docs" / "tasks.md").read_text()) if "def collate(" in block]
+
+LOSSES = ("test/loss", "validation/loss")
 
 
 def task(name: str, folder: Path) -> str:
@@ -37,16 +37,12 @@ def job(name: str, run_dir: Path, *more: object) -> list[str]:
 @pytest.mark.parametrize("name", ["Boxes", "Texts", "Mixed", "Nested"])
 def test_ranks_loader_processes_a_stop_and_a_resize_change_no_bit(tmp_path: Path, name: str) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
-    slow.touch()
-    ranks = fork_ranks(2, TRAIN, *job(name, run_dir, "--slow", slow, "--num-workers", 2))
-    signal_ranks_at(2, run_dir, ranks, signal.SIGKILL, victims=1)
-    slow.unlink()
+    interrupt(2, run_dir, job(name, run_dir, "--slow", slow, "--num-workers", 2), step=2, victims=1, slow=slow)
     trained(3, job(name, run_dir, "--slow", slow))
     trained(0, job(name, plain))
     assert weights_of(run_dir) == weights_of(plain)
-    ends = [records(folder, "eval")[-1] for folder in (run_dir, plain)]
-    assert ends[0]["test/loss"] == ends[1]["test/loss"]
-    assert ends[0]["validation/loss"] == ends[1]["validation/loss"]
+    one, other = (records(folder, "eval")[-1] for folder in (run_dir, plain))
+    assert [one[name] for name in LOSSES] == [other[name] for name in LOSSES]
     assert len(records(run_dir, "start")) == 2
 
 
@@ -54,8 +50,7 @@ def test_ranks_loader_processes_a_stop_and_a_resize_change_no_bit(tmp_path: Path
 def test_the_control_the_default_fails_in_a_line(tmp_path: Path, name: str) -> None:
     own = "from evenkeel.tasks import Task\nfrom tests.support import ragged_task\n\n\n"
     (tmp_path / "own.py").write_text(f"{own}class {name}(ragged_task.{name}):\n    collate = Task.collate\n")
-    done = run_forked(TRAIN, *options(f"{tmp_path / 'own.py'}:{name}", tmp_path / "run", "--batch-size", 12), expect=1)
-    line = the_line(done.stderr)
+    line = refusal(options(f"{tmp_path / 'own.py'}:{name}", tmp_path / "run", "--batch-size", 12), code=1)
     assert line.startswith("the data set's samples cannot be made a batch: sample[")
     assert line.endswith("or define collate(samples) in the task, as DataLoader's collate_fn")
 
@@ -63,22 +58,16 @@ def test_the_control_the_default_fails_in_a_line(tmp_path: Path, name: str) -> N
 def test_mistakes_are_told_in_a_line(tmp_path: Path) -> None:
     place = next(i for i, line in enumerate(TASKS.read_text().splitlines(), start=1) if line.endswith("# HERE"))
     for workers in (0, 1):
-        done = run_forked(TRAIN, *job("Wrong", tmp_path / "run", "--num-workers", workers), expect=1)
-        line = the_line(done.stderr)
-        assert line.startswith(
-            f"the task's collate() fails at {TASKS}:{place}: RuntimeError: stack expects each tensor"
-        )
-    assert "collate() returned None: return the batch" in run_forked(
-        TRAIN, *job("Silent", tmp_path / "silent"), expect=1
-    ).stderr  # fmt: skip
-    done = run_forked(TRAIN, *job("Mixed", tmp_path / "dp", "--strategy", "dp", "--reduce", "ring"), expect=2)
-    assert the_line(done.stderr).startswith("--strategy dp: divides a batch among GPUs by its samples")
+        line = refusal(job("Wrong", tmp_path / "run", "--num-workers", workers), code=1)
+        assert line.startswith(f"the task's collate() fails at {TASKS}:{place}: RuntimeError: stack expects each")
+    assert refusal(job("Silent", tmp_path / "silent"), code=1).startswith("the task's collate() returned None")
+    line = refusal(job("Mixed", tmp_path / "dp", "--strategy", "dp", "--reduce", "ring"))
+    assert line.startswith("--strategy dp: divides a batch among GPUs by its samples")
     assert not (tmp_path / "dp").exists()
 
 
 @pytest.mark.skipif(not has("predict"), reason="this copy has left it out")
-def test_predict_and_eval_only_collate_as_training_does(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_predict_and_eval_only_collate_as_training_does(tmp_path: Path, run_dir: Path) -> None:
     trained(0, job("Boxes", run_dir, "--limit-batches", 2))
     for ranks in (0, 3):
         words = ["-m", "evenkeel", "predict", run_dir, "--set", "test", "--output", tmp_path / f"{ranks}.csv"]
@@ -88,5 +77,5 @@ def test_predict_and_eval_only_collate_as_training_does(tmp_path: Path) -> None:
     losses = [float(row.split(",")[1]) for row in rows.splitlines()[1:]]
     found = records(run_dir, "eval")[-1]["test/loss"]
     assert sum(losses) / len(losses) == pytest.approx(found, rel=1e-4)
-    said = run_forked(TRAIN, *job("Boxes", run_dir, "--limit-batches", 2, "--eval-only")).stdout
-    assert json.loads(said.splitlines()[-1])["evaluation"]["metrics"]["test/loss"] == found
+    said = run_forked(TRAIN, *job("Boxes", run_dir, "--limit-batches", 2, "--eval-only"))
+    assert evaluation_of(said)["metrics"]["test/loss"] == found

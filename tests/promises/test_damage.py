@@ -94,9 +94,7 @@ DAMAGES = ["truncated", "last byte missing", "one bit flipped", "manifest missin
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(
-    copied: Path, undisturbed: str, how: str
-) -> None:
+def test_a_damaged_newest_checkpoint_leaves_the_weights_the_same(copied: Path, undisturbed: str, how: str) -> None:
     folder = copied / "checkpoints"
     before, newest = step_folders(folder)[-2:]
     named = damaged(newest, how)
@@ -128,9 +126,7 @@ def test_a_run_whose_newest_checkpoint_is_whole_uses_it(copied: Path, undisturbe
     assert weights_of(copied) == undisturbed
 
 
-def test_a_run_whose_status_and_metrics_were_ruined_ends_with_the_same_weights(
-    killed: Path, copied: Path, undisturbed: str
-) -> None:
+def test_ruined_status_and_metrics_leave_the_weights_the_same(killed: Path, copied: Path, undisturbed: str) -> None:
     run_dir = copied
     (run_dir / "status.json").write_text("")
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -173,7 +169,7 @@ def bound_by_permissions() -> list[str]:
 
 
 @pytest.mark.parametrize("closed", [STATE, *(pytest.param(it, marks=pytest.mark.slow) for it in (MANIFEST, "."))])
-def test_a_run_that_may_not_read_its_newest_checkpoint_ends_with_the_same_weights(
+def test_an_unreadable_newest_checkpoint_leaves_the_weights_the_same(
     copied: Path, undisturbed: str, closed: str
 ) -> None:
     folder = copied / "checkpoints"

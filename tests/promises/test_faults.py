@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -13,15 +14,20 @@ from tests.support.processes import read, records, run
 from tests.support.small_runs import SAMPLES, SUPPORT, starts, trained, weights_of
 
 
-def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
-    """Let so many faults come over a run without planned checkpoints, and look at all that it leaves."""
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    ("faults", "epochs", "seed"), [(4, 3, 20), pytest.param(12, 6, 179, marks=pytest.mark.long)], ids=["4", "12"]
+)
+def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path, faults: int, epochs: int, seed: int) -> None:
+    """Of each kind one, or both ranks: SIGTERM, SIGSTOP, SIGKILL for what trains and for its keeper."""
 
     def job(run_dir: Path, *more: object) -> list[str]:
         rare = ["--checkpoint-every", 0, "--eval-every", 9 * epochs]
         return small_runs.job(run_dir, "--epochs", epochs, *rare, *more)
 
-    trained(2, job(folder / "undisturbed"))
-    run_dir, begun = folder / "run", time.monotonic()
+    trained(2, job(tmp_path / "undisturbed"))
+    run_dir, begun = tmp_path / "run", time.monotonic()
     # the next one as soon as it stands again
     mix = f"--kill-every 1s --seed {seed} --count {faults} --minutes 14 --faults kill,keeper,term,stop"
     done = run(chaos(mix, *launcher("--", *job(run_dir, "--pause", 0.3, "--hang-timeout", 5))), limit=900)
@@ -32,34 +38,22 @@ def disturb(folder: Path, faults: int, epochs: int, seed: int) -> None:
     assert {kind for kind, _ in faults_in(done.stdout)} == {"kill", "keeper", "term", "stop"}
     assert {whom[: len("rank 0")] for _, whom in faults_in(done.stdout)} == {"rank 0", "rank 1"}
     assert len(starts(run_dir)) == faults + 1, "each of them had to start the ranks again"
-    assert weights_of(run_dir) == weights_of(folder / "undisturbed")
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
     assert read(run_dir)["samples_seen"] == epochs * SAMPLES
     assert small_runs.no_step_is_done_twice(run_dir)
     assert reported(done.stdout, "lost, done again") == "0"
+    assert re.match(rf"{faults}: .*\bstop [1-9]", reported(done.stdout, "faults"))
+    assert float(reported(done.stdout, "fault to step").split()[-2]) > 5, "the longest, of a frozen rank"
+    assert "no progress for 5 s" in done.stderr
     assert wall - 60 < sum(read(run_dir)["ledger"].values()) < wall, "every second has an account"
     assert still_running(run_dir) == []
 
 
 @pytest.mark.slow
-def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
-    """One SIGTERM, one SIGSTOP, one SIGKILL for what trains and one for its keeper."""
-    disturb(tmp_path, faults=4, epochs=3, seed=20)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
-def test_twelve_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path) -> None:
-    """Of each kind both ranks, in one run."""
-    disturb(tmp_path, faults=12, epochs=6, seed=179)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("keeper", "kills"), [("on", 20), ("off", 2)])
-def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Path) -> None:
+def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Path, run_dir: Path) -> None:
     """And the control: without keepers each of them ends a job that torchrun must not start again."""
     trained(2, small_runs.job(tmp_path / "undisturbed", "--epochs", 24))
-    run_dir = tmp_path / "run"
     job = small_runs.job(run_dir, "--epochs", 24, "--pause", 0.1, "--checkpoint-every", 0, "--keeper", keeper)
     mix = f"--kill-every 1s --seed 1 --count {kills} --faults kill"
     done = run(chaos(mix, *launcher("--max-restarts", 0, "--", *job)), limit=500)

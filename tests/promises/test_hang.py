@@ -11,18 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork, read, run, running, start, torchrun, wait_until_gone
-from tests.support.small_runs import (
-    PLAN,
-    SAMPLES,
-    ended,
-    job,
-    no_step_is_done_twice,
-    starts,
-    wait_for_step,
-    weights_of,
-    workers_of,
-)
+from tests.support.small_runs import PLAN, SAMPLES, ended, job, no_step_is_done_twice, starts, wait_for_step, workers_of
 
 RECORDER = importlib.util.find_spec("torch.distributed.flight_recorder") is not None
 """Whether this release of torch has an analysis of its flight recorder."""
@@ -31,10 +22,7 @@ RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(
-    tmp_path: Path, undisturbed: str, victim: int
-) -> None:
-    run_dir = tmp_path / "run"
+def test_a_frozen_rank_is_named_and_the_bits_are_the_same(run_dir: Path, undisturbed: str, victim: int) -> None:
     options = job(run_dir, *RARE, "--pause", 0.1, "--hang-timeout", 5)
     process = start(torchrun(2, TRAIN, *options, restarts=1))
     wait_for_step(run_dir, 3, process)
@@ -54,14 +42,13 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on_with_the_same_bits(
     assert starts(run_dir)[1] >= 3
     assert no_step_is_done_twice(run_dir)
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
     if victim == 1:
         assert read(run_dir)["ledger"]["dead"] > 5, "a hang is not productive"
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stuck_in_its_data_says_so_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir = tmp_path / "run"
+def test_a_rank_that_is_stuck_in_its_data_says_so_itself(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = job(run_dir, "--checkpoint-every", 0, "--hang-timeout", 5, "--stick-at", 20)
     done = run(torchrun(2, TRAIN, *options, restarts=1))
     assert "rank 1 is in data loading of step 4; rank 0 waits in gradient reduction of step 4" in done.stderr
@@ -84,8 +71,7 @@ def test_a_rank_that_is_stuck_in_its_data_says_so_itself(tmp_path: Path, caplog:
 
 
 @pytest.mark.slow
-def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(run_dir: Path) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, "--pause", 0.1, "--hang-timeout", 0), restarts=1))
     wait_for_step(run_dir, 3, process)
     workers = workers_of(process)
@@ -100,9 +86,8 @@ def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_job_that_was_suspended_does_not_hang(tmp_path: Path) -> None:
+def test_a_job_that_was_suspended_does_not_hang(run_dir: Path) -> None:
     """Ctrl-Z and fg, long after: the clock went on, the job did not."""
-    run_dir = tmp_path / "run"
     process = fork(TRAIN, *job(run_dir, "--pause", 0.05, "--hang-timeout", 4))
     wait_for_step(run_dir, 3, process)
     process.send_signal(signal.SIGSTOP)

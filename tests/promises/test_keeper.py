@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 from pathlib import Path
@@ -12,60 +11,14 @@ import pytest
 
 from tests.support import processes
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, fork, read, records, run, start, torchrun, wait_until, wait_until_gone
-from tests.support.small_runs import (
-    OWN,
-    ended,
-    keepers_of,
-    own_task,
-    starts,
-    told_step,
-    wait_for_start,
-    wait_for_step,
-    weights_of,
-    workers_of,
-)
+from tests.support.processes import TRAIN, fork, read, records, run, start, torchrun, wait_until
+from tests.support.small_runs import OWN, ended, keepers_of, own_task, starts, wait_for_start, wait_for_step, workers_of
 from tests.support.small_runs import kept_job as job
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
 
 
-LAUNCHER = [sys.executable, "launch/single_node.py", "-g", "2"]
-
-
-@pytest.mark.parametrize(
-    ("command", "more"),
-    [
-        pytest.param(torchrun(2, TRAIN), [], id="a plain torchrun"),
-        pytest.param(torchrun(2, TRAIN), ["--num-workers", 2], id="with loader processes", marks=pytest.mark.slow),
-        # whose store would be a thread of rank 0
-        pytest.param([*LAUNCHER, "--max-restarts", "0", "--"], [], id="a launcher", marks=pytest.mark.slow),
-    ],
-)
-def test_each_rank_is_killed_and_torchrun_which_may_not_restart_sees_nothing(
-    tmp_path: Path, undisturbed: str, command: list[str], more: list[object]
-) -> None:
-    run_dir, dice = tmp_path / "run", random.Random()
-    process = start([*command, *job(run_dir, *RARE, "--pause", 0.1, *more)])
-    wait_for_step(run_dir, 2, process)
-    keepers = keepers_of(process)
-    for count, victim in ((2, 0), (3, 1), (4, 0)):
-        wait_for_step(run_dir, told_step(run_dir) + dice.randrange(1, 5), process)
-        os.kill(workers_of(process)[victim], signal.SIGKILL)
-        wait_for_start(run_dir, count)
-    assert keepers_of(process) == keepers
-    done = ended(process)
-    assert done.stderr.count("was killed by SIGKILL; all ranks start again in place") == 3
-    assert "Traceback" not in done.stderr
-    assert runs.no_step_is_done_twice(run_dir)
-    assert runs.restarts_of(run_dir) == (0, 3)
-    assert read(run_dir)["samples_seen"] == runs.PLAN.epochs * runs.SAMPLES
-    assert weights_of(run_dir) == undisturbed
-    wait_until_gone([*keepers.values()])
-
-
-def test_the_control_without_keepers_the_same_kill_ends_the_job(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_the_control_without_keepers_the_same_kill_ends_the_job(run_dir: Path) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--pause", 0.1, "--keeper", "off")))
     wait_for_step(run_dir, 2, process)
     assert workers_of(process) == keepers_of(process)
@@ -122,8 +75,7 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(
 
 
 @pytest.mark.slow
-def test_a_signal_for_a_keeper_alone_reaches_its_rank(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_signal_for_a_keeper_alone_reaches_its_rank(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, *RARE, "--pause", 0.1))
     wait_for_step(run_dir, 3, process)
     os.kill(process.pid, signal.SIGTERM)
@@ -133,8 +85,7 @@ def test_a_signal_for_a_keeper_alone_reaches_its_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_single_process_starts_again_too(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_single_process_starts_again_too(tmp_path: Path, run_dir: Path) -> None:
     fork(TRAIN, *job(run_dir, "--max-steps", 1)).wait()  # an older run in the way, which --fresh moves aside once
     process = start([sys.executable, str(TRAIN), *job(run_dir, "--checkpoint-every", 1, "--pause", 0.1, "--fresh")])
     wait_until(lambda: len(list(tmp_path.glob("run.old-*"))) == 1, "the old run aside")
@@ -169,9 +120,8 @@ def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_task_that_starts_a_thread_when_it_is_imported_has_no_keeper(tmp_path: Path) -> None:
+def test_a_task_that_starts_a_thread_when_it_is_imported_has_no_keeper(tmp_path: Path, run_dir: Path) -> None:
     thread = "threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()"
-    run_dir = tmp_path / "run"
     options = job(run_dir, *RARE, "--pause", 0.1, "--task", own_task(tmp_path, before=thread))
     process = start(torchrun(2, TRAIN, *options), env=OWN)
     wait_for_step(run_dir, 2, process)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, finish_all, fork_ranks
-from tests.support.small_runs import options, signal_ranks_at, starts, weights_of
+from tests.support.small_runs import interrupt, job_of, starts, trained, weights_of
 
-
-def job(ranks: int, run_dir: Path, *more: object) -> list[subprocess.Popen[str]]:
-    net = ["--seq-len", 16, "--width", 16, "--layers", 2, "--heads", 2, "--dropout", 0.1]
-    shape = ["--batch-size", 8, "--micro-batch", 1, "--max-steps", 60, "--log-every", 1, "--eval-every", 1000]
-    every = ["--checkpoint-every", 10, "--reduce", "tree"]
-    return fork_ranks(ranks, TRAIN, *options("lm", run_dir, *net, *shape, *every, *more))
+NET = "--seq-len 16 --width 16 --layers 2 --heads 2 --dropout 0.1 --batch-size 8 --micro-batch 1 --reduce tree"
+job = job_of("lm", f"{NET} --max-steps 60 --log-every 1 --eval-every 1000 --checkpoint-every 10")
 
 
 @pytest.mark.slow
-def test_the_bits_are_the_same_through_a_kill_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    finish_all(job(1, tmp_path / "undisturbed"))
-    run_dir = tmp_path / "run"
-    signal_ranks_at(20, run_dir, job(3, run_dir, "--activation-checkpointing"), signal.SIGKILL)
-    finish_all(job(2, run_dir))
+def test_the_bits_are_the_same_through_a_kill_and_on_other_numbers_of_ranks(tmp_path: Path, run_dir: Path) -> None:
+    trained(1, job(tmp_path / "undisturbed"))
+    interrupt(3, run_dir, job(run_dir, "--activation-checkpointing"), step=20)
+    trained(2, job(run_dir))
     assert len(starts(run_dir)) == 2
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -21,16 +20,7 @@ from evenkeel.run.checkpoint import Checkpoints, step_of
 from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish, fork, read, start, torchrun, wait_until, wait_until_gone
-from tests.support.small_runs import (
-    ended,
-    saved_step,
-    starts,
-    told_step,
-    trainer_of,
-    wait_for_start,
-    wait_for_step,
-    weights_of,
-)
+from tests.support.small_runs import ended, saved_step, starts, told_step, trainer_of, wait_for_start, wait_for_step
 from tests.support.small_runs import kept_job as job
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000, "--pause", 0.1]
@@ -38,21 +28,8 @@ WAYS = pytest.mark.parametrize("memory", ["on", pytest.param("off", marks=pytest
 """The second is the control."""
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep writers of checkpoints out, as a slow disk does; for ten seconds, and then they write beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 @WAYS
-def test_a_disk_that_takes_nothing_loses_no_step(tmp_path: Path, undisturbed: str, memory: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_disk_that_takes_nothing_loses_no_step(run_dir: Path, undisturbed: str, memory: str) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-memory", memory)))
     wait_for_step(run_dir, 4, process)
     (run_dir / "checkpoints").symlink_to("/proc/sys/kernel")  # no folder can be made there
@@ -68,7 +45,7 @@ def test_a_disk_that_takes_nothing_loses_no_step(tmp_path: Path, undisturbed: st
         assert runs.no_step_is_done_twice(run_dir)
     else:
         assert going_on == 0
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
 
 
 @contextmanager
@@ -77,15 +54,14 @@ def slow_checkpoint(run_dir: Path, *more: object, real: bool = False) -> Iterato
     words = [TRAIN, *job(run_dir, *RARE, "--checkpoint-every", 3, *more)]
     process = start([sys.executable, *map(str, words)], env=runs.OWN) if real else fork(*words)
     wait_for_step(run_dir, 1, process)
-    with locked(run_dir / "checkpoints"):
+    with runs.locked(run_dir):
         wait_for_step(run_dir, 4, process)
         yield process
 
 
 @pytest.mark.slow
 @WAYS
-def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_ranks(tmp_path: Path, memory: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_ranks(run_dir: Path, memory: str) -> None:
     with slow_checkpoint(run_dir, "--keeper-memory", memory) as process:
         os.kill(trainer_of(process), signal.SIGKILL)
         wait_for_start(run_dir, 2)
@@ -96,11 +72,10 @@ def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_rank
 
 
 @pytest.mark.slow
-def test_what_is_in_memory_comes_to_the_disk_and_then_goes(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_what_is_in_memory_comes_to_the_disk_and_then_goes(run_dir: Path) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--num-workers", 1)))
     wait_for_step(run_dir, 2, process)
-    with locked(run_dir / "checkpoints"):
+    with runs.locked(run_dir):
         os.kill(runs.workers_of(process)[1], signal.SIGKILL)
         survivor = runs.keepers_of(process)[0]
         wait_until(lambda: runs.bytes_in_memory(survivor) > 0, "a state in memory")
@@ -122,16 +97,15 @@ def test_what_is_in_memory_comes_to_the_disk_and_then_goes(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("died", ["keeper", "trainer"])
-def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(tmp_path: Path, undisturbed: str, died: str) -> None:
+def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(run_dir: Path, undisturbed: str, died: str) -> None:
     """If torchrun restarts all, their memory is gone: when a keeper is killed, or a trainer after its last restart."""
-    run_dir = tmp_path / "run"
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-restarts", 0), restarts=1))
     wait_for_step(run_dir, 3, process)
     os.kill(runs.pids_of(process, died)[1], signal.SIGKILL)
     ended(process)
     assert runs.no_step_is_done_twice(run_dir)
     assert runs.restarts_of(run_dir) == (1, 0)
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
 
 
 @pytest.mark.slow
@@ -160,11 +134,10 @@ def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, und
     (log,) = run_dir.glob("logs/attempt-0002/rank-1.log")
     assert "received it from rank 0" in log.read_text()
     assert runs.no_step_is_done_twice(run_dir)
-    assert weights_of(run_dir) == undisturbed
+    assert runs.weights_of(run_dir) == undisturbed
 
 
-def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, *RARE, "--checkpoint-every", 1, "--pause", 0.02, "--epochs", 20))
     wait_for_step(run_dir, 1, process)
     for count in range(2, 12):
@@ -217,9 +190,7 @@ def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stops", "code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 2, KEYBOARD)])
-def test_a_stop_signal_while_a_keeper_of_changed_code_waits_for_the_disk(
-    tmp_path: Path, stops: list[int], code: int
-) -> None:
+def test_a_stop_while_a_keeper_of_changed_code_waits_for_the_disk(tmp_path: Path, stops: list[int], code: int) -> None:
     """It ends the job as stopped, or, if a second Ctrl-C comes, at once and with the code that says so."""
     run_dir, task = tmp_path / "run", runs.own_task(tmp_path)
     with slow_checkpoint(run_dir, "--task", task, real=True) as process:
@@ -247,9 +218,8 @@ def writer_of(process: subprocess.Popen[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, TRIES])
-def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(tmp_path: Path, kills: int) -> None:
+def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(run_dir: Path, kills: int) -> None:
     """The ranks that start again have that step from memory, and do not evaluate it again. With TRIES: the control."""
-    run_dir = tmp_path / "run"
     evaluated = ["--checkpoint-every", 0, "--eval-every", 3, "--keep", 1, "--task", f"{runs.ODD_TASKS}:WorseAndWorse"]
     with slow_checkpoint(run_dir, *evaluated) as process:
         os.kill(writer := killed(process), signal.SIGSTOP)  # a slower disk
@@ -280,10 +250,7 @@ STOPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stops", "ends"), STOPS.values(), ids=STOPS)
-def test_a_second_ctrl_c_ends_the_wait_for_the_disk(
-    tmp_path: Path, stops: list[tuple[float, signal.Signals]], ends: bool
-) -> None:
-    run_dir = tmp_path / "run"
+def test_a_second_ctrl_c_ends_the_wait(run_dir: Path, stops: list[tuple[float, signal.Signals]], ends: bool) -> None:
     with slow_checkpoint(run_dir, "--keeper-restarts", 0) as process:
         writer = killed(process)
         for pause, number in stops:
@@ -314,9 +281,8 @@ def test_a_second_ctrl_c_for_the_trainer_is_one_for_its_keeper(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_later(tmp_path: Path) -> None:
+def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_later(run_dir: Path) -> None:
     """It writes step 3 when the next start has come further."""
-    run_dir = tmp_path / "run"
     often = ["--checkpoint-every", 3, "--keep", 2, "--grace", 1]
     with slow_checkpoint(run_dir, *often, "--keeper-restarts", 0) as process:
         writer = killed(process)

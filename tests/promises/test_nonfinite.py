@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from tests.support.processes import TRAIN, read, records, run, torchrun
-from tests.support.small_runs import PLAN, job, trained
+from tests.support.small_runs import PLAN, job, model_of, trained
 
 BAD = 7
 """The step that is not finite, counted from 1."""
 
 
-def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_on_all(tmp_path: Path) -> None:
+def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_on_all(run_dir: Path) -> None:
     """Its gradient is finite, and only rank 0 sees it; still every rank ends by itself, at the same step."""
-    run_dir = tmp_path / "run"
     # two micro-batches of a full step on each of the 2 ranks, one on rank 0 in the last
     options = job(run_dir, "--checkpoint-every", 0, "--nan-at", 2 * BAD)
     done = run(torchrun(2, TRAIN, *options), expect=1)
@@ -33,5 +30,4 @@ def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_o
     skipped = [(record["step"], record["skipped"]) for record in records(run_dir, "nonfinite")]
     assert skipped == [(2 * BAD, 1)], "the last step of an epoch has one call"
     assert read(run_dir)["step"] == PLAN.total_steps
-    weights = torch.load(run_dir / "model.pt", weights_only=True)
-    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert all(tensor.isfinite().all() for tensor in model_of(run_dir).values())

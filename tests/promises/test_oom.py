@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import pytest
 import torch
 
 from evenkeel.data.plan import Plan
-from tests.support.processes import TRAIN, finish, fork, free_port, kill_group, read, run_forked
-from tests.support.small_runs import ODD_TASKS, SAMPLES, options, starts, trained, wait_for_step, weights_of
+from tests.support import processes
+from tests.support import small_runs as runs
+from tests.support.processes import TRAIN, checked, finish, finish_all, fork, free_port, kill_group, read, run_forked
+from tests.support.small_runs import ODD_TASKS, SAMPLES, Records, each_once, options, starts, wait_for_step, weights_of
 
 EPOCHS, BATCH = 2, 16
-STEPS = EPOCHS * -(-SAMPLES // BATCH)
 
 
 def job(run_dir: Path, micro_batch: object, *more: object) -> list[str]:
@@ -29,8 +29,7 @@ def job(run_dir: Path, micro_batch: object, *more: object) -> list[str]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it, and its memory counts")
 def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
     """On 2 ranks, of which one has less memory, then on two nodes of which one has the run's folder."""
-    run_dir, known = tmp_path / "auto", tmp_path / "known"
-    hold = tmp_path / "hold"
+    run_dir, known, hold = (tmp_path / name for name in ("auto", "known", "hold"))
     hold.touch()
     more = ["--checkpoint-every", 0, "--pause", 0.2, "--hold", hold]
     port = str(free_port())
@@ -45,11 +44,10 @@ def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
         wait_for_step(run_dir, 2, started[0])
         for process in started:
             process.send_signal(signal.SIGTERM)
-        first, second = [finish(process) for process in started]
+        first, _ = [checked(finish(process), 75) for process in started]
     finally:
         for process in started:
             kill_group(process)
-    assert first.returncode == 75, first.stderr + second.stderr
     assert "--micro-batch auto: 4 samples fit, on rank 1 no more" in first.stdout, "rank 0 alone would have taken 8"
     assert "micro_batch = 4\n" in (run_dir / "config.toml").read_text()
 
@@ -57,46 +55,29 @@ def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
     hold.unlink()
     port = str(free_port())
     alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "ROOM": 18000}
-    started = [rank(0, tmp_path / "new", **alone), rank(1, run_dir, **alone)]
-    first, second = [finish(process) for process in started]
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    first, _ = finish_all([rank(0, tmp_path / "new", **alone), rank(1, run_dir, **alone)])
     assert "samples fit" not in first.stdout
     assert "micro_batch = 4\n" in (tmp_path / "new" / "config.toml").read_text()
     summary = read(tmp_path / "new")
     assert (summary["bits_void_from"], summary["samples_seen"]) == (None, EPOCHS * SAMPLES)
 
     # what was tried has left no trace, and the number typed gives the same run
-    trained(2, job(known, 4, *more))
+    runs.trained(2, job(known, 4, *more))
     assert weights_of(known) == weights_of(tmp_path / "new")
-
-
-def handed_out(folder: Path, first: int, end: int) -> Counter[tuple[int, int]]:
-    """(epoch, sample) -> times, of the steps first .. end of an attempt of one rank. A step has its samples, whatever
-    the micro-batch."""
-    plan = Plan(SAMPLES, BATCH, BATCH, EPOCHS)
-    (file,) = folder.iterdir()
-    indices = iter(map(int, file.read_text().split()))
-    steps = [(plan.locate(step)[0], plan.step_samples(step)) for step in range(first, end)]
-    return Counter((epoch, next(indices)) for epoch, samples in steps for _ in range(samples))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is the host's memory that is short")
 def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batches(tmp_path: Path) -> None:
     """Stopped by SIGTERM, out of memory in mid-run, continued as the message says: each sample once an epoch."""
-    run_dir, link = tmp_path / "run", tmp_path / "record"
-    hold = tmp_path / "hold"
-    more = ["--record", link, "--pause", 0.2, "--hold", hold, "--greedy-at", 10, "--checkpoint-every", 0]
+    run_dir, hold, record = tmp_path / "run", tmp_path / "hold", Records(tmp_path / "record")
+    more = ["--record", record.link, "--pause", 0.2, "--hold", hold, "--greedy-at", 10, "--checkpoint-every", 0]
 
-    def attempt(number: int, micro_batch: object) -> Any:
-        (folder := tmp_path / f"attempt-{number}").mkdir()
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder)
+    def attempt(micro_batch: object) -> Any:
+        record.of_another_attempt()
         return fork(TRAIN, *job(run_dir, micro_batch, *more))
 
-    tried = finish(attempt(0, 8))
-    assert tried.returncode == 1, tried.stderr
-    (line,) = tried.stderr.splitlines()
-    assert line.startswith("evenkeel: out of memory on rank 0 (the memory of host ")
+    line = runs.the_line(checked(finish(attempt(8)), 1).stderr)
+    assert line.startswith("out of memory on rank 0 (the memory of host ")
     for part in (
         "it was in forward and backward of step 1;",
         "4613734400 bytes more were wanted",
@@ -108,15 +89,12 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
         assert part in line
 
     hold.touch()
-    process = attempt(1, 2)
+    process = attempt(2)
     wait_for_step(run_dir, 1, process)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process).returncode == 75
+    processes.stop(process, expect=75)
     hold.unlink()
 
-    failed = finish(attempt(2, 4))
-    assert failed.returncode == 1
-    warning, line = failed.stderr.splitlines()
+    warning, line = checked(finish(attempt(4)), 1).stderr.splitlines()
     stopped = starts(run_dir)[-1]
     assert f"from step {stopped} on micro-batches are of 4 instead of 2: the global batches" in warning
     status = read(run_dir, "status.json")
@@ -126,19 +104,15 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
     assert (run_dir / "checkpoints" / f"step-{status['step']:08d}").is_dir()
 
     (smaller,) = re.findall(r"--micro-batch (\d+) instead of 4", line)
-    done = finish(attempt(3, smaller))
-    assert done.returncode == 0, done.stderr
+    done = checked(finish(attempt(smaller)), 0)
     assert f"from step {status['step']} on micro-batches are of 2 instead of 4" in done.stderr
 
     assert starts(run_dir) == [0, 0, stopped, status["step"]]
-    total: Counter[tuple[int, int]] = Counter()
-    for number, (first, end) in enumerate([(0, stopped), (stopped, status["step"]), (status["step"], STEPS)], start=1):
-        total += handed_out(tmp_path / f"attempt-{number}", first, end)
-    assert total == Counter({(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)})
+    plan = Plan(SAMPLES, BATCH, BATCH, EPOCHS)  # a step has its samples, whatever the micro-batch
+    assert record.handed_out(plan, run_dir, (1, 1, 1, 1)) == each_once(EPOCHS, SAMPLES)
     assert read(run_dir)["samples_seen"] == EPOCHS * SAMPLES
     assert read(run_dir)["bits_void_from"] == stopped
 
     prolonged = ["--schedule", "constant", "--max-steps"]
     run_forked(TRAIN, *job(tmp_path / "strict", 2, *prolonged, 2))
-    refused = run_forked(TRAIN, *job(tmp_path / "strict", 4, *prolonged, 3, "--strict-bits"), expect=2)
-    assert "micro_batch 2 -> 4" in refused.stderr
+    assert "micro_batch 2 -> 4" in runs.refusal(job(tmp_path / "strict", 4, *prolonged, 3, "--strict-bits"))

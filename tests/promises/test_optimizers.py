@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, fork_ranks, read, run_forked
-from tests.support.small_runs import recipe_job, signal_ranks_at, the_line, trained, weights_of
+from tests.support.processes import read
+from tests.support.small_runs import interrupt, recipe_job, refusal, trained, weights_of
 from tests.training.test_optimizers import WITH_MUON
 
 KINDS = {
@@ -20,26 +19,18 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param("muon", marks=WITH_MUON),
-        pytest.param("adamw", marks=pytest.mark.slow),
-        pytest.param("sgd", marks=pytest.mark.slow),
-    ],
+    [pytest.param("muon", marks=WITH_MUON), *(pytest.param(it, marks=pytest.mark.slow) for it in ("adamw", "sgd"))],
 )
-def test_killed_on_two_ranks_and_finished_on_one_it_has_the_bits_of_an_undisturbed_run(
-    tmp_path: Path, kind: str
-) -> None:
+def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(tmp_path: Path, kind: str) -> None:
     run_dir, slow, options = tmp_path / "run", tmp_path / "slow", ["--reduce", "tree", *KINDS[kind]]
     words = recipe_job(run_dir, *options, "--checkpoint-every", 2, "--slow", slow)
-    slow.touch()
-    signal_ranks_at(5, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGKILL)
-    slow.unlink()
+    interrupt(2, run_dir, words, step=5, slow=slow)
     trained(1, words)
     trained(2, recipe_job(tmp_path / "plain", *options))
     assert read(run_dir)["world_sizes"] == [2, 1]
     assert weights_of(run_dir) == weights_of(tmp_path / "plain")
     other = [*options[:-1], 0.3]
-    line = the_line(run_forked(TRAIN, *recipe_job(run_dir, *other), expect=2).stderr)
+    line = refusal(recipe_job(run_dir, *other))
     assert "has another run: --momentum was" in line or "has another run: --betas was" in line
     trained(0, recipe_job(tmp_path / "other", *other))
     assert weights_of(tmp_path / "other") != weights_of(run_dir), "the control: the option has an effect"

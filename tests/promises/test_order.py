@@ -15,19 +15,10 @@ from evenkeel.config import Config
 from evenkeel.data.order import order_of, positions_in
 from evenkeel.data.plan import Plan
 from evenkeel.training.task_data import training_set
+from tests.support import small_runs as runs
 from tests.support.ordered_task import Own
-from tests.support.processes import TRAIN, finish, fork_ranks, read, run_forked, start, torchrun
-from tests.support.small_runs import (
-    SUPPORT,
-    ended,
-    kill_at,
-    options,
-    starts,
-    the_line,
-    trained,
-    wait_for_step,
-    weights_of,
-)
+from tests.support.processes import TRAIN, finish, read, run_forked, start, torchrun
+from tests.support.small_runs import SUPPORT, Records, ended, failed, kill_at, options, starts, trained, weights_of
 
 TASK = f"{SUPPORT / 'ordered_task.py'}:Own"
 CONFIG = Config(epochs=3, batch_size=12, micro_batch=3, drop_last=True)
@@ -64,33 +55,27 @@ def trained_on(folder: Path, first: int, end: int, world_size: int) -> list[list
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "workers"), [("order", 2), ("weights", 0)])
-def test_killed_and_stopped_and_finished_on_other_ranks_each_position_is_trained_on_once(
+def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     tmp_path: Path, way: str, workers: int
 ) -> None:
     """kill -9 of the whole job on 2 ranks, SIGTERM on 3, the rest on 1; and the bits of a run that nobody disturbs."""
-    run_dir, record, folders = tmp_path / "run", tmp_path / "record", [tmp_path / f"attempt-{i}" for i in range(3)]
-    words = job(run_dir, way, "--num-workers", workers, "--record", record)
-
-    def attempt(number: int) -> None:  # by a link, because the option is the run's
-        folders[number].mkdir()
-        record.unlink(missing_ok=True)
-        record.symlink_to(folders[number])
-
-    attempt(0)
+    run_dir, record = tmp_path / "run", Records(tmp_path / "record")
+    words = job(run_dir, way, "--num-workers", workers, "--record", record.link)
+    record.of_another_attempt()
     process = start(torchrun(2, TRAIN, *words, "--pause", 0.1))
     kill_at(killed_at := random.randrange(3, 6), run_dir, process)
-    attempt(1)
+    record.of_another_attempt()
     process = start(torchrun(3, TRAIN, *words, "--pause", 0.1))
-    wait_for_step(run_dir, killed_at + random.randrange(1, 4), process)
+    runs.wait_for_step(run_dir, killed_at + random.randrange(1, 4), process)
     process.send_signal(signal.SIGTERM)
     finish(process)
-    attempt(2)
+    record.of_another_attempt()
     ended(start([sys.executable, TRAIN, *words]))
 
     ends = [*starts(run_dir)[1:], 12]
     found = [
         step
-        for folder, first, end, ranks in zip(folders, starts(run_dir), ends, (2, 3, 1), strict=True)
+        for folder, first, end, ranks in zip(record.folders, starts(run_dir), ends, (2, 3, 1), strict=True)
         for step in trained_on(folder, first, end, ranks)
     ]
     assert found == expected(way)
@@ -108,13 +93,11 @@ def test_killed_and_stopped_and_finished_on_other_ranks_each_position_is_trained
         ("order", "later", "order(1) is not what it was when the run was in that epoch"),
     ],
 )
-def test_another_order_at_a_later_start_is_refused(tmp_path: Path, way: str, broken: str, line: str) -> None:
-    run_dir = tmp_path / "run"
+def test_another_order_at_a_later_start_is_refused(run_dir: Path, way: str, broken: str, line: str) -> None:
     run_forked(TRAIN, *job(run_dir, way, "--max-steps", 6, "--schedule", "constant"))
     before = (run_dir / "status.json").read_bytes()
     again = job(run_dir, way, "--max-steps", 9, "--schedule", "constant")
-    refused = run_forked(TRAIN, *again, "--broken", broken, expect=2)
-    assert line in the_line(refused.stderr)
+    assert line in runs.refusal([*again, "--broken", broken])
     assert (run_dir / "status.json").read_bytes() == before
     assert read(run_dir, "status.json")["step"] == 6
     run_forked(TRAIN, *again)  # the control: the same order goes on
@@ -122,11 +105,9 @@ def test_another_order_at_a_later_start_is_refused(tmp_path: Path, way: str, bro
 
 
 def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp_path: Path) -> None:
-    ranks = fork_ranks(2, TRAIN, *job(tmp_path / "run", "order", "--broken", "rank"))
-    lines = [finish(rank) for rank in ranks]
-    assert [it.returncode for it in lines] == [2, 2]
-    assert "by order() (" in lines[0].stderr
-    assert "let sample_weights() and order() return the same on all ranks" in lines[0].stderr
+    first, _ = failed(2, job(tmp_path / "run", "order", "--broken", "rank"), code=2)
+    assert "by order() (" in first.stderr
+    assert "let sample_weights() and order() return the same on all ranks" in first.stderr
 
 
 @pytest.mark.parametrize(
@@ -136,12 +117,10 @@ def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp
         ("length", "order(1) has 49 samples and order(0) has 50"),
     ],
 )
-def test_a_later_epoch_that_is_wrong_ends_the_run_at_the_end_of_the_one_before(
-    tmp_path: Path, broken: str, line: str
+def test_a_later_epoch_that_is_wrong_ends_the_run_before_it(
+    tmp_path: Path, run_dir: Path, broken: str, line: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    first, *_ = [finish(rank) for rank in fork_ranks(2, TRAIN, *job(run_dir, "order", "--broken", broken))]
-    assert first.returncode == 1
+    first, _ = failed(2, job(run_dir, "order", "--broken", broken))
     assert first.stderr.count(line) == 1
     assert read(run_dir, "status.json")["step"] == 4
     trained(2, job(run_dir, "order"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, read
-from tests.support.small_runs import options, signal_ranks_at, steps_of, trained, weights_of
+from tests.support.processes import ROOT, read
+from tests.support.small_runs import interrupt, options, steps_of, trained, weights_of
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "patterns.md").read_text(), re.DOTALL)
 NAMES = [name for name in re.findall(r"^class (\w+)", "".join(BLOCKS), re.MULTILINE) if name != "Digits"]
@@ -28,10 +27,9 @@ def test_a_pattern_keeps_the_promises(tmp_path: Path, name: str) -> None:
     job = f"{tmp_path / 'patterns.py'}:{name}"
     trained(0, options(job, tmp_path / "alone", *shape))
     run_dir = tmp_path / "killed"
-    ranks = fork_ranks(2, TRAIN, *options(job, run_dir, *shape, "--checkpoint-every", 1))
-    signal_ranks_at(8, run_dir, ranks, signal.SIGKILL)
+    interrupt(2, run_dir, options(job, run_dir, *shape, "--checkpoint-every", 1), step=8)
     assert steps_of(run_dir)[-1] < read(tmp_path / "alone")["step"], "killed before its end"
-    finish_all(fork_ranks(2, TRAIN, *options(job, run_dir, *shape)))
+    trained(2, options(job, run_dir, *shape))
     assert weights_of(run_dir) == weights_of(tmp_path / "alone")
     assert read(run_dir)["metrics"] == read(tmp_path / "alone")["metrics"]
     if name != "Curriculum":  # four epochs are too few for what it has not seen

@@ -9,24 +9,16 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from evenkeel.run.checkpoint import Checkpoints, load
+from tests.support import small_runs as runs
 from tests.support.components import has
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until
-from tests.support.small_runs import (
-    recipe_job,
-    saved_step,
-    signal_ranks,
-    signal_ranks_at,
-    told_step,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import interrupt, model_of, recipe_job, saved_step, signal_ranks, trained, weights_of
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
-def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the_skipped_steps_are_the_same(
+def test_killed_and_resumed_on_other_ranks_bits_scale_and_skipped_steps_are_the_same(
     tmp_path: Path, precision: str
 ) -> None:
     """kill -9 of everything on 2 ranks, then of one, then SIGTERM on 3, the rest on one without a process group."""
@@ -36,19 +28,16 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_the_bits_the_scale_and_the
     undisturbed = fork_ranks(1, TRAIN, *recipe_job(tmp_path / "undisturbed", *recipe))
     run_dir, dice = tmp_path / "run", random.Random()
     slow = tmp_path / "slow"
-    slow.touch()
     options = recipe_job(run_dir, *recipe, "--slow", slow)
     for ranks, victims, number in ((2, 2, signal.SIGKILL), (2, 1, signal.SIGKILL), (3, 3, signal.SIGTERM)):
-        target, started = told_step(run_dir) + dice.randrange(2, 5), fork_ranks(ranks, TRAIN, *options)
-        signal_ranks_at(target, run_dir, started, number, victims)
-    slow.unlink()
+        interrupt(ranks, run_dir, options, runs.told_step(run_dir) + dice.randrange(2, 5), number, victims, slow)
     trained(0, options)
     finish_all(undisturbed)
     assert read(run_dir)["world_sizes"] == [2, 2, 3, 1]
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
     assert read(run_dir)["metrics"] == read(tmp_path / "undisturbed")["metrics"]
     if precision == "bf16":
-        weights = torch.load(run_dir / "model.pt", weights_only=True)
+        weights = model_of(run_dir)
         assert weights["1.running_mean"].eq(0).all()
         assert weights["1.weight"].eq(1).all()
     else:

@@ -9,18 +9,10 @@ from pathlib import Path
 import pytest
 
 from evenkeel.run.checkpoint import load
+from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork_ranks, read, records, run_forked, wait_until
 from tests.support.recipe_task import STEPS, bare_rates
-from tests.support.small_runs import (
-    recipe_job,
-    saved_step,
-    signal_ranks,
-    signal_ranks_at,
-    the_line,
-    told_step,
-    trained,
-    weights_of,
-)
+from tests.support.small_runs import interrupt, recipe_job, refusal, saved_step, signal_ranks, trained, weights_of
 
 
 def job(run_dir: Path, kind: str, *more: object, task: str = "Scheduled") -> list[str]:
@@ -33,25 +25,22 @@ def rates(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["train/lr"] for record in records(run_dir, "train")}
 
 
-def kill(ranks: int, run_dir: Path, slow: Path, *words: str, victims: int = 1) -> None:
+def kill(ranks: int, run_dir: Path, slow: Path, words: list[str], victims: int = 1) -> None:
     """kill -9 of some ranks, a few steps after the start."""
-    target = told_step(run_dir) + random.randrange(2, 6)
-    slow.touch()
-    signal_ranks_at(target, run_dir, fork_ranks(ranks, TRAIN, *words), signal.SIGKILL, victims)
-    slow.unlink()
+    interrupt(ranks, run_dir, words, runs.told_step(run_dir) + random.randrange(2, 6), victims=victims, slow=slow)
 
 
 @pytest.mark.parametrize(
     "kind", ["onecycle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plateau", "sequential"))]
 )
-def test_killed_and_finished_on_other_numbers_of_ranks_rates_and_bits_are_those_of_an_undisturbed_run(
+def test_killed_and_finished_on_other_ranks_rates_and_bits_are_those_of_an_undisturbed_run(
     tmp_path: Path, kind: str
 ) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     words = job(run_dir, kind, "--slow", slow)
-    kill(2, run_dir, slow, *words)
-    kill(2, run_dir, slow, *words, victims=2)
-    kill(3, run_dir, slow, *words)
+    kill(2, run_dir, slow, words)
+    kill(2, run_dir, slow, words, victims=2)
+    kill(3, run_dir, slow, words)
     trained(0, words)
     trained(1, job(plain, kind))
     assert read(run_dir)["world_sizes"] == [2, 2, 3, 1]
@@ -68,7 +57,7 @@ def test_killed_and_finished_on_other_numbers_of_ranks_rates_and_bits_are_those_
 def test_the_control_a_scheduler_outside_of_the_state_gives_other_rates(tmp_path: Path) -> None:
     slow, run_dir = tmp_path / "slow", tmp_path / "run"
     words = job(run_dir, "onecycle", "--slow", slow, task="Outside")
-    kill(2, run_dir, slow, *words)
+    kill(2, run_dir, slow, words)
     began = saved_step(run_dir)
     trained(0, words)
     expected = bare_rates("onecycle")
@@ -92,13 +81,10 @@ def test_a_run_killed_between_a_step_and_its_evaluation_steps_the_scheduler_once
     assert rates(run_dir)[STEPS] == bare_rates("plateau")[-1]
 
 
-def test_what_would_set_other_rates_is_refused(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_what_would_set_other_rates_is_refused(run_dir: Path) -> None:
     for typed in (["--warmup-steps", 3], ["--schedule", "poly"]):
-        done = run_forked(TRAIN, *job(run_dir, "onecycle", *typed), expect=2)
-        assert the_line(done.stderr) == (
-            f"{' '.join(map(str, typed))}: the task's schedulers() set the learning rates; leave it out"
-        )
+        said = f"{' '.join(map(str, typed))}: the task's schedulers() set the learning rates; leave it out"
+        assert refusal(job(run_dir, "onecycle", *typed)) == said
     assert not run_dir.exists()
     trained(0, job(run_dir, "plateau", "--max-steps", 6, "--schedule", "constant"))
     longer = [*job(run_dir, "plateau", "--max-steps", 9, "--schedule", "constant")]

@@ -13,7 +13,7 @@ from evenkeel.data.plan import Plan
 from evenkeel.data.shard_index import write_index
 from tests.support.processes import TRAIN, read, run_forked, start, torchrun
 from tests.support.shards import tars
-from tests.support.small_runs import SUPPORT, ended, kill_at, options, starts, the_line
+from tests.support.small_runs import SUPPORT, Records, each_once, ended, kill_at, options, refusal, starts
 
 TASK = f"{SUPPORT / 'shards_task.py'}:Sharded"
 LENGTHS = [23, 9, 17, 30, 5, 16]  # 100 samples in 6 shards, 28 blocks
@@ -25,17 +25,6 @@ def job(folder: Path, run_dir: Path, *more: object) -> list[str]:
     return options(TASK, run_dir, *shape, "--folder", folder, "--record", run_dir.parent / "record", *more)
 
 
-def trained_on(folder: Path, first: int, end: int, world_size: int) -> Counter[tuple[int, int]]:
-    """(epoch, sample) -> times read for the steps first .. end of an attempt."""
-    counts: Counter[tuple[int, int]] = Counter()
-    for rank in range(world_size):
-        numbers = map(int, (folder / f"rank-{rank}").read_text().split())
-        for step in range(first, end):
-            for micro in PLAN.micro_batches(step, rank, world_size):
-                counts.update((PLAN.locate(step)[0], next(numbers)) for _ in range(micro.size))
-    return counts
-
-
 def by_node(world_size: int, first_step: int, end: int) -> Counter[int]:
     """The control: whole shards are dealt to ranks, as WebDataset's `split_by_node` does, in one epoch.
 
@@ -44,11 +33,8 @@ def by_node(world_size: int, first_step: int, end: int) -> Counter[int]:
     counts: Counter[int] = Counter()
     starts = [sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
     for rank in range(world_size):
-        mine = [
-            n
-            for at, length in list(zip(starts, LENGTHS, strict=True))[rank::world_size]
-            for n in range(at, at + length)
-        ]
+        shards = list(zip(starts, LENGTHS, strict=True))[rank::world_size]
+        mine = [number for at, length in shards for number in range(at, at + length)]
         share = PLAN.global_batch // world_size
         counts.update(mine[first_step * share : end * share])
     return counts
@@ -56,27 +42,18 @@ def by_node(world_size: int, first_step: int, end: int) -> Counter[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_killed_on_two_ranks_and_finished_on_others_each_sample_of_the_shards_comes_exactly_once(
-    tmp_path: Path, ranks: int
-) -> None:
-    folder, run_dir, record = tars(tmp_path / "shards", LENGTHS), tmp_path / "run", tmp_path / "record"
+def test_killed_on_two_ranks_and_finished_on_others_each_sample_comes_exactly_once(tmp_path: Path, ranks: int) -> None:
+    folder, run_dir, record = tars(tmp_path / "shards", LENGTHS), tmp_path / "run", Records(tmp_path / "record")
     write_index(folder)
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
-    record.symlink_to(tmp_path / "first")
-    killed_at = random.Random().randrange(3, 8)
+    record.of_another_attempt()
     process = start(torchrun(2, TRAIN, *job(folder, run_dir, "--pause", 0.1)))
-    kill_at(killed_at, run_dir, process)
-    record.unlink()
-    record.symlink_to(tmp_path / "second")
+    kill_at(random.randrange(3, 8), run_dir, process)
+    record.of_another_attempt()
     command = torchrun(ranks, TRAIN) if ranks > 1 else [sys.executable, str(TRAIN)]
     ended(start([*command, *job(folder, run_dir)]))
     first, second = starts(run_dir)
     assert (first, second > 0) == (0, True)
-    total = trained_on(tmp_path / "first", 0, second, 2) + trained_on(
-        tmp_path / "second", second, PLAN.total_steps, ranks
-    )
-    assert total == Counter({(epoch, number): 1 for epoch in range(3) for number in range(100)})
+    assert record.handed_out(PLAN, run_dir, (2, ranks)) == each_once(3, 100)
     assert read(run_dir)["world_sizes"] == [2, ranks]
 
     assert by_node(2, 0, 4) + by_node(2, 4, 100) == Counter(range(100)), "which is right on as many ranks"
@@ -92,6 +69,6 @@ def test_a_run_keeps_its_order(tmp_path: Path) -> None:
     assert "blocks" in read(run_dir, "status.json")["order"]
     (folder / "train-000.tar").rename(folder / "z.tar")
     write_index(folder)
-    done = run_forked(TRAIN, *job(folder, run_dir, "--max-steps", 2), expect=2)
-    assert "the training data was read in 28 blocks" in the_line(done.stderr)
-    assert "and is read in 28 blocks" in the_line(done.stderr)
+    line = refusal(job(folder, run_dir, "--max-steps", 2))
+    assert "the training data was read in 28 blocks" in line
+    assert "and is read in 28 blocks" in line

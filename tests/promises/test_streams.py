@@ -25,14 +25,8 @@ TASK = f"{SUPPORT / 'streams_task.py'}:Streamed"
 STEPS, BATCH = 40, 12
 
 
-def job(run_dir: Path, *more: object) -> list[str]:
-    shape = ["--max-steps", STEPS, "--batch-size", BATCH, "--micro-batch", 3, "--reduce", "tree"]
-    return options(TASK, run_dir, *shape, "--log-every", 1, "--checkpoint-every", 2, *more)
-
-
-def every_sample_in_its_step() -> set[tuple[int, ...]]:
-    samples = read_in_order(6, BATCH, STEPS * BATCH)
-    return {(number // BATCH, *sample) for number, sample in enumerate(samples)}
+SHAPE = f"--max-steps {STEPS} --batch-size {BATCH} --micro-batch 3 --reduce tree --log-every 1 --checkpoint-every 2"
+job = runs.job_of("streams_task.py:Streamed", SHAPE)
 
 
 def killed(process: subprocess.Popen[str], run_dir: Path, at: int, one_first: bool) -> None:
@@ -63,7 +57,8 @@ def disturbed(tmp_path: Path, seed: int, kills: int) -> None:
     starts = runs.starts(run_dir)
     assert len(starts) > kills
     assert starts[-1] > 0, "it was continued"
-    assert trained_on(record) == every_sample_in_its_step()
+    samples = enumerate(read_in_order(6, BATCH, STEPS * BATCH))
+    assert trained_on(record) == {(number // BATCH, *sample) for number, sample in samples}
 
     run_forked(TRAIN, *job(tmp_path / "undisturbed"))
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed"), "the random numbers of the sources as well"
@@ -84,11 +79,11 @@ def test_a_run_keeps_its_cut_and_its_stream(tmp_path: Path) -> None:
     run_forked(TRAIN, *job(tmp_path / "run", "--schedule", "constant", "--max-steps", 2))
     assert read(tmp_path / "run", "status.json")["order"] == "6 substreams, 2 samples at a time"
     longer = ["--schedule", "constant", "--max-steps", 4]
-    assert "--substreams" in run_forked(TRAIN, *job(tmp_path / "run", *longer, "--substreams", 4), expect=2).stderr
+    assert "--substreams" in runs.refusal(job(tmp_path / "run", *longer, "--substreams", 4))
     run_forked(TRAIN, *job(tmp_path / "run", *longer))
     assert read(tmp_path / "run")["step"] == 4, "the number of samples is not part of what is compared"
-    done = run_forked(TRAIN, *options(TASK, tmp_path / "other", "--batch-size", 12), expect=2)
-    assert runs.the_line(done.stderr).startswith("--max-steps is missing: train_dataset() returned a Streams")
+    line = runs.refusal(options(TASK, tmp_path / "other", "--batch-size", 12))
+    assert line.startswith("--max-steps is missing: train_dataset() returned a Streams")
     assert not (tmp_path / "other").exists()
 
 
@@ -149,7 +144,7 @@ def test_the_control_a_stream_dealt_to_loader_processes_loses_samples() -> None:
 
 
 @pytest.mark.parametrize("library", ["torchdata.stateful_dataloader", "webdataset"])
-def test_the_control_other_libraries_lose_samples_on_other_ranks(
+def test_the_control_other_libraries_lose_samples(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wds = pytest.importorskip(library)

@@ -6,11 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
+from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, checked, finish, fork_ranks, kill_group, read
-from tests.support.small_runs import recipe_job, results_of, signal_ranks_at, told_step, trained, weights_of
+from tests.support.small_runs import interrupt, model_of, recipe_job, results_of, the_line, trained, weights_of
 
 
 def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
@@ -26,9 +26,7 @@ def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_that_of_one_process_with_the_whole_batch_and_the_same_bits_on_any_number_of_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_that_of_one_process_with_the_whole_batch_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Three micro-batches and idle ranks; in the last step of an epoch two micro-batches, one of a single sample."""
     # a plain SGD, because Adam divides by the size of gradients that are only rounding errors
     recipe = ["--dropout", 0, "--clip-norm", 1, "--optimizer", "sgd", "--lr", 0.05, "--reduce", "tree"]
@@ -41,22 +39,19 @@ def test_a_run_is_that_of_one_process_with_the_whole_batch_and_the_same_bits_on_
     # stopped and killed on the way, and refused on too few ranks
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
     options = recipe_job(run_dir, *sync, "--slow", slow)
-    slow.touch()
     for ranks, number in ((4, signal.SIGKILL), (3, signal.SIGTERM)):
-        signal_ranks_at(told_step(run_dir) + 3, run_dir, fork_ranks(ranks, TRAIN, *options), number, victims=1)
-    slow.unlink()
+        interrupt(ranks, run_dir, options, runs.told_step(run_dir) + 3, number, victims=1, slow=slow)
     first, second = fork_ranks(2, TRAIN, *options)
     refused = checked(finish(first), 2)
     kill_group(second)  # which leaves the speaking to the first, and waits for torchrun to end it
-    assert "needs its own rank, but there are only 2; start 3 ranks" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+    assert "needs its own rank, but there are only 2; start 3 ranks" in the_line(refused.stderr)
     trained(5, options)
     assert read(run_dir)["world_sizes"] == [4, 3, 5]
     assert weights_of(run_dir) == weights_of(tmp_path / "3")
 
-    expected = torch.load(plain / "model.pt", weights_only=True)
+    expected = model_of(plain)
     for folder, close in ((run_dir, True), (control, False)):
-        got = torch.load(folder / "model.pt", weights_only=True)
+        got = model_of(folder)
         assert got.keys() == expected.keys()
         furthest = max(distance(got[name], expected[name]) for name in got)
         assert (furthest < 1e-4) == close, (folder.name, furthest)

@@ -13,25 +13,13 @@ import pytest
 
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, start, torchrun
-from tests.support.small_runs import (
-    PLAN,
-    ended,
-    job,
-    results_of,
-    signal_ranks_at,
-    starts,
-    steps_of,
-    told_step,
-    weights_of,
-)
+from tests.support.small_runs import PLAN, ended, job, results_of, signal_ranks_at, starts, steps_of, weights_of
 
 
 @pytest.mark.parametrize(
     ("micro_batches", "worlds"), [(12, (1, 2, 3, 4, 5)), pytest.param(8, (1, 2, 4), marks=pytest.mark.slow)]
 )
-def test_all_bits_are_the_same_on_any_number_of_ranks(
-    tmp_path: Path, micro_batches: int, worlds: tuple[int, ...]
-) -> None:
+def test_all_bits_are_the_same_on_any_ranks(tmp_path: Path, micro_batches: int, worlds: tuple[int, ...]) -> None:
     # 0 ranks: without torchrun, and so without DDP
     results = {ranks: results_of(ranks, "tree_worker.py", tmp_path, micro_batches) for ranks in (0, *worlds)}
     for ranks, result in results.items():
@@ -60,7 +48,7 @@ def test_killed_ten_times_and_resumed_on_other_numbers_of_ranks_the_bits_are_the
     for _ in range(10):
         worlds.append(dice.choice([ranks for ranks in range(5) if ranks not in worlds[-1:]]))
         number = dice.choice([signal.SIGTERM, signal.SIGKILL])
-        signal_ranks_at(told_step(run_dir) + 1, run_dir, small(worlds[-1], run_dir, *slowly), number)
+        signal_ranks_at(runs.told_step(run_dir) + 1, run_dir, small(worlds[-1], run_dir, *slowly), number)
     finish_all(small(dice.randrange(5), run_dir, *slowly))
     assert len(starts(run_dir)) == 11
     assert len(set(worlds)) > 2
@@ -78,8 +66,7 @@ def test_the_control_with_the_ring_the_bits_depend_on_the_number_of_ranks(tmp_pa
 
 @pytest.mark.slow
 @runs.BOTH_WAYS
-def test_a_peer_that_dies_in_an_exchange_is_an_error_and_no_hang(tmp_path: Path, dies: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_peer_that_dies_in_an_exchange_is_an_error_and_no_hang(run_dir: Path, dies: str) -> None:
     process = start(torchrun(3, TRAIN, *job(run_dir, "--reduce", "tree", "--pause", 0.1), restarts=1))
     runs.wait_for_step(run_dir, 3, process)
     os.kill(runs.pids_of(process, dies)[1], signal.SIGKILL)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, fork_ranks, records, run_forked
-from tests.support.small_runs import SUPPORT, options, signal_ranks_at, trained, weights_of
+from tests.support.processes import TRAIN, records, run_forked
+from tests.support.small_runs import interrupt, job_of, trained, weights_of
 from tests.training.test_compilation import code  # noqa: F401  (a fixture)
 
-
-def job(run_dir: Path, *more: object) -> list[str]:
-    shape = ["--epochs", 2, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1, *more]
-    return options(f"{SUPPORT / 'turns_task.py'}:Turns", run_dir, *shape)
+job = job_of("turns_task.py:Turns", "--epochs 2 --batch-size 12 --micro-batch 3 --log-every 1")
 
 
 @pytest.mark.slow
@@ -22,9 +18,7 @@ def job(run_dir: Path, *more: object) -> list[str]:
 def test_turns_go_through_a_kill_and_other_numbers_of_ranks(tmp_path: Path, reduce: str) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     words = job(run_dir, "--reduce", reduce, "--slow", slow)
-    slow.touch()
-    signal_ranks_at(4, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGKILL, victims=1)
-    slow.unlink()
+    interrupt(2, run_dir, words, step=4, victims=1, slow=slow)
     trained(3, words)
     trained(0, job(plain, "--reduce", reduce))
     losses = [{it["step"]: it["train/d_loss"] for it in records(folder, "train")} for folder in (run_dir, plain)]

@@ -6,29 +6,24 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support import small_runs
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records
-from tests.support.small_runs import signal_ranks_at, trained
+from tests.support.small_runs import interrupt, job_of, model_of, trained
 
-
-def options(run_dir: Path, *more: object) -> list[str]:
-    small = ["--backbone", "small", "--canvas", 32, "--digit-size", 16, "--discriminator-width", 4]
-    return small_runs.options("segment", run_dir, *small, "--log-every", 1, "--reduce", "tree", *more)
+NET = "--backbone small --canvas 32 --digit-size 16 --discriminator-width 4 --reduce tree --log-every 1"
+job = job_of("segment", NET)
 
 
 @pytest.mark.slow
-def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> None:
+def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path, run_dir: Path) -> None:
     """On one rank without a stop; and on 3 whole, 2 placed and 1 cut, with a SIGTERM and a SIGKILL in between."""
     shape = ["--samples", 45, "--test-samples", 13, "--batch-size", 11, "--micro-batch", 3, "--epochs", 6]
     shape += ["--checkpoint-every", 2, "--adversarial", 0.1, "--schedule", "poly", "--ema", 0.9]
-    undisturbed = fork_ranks(1, TRAIN, *options(tmp_path / "one", *shape))
-    run_dir = tmp_path / "run"
-    signal_ranks_at(3, run_dir, fork_ranks(3, TRAIN, *options(run_dir, *shape)), signal.SIGTERM)
+    undisturbed = fork_ranks(1, TRAIN, *job(tmp_path / "one", *shape))
+    interrupt(3, run_dir, job(run_dir, *shape), 3, signal.SIGTERM)
     place = ["--place", "segmenter=0,discriminator=1"]
-    signal_ranks_at(9, run_dir, fork_ranks(2, TRAIN, *options(run_dir, *shape, *place)), signal.SIGKILL)
-    trained(0, options(run_dir, *shape, "--model-parallel", 2))
+    interrupt(2, run_dir, job(run_dir, *shape, *place), step=9)
+    trained(0, job(run_dir, *shape, "--model-parallel", 2))
     finish_all(undisturbed)
     ours, theirs = read(run_dir), read(tmp_path / "one")
     assert ours["world_sizes"] == [3, 2, 1]
@@ -42,5 +37,5 @@ def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path) -> 
     last = {record["step"]: record for record in records(run_dir, "train")}[16]
     assert last["train/lr"] == pytest.approx(2e-3 * 0.5**0.9), "the segmenter's, at step 15 of 30"
     assert last["train/lr_discriminator"] == pytest.approx(1e-4 * 0.5), "by a schedule of its own"
-    saved = torch.load(run_dir / "model.pt", weights_only=True)
+    saved = model_of(run_dir)
     assert {name.split(".")[0] for name in saved} == {"segmenter", "discriminator"}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, evenkeel, fork_ranks, read, records, run_forked
-from tests.support.small_runs import OWN, job, own_task, signal_ranks_at, starts, the_line, trained, weights_of
+from tests.support.processes import evenkeel, read, records
+from tests.support.small_runs import OWN, interrupt, job, own_task, refusal, starts, the_line, trained, weights_of
 
 UNTESTED = """
 best = ("loss", "min")
@@ -34,9 +33,7 @@ def test_it_is_killed_and_finished_on_another_number_of_ranks_with_the_same_bits
     """Also in mid-epoch, and after the step at which an evaluation would be due."""
     run_dir, hold = tmp_path / "run", tmp_path / "hold"
     words = untested(tmp_path, run_dir, "--pause", 0.05, "--hold", hold, "--eval-every", 4, "--checkpoint-every", 2)
-    hold.touch()
-    signal_ranks_at(9, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGKILL)
-    hold.unlink()
+    interrupt(2, run_dir, words, step=9, slow=hold)
     trained(1, words)
     assert starts(run_dir)[1] >= 8
     assert (read(run_dir)["state"], read(run_dir)["metrics"], read(run_dir)["step"]) == ("finished", {}, 27)
@@ -48,18 +45,16 @@ def test_it_is_killed_and_finished_on_another_number_of_ranks_with_the_same_bits
 
     told = evenkeel("predict", run_dir, "--set", "test", "--output", tmp_path / "out.csv", expect=2)
     assert "--set test: the task has no such set; it has train" in the_line(told.stderr)
-    assert "nothing to evaluate on" in the_line(run_forked(TRAIN, *words, "--eval-only", expect=2).stderr)
+    assert "nothing to evaluate on" in refusal([*words, "--eval-only"])
 
 
 @pytest.mark.parametrize("option", ["--patience 3", "--eval-only"])
 def test_what_needs_an_evaluation_is_refused_in_a_line(tmp_path: Path, option: str) -> None:
-    refused = run_forked(TRAIN, *untested(tmp_path, tmp_path / "run", *option.split()), expect=2)
-    line = the_line(refused.stderr)
+    line = refusal(untested(tmp_path, tmp_path / "run", *option.split()))
     assert line.startswith(f"{option}: there is nothing to evaluate on, because test_dataset() returned None; ")
     assert not (tmp_path / "run").exists()
 
 
-def test_with_a_share_of_the_training_data_it_is_validated(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_with_a_share_of_the_training_data_it_is_validated(tmp_path: Path, run_dir: Path) -> None:
     trained(0, untested(tmp_path, run_dir, "--validation", 0.2, "--patience", 9))
     assert read(run_dir)["metrics"].keys() == {"validation/loss"}

@@ -43,7 +43,6 @@ def reported(output: str, name: str) -> str:
 
 def wait_for_fault(process: subprocess.Popen[str], kind: str) -> str:
     """Read what chaos prints until a fault of a kind; whom it hit."""
-    assert process.stdout
     for line in process.stdout:
         for found, whom in LINE.findall(line):
             if found == kind and not whom.startswith("missed"):

@@ -10,22 +10,8 @@ from pathlib import Path
 from typing import Any
 
 NUMBERS = [0, -1, -0.5, 1e-300, -1e9, 1e15, 2**31, 2**63, -(2**63), 1e300, math.nan, math.inf, -math.inf, 10**400, True]
-OTHERS = [
-    None,
-    "",
-    "\ud800",
-    "\x1b[2J",
-    "\x00",
-    "../a",
-    "a" * 300,
-    [],
-    {},
-    [[]],
-    [{}],
-    {"a": []},
-    ["n", "n"],
-    {"": -1.0},
-]
+TEXTS = ["", "\ud800", "\x1b[2J", "\x00", "../a", "a" * 300]
+OTHERS = [None, *TEXTS, [], {}, [[]], [{}], {"a": []}, ["n", "n"], {"": -1.0}]
 
 
 def damaged(value: Any, dice: random.Random) -> Any:

@@ -60,7 +60,7 @@ def end_all() -> None:
             process.wait()
 
 
-def devices_of(run_dir: Path, attempt: int = 1) -> list[str]:
-    """What each rank of an attempt says that it computes on, "cuda:0 (GPU 0) of ..."."""
-    logs = sorted((run_dir / "logs" / f"attempt-{attempt:04}").glob("rank-*.log"))
+def devices_of(run_dir: Path) -> list[str]:
+    """What each rank of the first attempt says that it computes on, "cuda:0 (GPU 0) of ..."."""
+    logs = sorted((run_dir / "logs" / "attempt-0001").glob("rank-*.log"))
     return [log.read_text().partition("this rank has ")[2].partition("\n")[0] for log in logs]

@@ -43,12 +43,4 @@ class Measured(Validated):
         return super().summarize(found | {f"cell_{i}": cell for i, cell in enumerate(cells)})
 
 
-@dataclass
-class Refused(Measured):
-    """Made with a metric that keeps all scores, when it is made."""
-
-    def __post_init__(self) -> None:
-        SumMetrics(auroc=MulticlassAUROC(3))
-
-
 PATH = Path(__file__)

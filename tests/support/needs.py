@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 NO_SKIPS = "EVENKEEL_NO_SKIPS"
 CI_LACKS = re.compile(
@@ -21,6 +22,10 @@ CI_LACKS = re.compile(
     r"|'evenkeel\.|this copy has left out"
 )
 """In the reason of a skip: what CI does not have either, and what make_it_yours.py may have taken out."""
+
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
+"""For a test of several ranks that compute where they are."""
 
 
 def root(to: str) -> pytest.MarkDecorator:

@@ -23,7 +23,7 @@ from PIL import Image
 from recording_task import Recorded
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, random_split
+from torch.utils.data import IterableDataset, Subset, TensorDataset, random_split
 
 from evenkeel.training.task import Task
 
@@ -110,6 +110,7 @@ Frozen = odd("Frozen", model=lambda task: nn.Linear(3, 2).requires_grad_(False))
 NoModule = odd("NoModule", model=lambda task: torch.zeros(3))
 Lazy = odd("Lazy", model=lambda task: nn.LazyLinear(2))
 Meta = odd("Meta", model=lambda task: nn.Linear(3, 2, device="meta"))
+ExitsInLoss = odd("ExitsInLoss", loss=lambda task, model, batch: sys.exit(0))
 ExitsInModel = odd("ExitsInModel", model=lambda task: sys.exit("no such\nnetwork"))
 OtherModel = odd("OtherModel", optimizers=lambda task, model, config: [SGD(task.model().parameters(), lr=0.1)])
 NoOptimizers = odd("NoOptimizers", optimizers=lambda task, model, config: [])
@@ -126,11 +127,6 @@ class CompiledByItself(Usual):
     def model(self) -> Any:
         part = torch.compile(nn.Linear(3, 4), backend="eager")
         return torch.compile(nn.Sequential(part, nn.Linear(4, 2)), backend="eager")
-
-
-class ExitsInLoss(Usual):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        raise SystemExit(0)
 
 
 class SparseLoss(Usual):
@@ -264,40 +260,22 @@ class NoFolder(Usual):
         return Path("no/such/folder/train.csv").read_text()
 
 
-class Exiting(Dataset[Any]):
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 1:
-            sys.exit()
-        return torch.ones(3), 0
-
-
 class OfLength:
     """13 samples that say to be others."""
 
-    def __init__(self, length: Any) -> None:
-        self.length = length
+    def __init__(self, length: Any, read: Any = lambda index: ([torch.ones(3)] * 13)[index]) -> None:
+        self.length, self.read = length, read
 
     def __len__(self) -> int:
         return self.length()
 
     def __getitem__(self, index: int) -> Any:
-        return ([torch.ones(3)] * 13)[index], 0
+        return self.read(index), 0
 
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([1, 2, 3])
-
-
-class Exhausted:
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> Any:
-        return next(iter(()))
 
 
 @dataclass
@@ -310,12 +288,17 @@ class Sample:
 OtherDataOnRank1 = odd(
     "OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[int(os.environ.get("RANK", "0")) :]
 )
-Exits = odd("Exits", train_dataset=lambda task: Exiting())  # the process, at a sample that no start looks at
+Exits = odd(  # the process, at a sample that no start looks at
+    "Exits",
+    train_dataset=lambda task: OfLength(lambda: 13, lambda index: sys.exit() if index == 1 else torch.ones(3)),
+)
 TooLong = odd("TooLong", train_dataset=lambda task: OfLength(lambda: 100))
 NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda: -1))
 NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())
 Endless = odd("Endless", train_dataset=lambda task: Stream())
-ExhaustedSamples = odd("ExhaustedSamples", train_dataset=lambda task: Exhausted())
+ExhaustedSamples = odd(
+    "ExhaustedSamples", train_dataset=lambda task: OfLength(lambda: 13, lambda index: next(iter(())))
+)
 NoneInside = odd("NoneInside", sample=lambda task, index: (torch.zeros(3), None))
 Images = odd("Images", sample=lambda task, index: {"image": Image.new("L", (4, 4)), "label": 0})
 ManySizes = odd("ManySizes", sample=lambda task, index: (np.zeros((3, 4 + index % 2)), 0))

@@ -30,15 +30,20 @@ def torchrun(ranks: int, *arguments: object, restarts: int = 0) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, *map(str, arguments)]
 
 
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+Variables = Mapping[str, str | None]
+"""More environment variables; None takes one out."""
+
+
+def environment(extra: Variables | None = None) -> dict[str, str]:
     """This process's, with one thread a rank, and without W&B accounts, make's options, a terminal's size, what pytest
     says, and what torch sets in it when its compiler is imported."""
     private = ("WANDB_", "MAKE", "MFLAGS", "ARGS", "COLUMNS", "LINES", "PYTEST_", "TORCHINDUCTOR_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(private)}
-    return kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull} | dict(extra or {})
+    both = kept | {"OMP_NUM_THREADS": "1", "NETRC": os.devnull} | dict(extra or {})
+    return {name: value for name, value in both.items() if value is not None}
 
 
-def start(command: Sequence[object], cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(command: Sequence[object], cwd: Path = ROOT, env: Variables | None = None) -> subprocess.Popen[str]:
     """Start a command in a process group of its own."""
     return subprocess.Popen(
         [str(word) for word in command],
@@ -52,7 +57,7 @@ def start(command: Sequence[object], cwd: Path = ROOT, env: Mapping[str, str] | 
     )
 
 
-def fork(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
+def fork(*arguments: object, env: Variables | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
     """As `start([sys.executable, ...])`, but forked from a process that has imported torch."""
     started: Any = Forked([str(argument) for argument in arguments], environment(env), cwd)
     return started  # as much of a Popen as is needed here
@@ -72,17 +77,10 @@ def rank_variables(ranks: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def refused_ranks(ranks: int, *arguments: object) -> list[subprocess.CompletedProcess[str]]:
-    """Ranks without torchrun that all refuse, each by itself, with exit code 2."""
-    return [checked(done, 2) for done in [finish(rank) for rank in fork_ranks(ranks, *arguments)]]
-
-
-def finish_all(
-    started: Sequence[subprocess.Popen[str]], limit: float | None = None
-) -> list[subprocess.CompletedProcess[str]]:
-    """Wait for the ranks of a job, all of which must end well."""
+def finish_all(started: Sequence[subprocess.Popen[str]], code: int = 0) -> list[subprocess.CompletedProcess[str]]:
+    """Wait for the ranks of a job, all of which must end with this exit code, each by itself."""
     try:
-        return [checked(finish(process, limit), 0) for process in started]
+        return [checked(finish(process), code) for process in started]
     finally:
         for process in started:
             kill_group(process)
@@ -113,7 +111,7 @@ def stop(
 def run(
     command: Sequence[object],
     cwd: Path = ROOT,
-    env: Mapping[str, str] | None = None,
+    env: Variables | None = None,
     limit: float | None = None,
     expect: int | None = 0,
 ) -> subprocess.CompletedProcess[str]:
@@ -122,7 +120,7 @@ def run(
 
 
 def evenkeel(
-    *arguments: object, env: Mapping[str, str] | None = None, expect: int | None = 0
+    *arguments: object, env: Variables | None = None, expect: int | None = 0
 ) -> subprocess.CompletedProcess[str]:
     """Type `python -m evenkeel ...`."""
     return run([*EVENKEEL, *arguments], env=env, expect=expect)

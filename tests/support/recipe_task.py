@@ -89,15 +89,15 @@ def scheduler(kind: str, optimizer: Optimizer, steps: int) -> LRScheduler:
     return lr_scheduler.SequentialLR(optimizer, parts, [5])
 
 
-def bare_rates(kind: str, lr: float = 0.002, every: int = 3) -> list[float]:
+def bare_rates(kind: str) -> list[float]:
     """The rate of each step of a plain loop that evaluates after every third step."""
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.002)
     made: Any = scheduler(kind, optimizer, STEPS)
     rates = []
     for step in range(1, STEPS + 1):
         rates.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
-        if kind == "plateau" and step % every == 0:
+        if kind == "plateau" and step % 3 == 0:
             made.step(1.0)
         elif kind != "plateau":
             made.step()

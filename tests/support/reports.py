@@ -39,9 +39,9 @@ MEASURE = """<script>addEventListener("load", () => {
 """Added to a copy of a page, which itself runs no script: whether it is wider than the window, what it lacks."""
 
 
-def report(*arguments: object, expect: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def report(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Make a report."""
-    return run([*REPORT, *map(str, arguments)], expect=expect, env=env)
+    return run([*REPORT, *arguments])
 
 
 def copy_of_a_run(to: Path, name: str = "finished") -> Path:

@@ -73,17 +73,14 @@ def write_cifar(root: Path, kind: int, packed: bool = False) -> dict[str, Any]:
     return found
 
 
-def write_folder(root: Path, bad: tuple[str, ...] = ()) -> list[Path]:
-    """JPEG files of three classes, of sizes that differ; those in ``bad`` are cut off. Gives the files for training."""
+def write_folder(root: Path) -> list[Path]:
+    """JPEG files of three classes, of sizes that differ. Gives the files for training."""
     for part, first, count in (("train", 0, TRAIN), ("val", TRAIN, TEST)):
         images, labels = digit_images(first, count, 32)
         for number, (image, label) in enumerate(zip(images, labels, strict=True)):
             path = root / part / f"class-{label % 3}" / f"{number:03}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image[:, : 24 + number % 9]).save(path, quality=95)
-    for name in bad:
-        path = root / name
-        path.write_bytes(path.read_bytes()[:300])
     return sorted((root / "train").rglob("*.jpg"))
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import textwrap
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from evenkeel.common.processes import process_name
 from evenkeel.data.plan import Plan
@@ -24,6 +28,7 @@ from tests.support.processes import (
     fork_ranks,
     read,
     records,
+    run_forked,
     stop,
     wait_beside,
     wait_until,
@@ -36,7 +41,7 @@ OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
 TASK = f"{SUPPORT / 'recording_task.py'}:Recorded"
 ODD_TASKS = SUPPORT / "odd_tasks.py"
 
-EPOCHS, BATCH, MICRO = 3, 12, 3  # 9 steps an epoch, the last of 5 samples
+EPOCHS, BATCH, MICRO = 3, 12, 3  # 27 steps, 9 an epoch, the last of 5 samples
 PLAN = Plan(SAMPLES, BATCH, MICRO, EPOCHS)
 
 
@@ -45,32 +50,37 @@ def options(task: str, run_dir: Path, *more: object) -> list[str]:
     return [str(word) for word in ("--task", task, "--run-dir", run_dir, "--wandb", "disabled", *more)]
 
 
-def job(run_dir: Path, *more: object) -> list[str]:
-    """Options of a run of the recording task: 27 steps."""
-    shape = ["--epochs", EPOCHS, "--batch-size", BATCH, "--micro-batch", MICRO, "--log-every", 1]
-    return options(TASK, run_dir, *shape, *more)
+def job_of(task: str, shape: str) -> Callable[..., list[str]]:
+    """What makes options of runs: (run_dir, *more, task=another class of the same file).
+
+    Args:
+        task: built in, or FILE:CLASS of tests/support.
+        shape: options that all have.
+    """
+    file, _, usual = task.rpartition(":")
+
+    def made(run_dir: Path, *more: object, task: str = usual) -> list[str]:
+        return options(f"{SUPPORT / file}:{task}" if file else task, run_dir, *shape.split(), *more)
+
+    return made
+
+
+SHAPE = f"--epochs {EPOCHS} --batch-size {BATCH} --micro-batch {MICRO} --log-every 1"
+job = job_of("recording_task.py:Recorded", SHAPE)
+recipe_job = job_of("recipe_task.py:Recipe", SHAPE)
+"""With BatchNorm and dropout."""
+small_job = job_of("small_task.py:Small", "--epochs 2 --batch-size 24 --micro-batch 4 --reduce tree --log-every 1")
+"""Eight steps."""
 
 
 def kept_job(run_dir: Path, *more: object) -> list[str]:
-    """The same with keepers."""
+    """Options of a run of the recording task with keepers."""
     return job(run_dir, "--keeper", "on", *more)
-
-
-def recipe_job(run_dir: Path, *more: object, task: str = "Recipe") -> list[str]:
-    """The same of a task of recipe_task.py, with BatchNorm and dropout."""
-    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1]
-    return options(f"{SUPPORT / 'recipe_task.py'}:{task}", run_dir, *shape, *more)
 
 
 def odd_job(task: str, run_dir: Path, *more: object) -> list[str]:
     """Options of a run of a task of odd_tasks.py: four steps, the last of one sample."""
     return options(f"{ODD_TASKS}:{task}", run_dir, "--batch-size", 4, "--micro-batch", 2, "--epochs", 1, *more)
-
-
-def small_job(ranks: int, run_dir: Path, *more: object, task: str = "Small") -> list[subprocess.Popen[str]]:
-    """Start eight steps of a task of small_task.py on so many ranks; 0: without a process group."""
-    shape = ["--epochs", 2, "--batch-size", 24, "--micro-batch", 4, "--reduce", "tree", "--log-every", 1]
-    return fork_ranks(ranks, TRAIN, *options(f"{SUPPORT / 'small_task.py'}:{task}", run_dir, *shape, *more))
 
 
 def trained(ranks: int, options: Iterable[object]) -> list[subprocess.CompletedProcess[str]]:
@@ -96,6 +106,45 @@ def signal_ranks_at(
     """The same when a step stands in the metrics of the run."""
     wait_for_step(run_dir, step, ranks[0])
     return signal_ranks(ranks, number, victims)
+
+
+def interrupt(
+    ranks: int,
+    run_dir: Path,
+    words: Iterable[object],
+    step: int,
+    number: signal.Signals = signal.SIGKILL,
+    victims: int = 0,
+    slow: Path | None = None,
+) -> None:
+    """Train on so many ranks, slowly while there is the file `slow`, and at a step send the last so many a signal."""
+    if slow:
+        slow.touch()
+    signal_ranks_at(step, run_dir, fork_ranks(ranks, TRAIN, *words), number, victims)
+    if slow:
+        slow.unlink()
+
+
+def failed(ranks: int, options: Iterable[object], code: int = 1) -> list[subprocess.CompletedProcess[str]]:
+    """Train on so many forked ranks, all of which must end with this exit code, each by itself."""
+    return finish_all(fork_ranks(ranks, TRAIN, *options), code)
+
+
+def refusal(options: Iterable[object], code: int = 2) -> str:
+    """The only line by which train.py ends; with code 1 it is one of a failure."""
+    return the_line(run_forked(TRAIN, *options, expect=code).stderr)
+
+
+def model_of(run_dir: Path) -> dict[str, Any]:
+    """The weights in a finished run's model.pt."""
+    found: dict[str, Any] = torch.load(run_dir / "model.pt", weights_only=True)
+    return found
+
+
+def evaluation_of(first: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What rank 0 has printed of an `--eval-only`."""
+    found: dict[str, Any] = json.loads(first.stdout.splitlines()[-1])["evaluation"]
+    return found
 
 
 def results_of(ranks: int, worker: str, folder: Path, *arguments: object) -> Any:
@@ -125,6 +174,38 @@ def own_task(folder: Path, body: str = "pass", before: str = "") -> str:
     body = textwrap.indent(textwrap.dedent(body).strip(), "    ")
     (folder / "own.py").write_text(f"{imports}{before}\n\nclass Own(Recorded):\n{body}\n")
     return f"{folder / 'own.py'}:Own"
+
+
+class Records:
+    """Folders for what the attempts of a run write down, by a link: the option that names the folder is the run's."""
+
+    def __init__(self, link: Path) -> None:
+        self.link, self.folders = link, list[Path]()
+
+    def of_another_attempt(self) -> None:
+        """Point the link at a new folder."""
+        self.folders.append(self.link.with_name(f"{self.link.name}-{len(self.folders)}"))
+        self.folders[-1].mkdir()
+        self.link.unlink(missing_ok=True)
+        self.link.symlink_to(self.folders[-1])
+
+    def handed_out(self, plan: Plan, run_dir: Path, worlds: Sequence[int]) -> Counter[tuple[int, int]]:
+        """(epoch, sample) -> times that the attempts, each on so many ranks, have read it for steps that count."""
+        counts: Counter[tuple[int, int]] = Counter()
+        begins = starts(run_dir)
+        ends = [*begins[1:], plan.total_steps]
+        for folder, first, end, world_size in zip(self.folders, begins, ends, worlds, strict=True):
+            for rank in range(world_size):
+                numbers = (int(word) for path in folder.glob(f"rank-{rank}*") for word in path.read_text().split())
+                for step in range(first, end):
+                    for micro in plan.micro_batches(step, rank, world_size):
+                        counts.update((plan.locate(step)[0], next(numbers)) for _ in range(micro.size))
+        return counts
+
+
+def each_once(epochs: int, samples: int) -> Counter[tuple[int, int]]:
+    """What that must be."""
+    return Counter((epoch, sample) for epoch in range(epochs) for sample in range(samples))
 
 
 def weights_of(run_dir: Path) -> str:
@@ -239,11 +320,24 @@ def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def kill_at(step: int, run_dir: Path, process: subprocess.Popen[str], every: int = 2) -> None:
-    """The same at a step, when the last checkpoint before it is on the disk, of one in so many steps."""
+def kill_at(step: int, run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """The same at a step, when the last checkpoint before it is on the disk, of one in two steps."""
     wait_for_step(run_dir, step, process)
-    wait_until(lambda: saved_step(run_dir) >= step - every, f"the last checkpoint before step {step}")
+    wait_until(lambda: saved_step(run_dir) >= step - 2, f"the last checkpoint before step {step}")
     kill_workers_and_agent(process)
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[Path]:
+    """Keep writers of checkpoints out, as a slow disk does; for ten seconds, and then they write beside it."""
+    folder = run_dir / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        os.close(descriptor)
 
 
 def bytes_in_memory(pid: int) -> int:

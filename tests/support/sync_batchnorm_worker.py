@@ -56,10 +56,10 @@ def data(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.to(dtype), weight
 
 
-def results(norm: nn.Module, x: Tensor, weight: Tensor, passes: int = 2) -> dict[str, Tensor]:
-    """Output and gradients of some passes, and the statistics after them."""
+def results(norm: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of two passes, and the statistics after them."""
     x = x.clone(memory_format=torch.preserve_format).requires_grad_()
-    for _ in range(passes):
+    for _ in range(2):
         norm.zero_grad()
         x.grad = None
         out = norm(x)

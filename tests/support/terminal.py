@@ -52,9 +52,9 @@ class Terminal:
         """What was printed, without colours, movements of the cursor and carriage returns."""
         return CONTROL.sub("", self.output).replace("\r", "")
 
-    def read_until(self, pattern: str, limit: float = LIMIT) -> None:
+    def read_until(self, pattern: str) -> None:
         """Read until a pattern has been printed."""
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + LIMIT
         while not re.search(pattern, self.text):
             assert self._read(deadline), f"ended without {pattern}\n{self.text}"
 
@@ -64,9 +64,9 @@ class Terminal:
     def press_ctrl_c(self) -> None:
         os.write(self._ours, b"\x03")
 
-    def end(self, limit: float = LIMIT) -> int:
+    def end(self) -> int:
         """Read to the end; the exit code."""
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + LIMIT
         while self._read(deadline):
             pass
         return self.process.wait(timeout=max(1.0, deadline - time.monotonic()))

@@ -38,11 +38,6 @@ def engine_command(*words: str, host: Host = HOST, **environ: str) -> list[str]:
     return list(command(typed, train_args, host, environ).argv)
 
 
-def launched(argv: list[str]) -> list[str]:
-    """What the container would be told."""
-    return argv[argv.index("launch") :]
-
-
 def test_one_node(tmp_path: Path) -> None:
     argv = engine_command("-g", "2", "--runs", str(tmp_path), "--", "--epochs", "5")
     image = argv.index("evenkeel")
@@ -79,9 +74,7 @@ PODMAN = ["--engine", "podman"]
         (["--shm-size", "host"], HOST, None, ["--ipc=host"], "--shm-size"),
     ],
 )
-def test_options_of_the_engine(
-    words: list[str], host: Host, visible: str | None, there: list[str], absent: str
-) -> None:
+def test_engine_options(words: list[str], host: Host, visible: str | None, there: list[str], absent: str) -> None:
     argv = engine_command(*words, host=host, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
     given = argv[: argv.index("launch")]
     assert set(there) <= set(given)
@@ -90,7 +83,8 @@ def test_options_of_the_engine(
 
 def test_a_node_is_told_its_place() -> None:
     words = ["--gpus", "4", "--nodes", "2:3", "--node-rank", "0", "--master", "node0:1234", "--run-id", "tide", "--"]
-    assert launched(engine_command(*NODES, "-nr", "0")) == ["launch", *words]
+    argv = engine_command(*NODES, "-nr", "0")
+    assert argv[argv.index("launch") :] == ["launch", *words]
 
 
 def test_mounts(tmp_path: Path) -> None:

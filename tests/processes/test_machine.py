@@ -1,16 +1,20 @@
-"""How many CPU threads a rank has where no option says it."""
+"""How many CPU threads a rank has where no option says it, and its devices: what is said of them, who asks for them."""
 
 from __future__ import annotations
 
-import os
+import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from evenkeel.common.processes import count_cores
+from evenkeel.distributed.devices import describe
+from tests.distributed.test_devices import CPU, gpu
 from tests.processes.test_old_runs import OPTIONS
-from tests.support.processes import ROOT, TRAIN, read, run, run_forked, torchrun
+from tests.support.processes import TRAIN, checked, finish, read, run, run_forked, start, torchrun
 from tests.support.small_runs import OLD_RUNS, job
 
 PROGRAM = """
@@ -22,9 +26,7 @@ print(*(threads_of_a_rank(exact, ranks) for exact, ranks in ((False, 1), (False,
 
 def threads(*command: str, **variables: str) -> set[str]:
     """What the program prints, for a whole node and a very small part of one, and for exact bits."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    return set(done.stdout.splitlines())
+    return set(run(command, env={"OMP_NUM_THREADS": None, **variables}).stdout.splitlines())
 
 
 def test_the_cores_are_divided_unless_the_user_says_otherwise(tmp_path: Path) -> None:
@@ -40,9 +42,8 @@ def test_the_cores_are_divided_unless_the_user_says_otherwise(tmp_path: Path) ->
     assert threads(*alone, OMP_NUM_THREADS="2") == {"2 2 1"}
 
 
-def test_a_continued_run_keeps_its_count(tmp_path: Path) -> None:
+def test_a_continued_run_keeps_its_count(run_dir: Path) -> None:
     """The environment of these tests says one thread."""
-    run_dir = tmp_path / "run"
     long = ["--schedule", "constant", "--max-steps"]
     for more, expected in (([*long, 2, "--threads", 2], 2), ([*long, 4], 2), ([*long, 6, "--threads", 1], 1)):
         run_forked(TRAIN, *job(run_dir, *more))
@@ -57,3 +58,26 @@ def test_a_run_of_an_older_version_keeps_its_count(tmp_path: Path) -> None:
     options = ["--run-dir", run_dir, *OPTIONS, "--augment", "basic"]
     run([sys.executable, str(TRAIN), *map(str, options)], env={"OMP_NUM_THREADS": "2"})
     assert read(run_dir, "status.json")["threads"] == 1
+
+
+NO_WANDB = ["--wandb", "disabled", "--run-dir"]
+
+
+def test_each_rank_writes_down_its_device(tmp_path: Path) -> None:
+    run_forked(TRAIN, "--max-steps", 1, *NO_WANDB, tmp_path)
+    log = (tmp_path / "logs" / "attempt-0001" / "rank-0.log").read_text()
+    assert f"this rank has {describe(gpu(0) if torch.cuda.is_available() else CPU).line}\n" in log
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
+def test_a_keeper_asks_no_driver_of_gpus_which_its_forks_could_not_use_then(tmp_path: Path) -> None:
+    """By the dynamic linker: CUDA's runtime loads the driver's library in the first call that needs a driver."""
+    told = {"LD_DEBUG": "files", "LD_DEBUG_OUTPUT": str(tmp_path / "linker")}
+    process = start([sys.executable, TRAIN, "--max-steps", 1, *NO_WANDB, tmp_path / "run"], env=told)
+    checked(finish(process), 0)
+    pattern = r"(\d+):\s+file=(lib(?:cuda|nvidia-ml)\.so)\S* \[0\];\s+dynamically loaded by (\S+)"
+    loaded = re.findall(pattern, (tmp_path / f"linker.{process.pid}").read_text())
+    # cuBLAS and cuSPARSELt look for it as they are loaded, which is no call
+    asked = {int(pid) for pid, _, by in loaded if not re.search("libcublas|libcusparse", by)}
+    assert len(asked) == 1, "the control: the trainer does ask"
+    assert process.pid not in asked
