@@ -74,7 +74,7 @@ def test_text_will_do_for_a_path() -> None:
             "--reduce-dtype bf16 --reduce tree: its sums are exact",
             "leave one of",
         ),
-        ({"reduce_dtype": "bf16", "strategy": "dp"}, "--reduce-dtype bf16 --strategy dp: one process", "leave one of"),
+        ({"reduce_dtype": "bf16", "strategy": "dp"}, "--reduce-dtype bf16 --strategy dp: one process", "leave one out"),
         ({"strategy": "dp", "share_gpu": True}, "--strategy dp --share-gpu", "leave one of them out"),
         ({"micro_batch": "auto", "share_gpu": True}, "--micro-batch auto --share-gpu", "give a number"),
         ({"init_from": Path("no/such/model.pt")}, "--init-from no/such/model.pt", "no such file"),

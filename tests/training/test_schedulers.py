@@ -212,7 +212,7 @@ def test_what_cannot_be_stepped_or_saved_is_refused_by_name() -> None:
     assert "mode='min', and `best` is 'accuracy', whose max counts" in refused(
         torchs.ReduceLROnPlateau, best=("accuracy", "max")
     )
-    assert "the task's `best` is None" in refused(torchs.ReduceLROnPlateau, best=None)
+    assert "the task has no test data, or no `best`" in refused(torchs.ReduceLROnPlateau, best=None)
     assert "is to be stepped by 'epoch'" in refused(lambda it: [(torchs.StepLR(it, 3), "epoch")])
     assert 'it can be "evaluation"' in refused(lambda it: [(torchs.ReduceLROnPlateau(it), "step")])
     assert "both rates() and schedulers()" in refused(lambda it: torchs.StepLR(it, 3), own=True)

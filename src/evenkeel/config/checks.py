@@ -97,11 +97,10 @@ def _check_devices(config: Config) -> None:
         raise Refusal(f"--shares {config.shares} {other}: needs equal shares of a batch; leave one of them out")
     if dp and config.reduce == "tree":
         raise Refusal("--reduce tree: with --strategy dp DataParallel sums the gradients; leave one of the two out")
-    if config.reduce_dtype != "fp32" and (
-        other := "--reduce tree" if config.reduce == "tree" else "--strategy dp" * dp
-    ):
-        why = "its sums are exact" if config.reduce == "tree" else "one process exchanges nothing"
-        raise Refusal(f"--reduce-dtype {config.reduce_dtype} {other}: {why}; leave one of them out")
+    if config.reduce_dtype != "fp32" and config.reduce == "tree":
+        raise Refusal(f"--reduce-dtype {config.reduce_dtype} --reduce tree: its sums are exact; leave one of them out")
+    if config.reduce_dtype != "fp32" and dp:
+        raise Refusal(f"--reduce-dtype {config.reduce_dtype} --strategy dp: one process sends nothing; leave one out")
     if dp and divided:
         raise Refusal(f"--strategy dp {divided}: dp gives each GPU a copy of the whole network; leave one of them out")
     if config.share_gpu and dp:

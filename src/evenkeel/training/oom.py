@@ -73,7 +73,7 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
         f"{wanted[1]} more were wanted" if wanted else "",
         f"the batch was {batch}" if batch else "",
         _held_on_host() if on_host else _held_on_gpu(device),
-        getattr(error, "remedy", "") or remedy(config) if config else "make room, or use a smaller --micro-batch",
+        getattr(error, "remedy", "") or (remedy(config) if config else "make room, or use a smaller --micro-batch"),
         saved,
     ]
     return "; ".join(filter(None, parts))

@@ -210,8 +210,12 @@ def checked_schedulers(
             raise Refusal(f"{name}, is to be stepped by {when!r}: it can be {can}")
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
             raise Refusal(f"{name}, has an optimizer of its own: make it from the `optimizers` that the method gets")
-        if plateau and (best is None or mode != best[1]):
-            why = f"the task's `best` is {best!r}" if best is None else f"`best` is {best[0]!r}, whose {best[1]} counts"
+        if plateau and best is None:
+            raise Refusal(
+                f"{name}, takes a metric, and the task has no test data, or no `best` that names it: give both"
+            )
+        if plateau and best and mode != best[1]:
+            why = f"`best` is {best[0]!r}, whose {best[1]} counts"
             raise Refusal(f"{name}, has mode={mode!r}, and {why}: make them the same, for it is given that metric")
         if isinstance(scheduler, OneCycleLR) and when != "evaluation" and scheduler.total_steps < last_step:
             raise Refusal(
