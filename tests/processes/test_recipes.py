@@ -97,7 +97,7 @@ def test_an_operation_without_a_deterministic_algorithm_is_named_in_a_line(tmp_p
     ranks = fork_ranks(2, TRAIN, *recipe_job(tmp_path / "run", "--deterministic", "--operation", "put"))
     first, _ = (checked(finish(rank), 1) for rank in ranks)
     said = "put_ has no deterministic algorithm on this device, and --deterministic and --reduce tree need one; "
-    assert the_line(first.stderr) == said + "use another operation in its place, or run without them"
+    assert the_line(first.stderr) == said + "use another operation, or run without these options"
     assert read(tmp_path / "run", "status.json")["reason"].startswith("put_ has no deterministic")
     # the control
     finish_all(fork_ranks(1, TRAIN, *recipe_job(tmp_path / "free", "--operation", "put", "--epochs", 1)))

@@ -42,7 +42,7 @@ def test_what_show_does_to_the_model_and_embed_to_its_batch_is_nobody_elses(tmp_
 def test_a_state_that_an_evaluation_changes_ends_the_run_in_a_line(tmp_path: Path) -> None:
     done = [finish(rank) for rank in fork_ranks(2, TRAIN, *job(tmp_path / "run", name="StateInEvaluation"))]
     assert [it.returncode for it in done] == [1, 1]
-    assert "the state of StateInEvaluation has changed outside of after_step(): " in done[0].stderr
+    assert "the state of StateInEvaluation has changed outside after_step(): " in done[0].stderr
 
 
 def test_shares_and_collectives_of_a_loss_are_refused(tmp_path: Path) -> None:
