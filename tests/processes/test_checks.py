@@ -76,7 +76,7 @@ def test_a_mistake_in_the_evaluation_shows_before_the_first_step_and_keeps_its_p
 
 
 NO_BEST = "no best checkpoint is stored: the evaluation has no metric 'accuracy', only loss; set the"
-OUTSIDE = "something other than rates() sets a learning rate, a scheduler perhaps: it has no effect"
+OUTSIDE = "something other than rates() sets a learning rate, perhaps a scheduler: it has no effect"
 
 
 @pytest.mark.parametrize(

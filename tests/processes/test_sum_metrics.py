@@ -44,6 +44,6 @@ def test_a_metric_that_keeps_all_scores_is_refused_in_a_line_before_anything_is_
     done = finish(refused)
     assert done.returncode == 2
     assert the_line(done.stderr).startswith(
-        "auroc: the state 'preds' of a MulticlassAUROC is joined by cat, not by sum;"
+        "auroc: the state 'preds' of a MulticlassAUROC is combined by cat, not by sum;"
     )
     assert not (tmp_path / "run").exists()

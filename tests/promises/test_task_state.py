@@ -105,7 +105,7 @@ def test_a_state_that_is_another_on_each_rank_ends_the_run_in_a_line(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("Unloadable", "state_dict() of Unloadable, keeps a set as 'names', which cannot be loaded from a checkpoint"),
+        ("Unloadable", "state_dict() of Unloadable, has a set as 'names', which cannot be loaded from a checkpoint"),
         ("OneWay", "the task OneWay defines state_dict() without load_state_dict(state): define both"),
     ],
 )

@@ -112,8 +112,7 @@ def refuse_single_samples(
 
 def takes_one_sample(config: Config, loss: LossFunction, model: nn.Module, train_set: SizedDataset) -> bool:
     """Whether the loss can be computed for one sample. BatchNorm needs two values per channel, but these may be pixels,
-    or come from two batches that the loss joins. So this tries it, on a copy of the model. Training reports any other
-    error."""
+    or from two batches that the loss joins. So a copy of the model is tried. Other errors are reported by training."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with generators_kept(), torch.compiler.set_stance("force_eager") if config.compile else nullcontext():
         try:

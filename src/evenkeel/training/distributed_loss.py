@@ -297,8 +297,7 @@ class DistributedLoss:
         return self._total
 
     def _has_all(self) -> bool:
-        """Whether all learning parameters have a gradient and DDP has reduced it: it may come from an earlier
-        micro-batch only."""
+        """Whether all learning parameters have a reduced gradient: it may be from an earlier micro-batch only."""
         reduced = self.reduction.complete or not isinstance(self.module, DistributedDataParallel)
         return reduced and all(parameter.grad is not None for parameter in self._learning)
 

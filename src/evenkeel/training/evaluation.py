@@ -169,8 +169,7 @@ class Evaluation:
 
     @torch.no_grad()
     def each(self, compute: Callable[[Any], T], take: Callable[[T, int], None]) -> None:
-        """Call `compute` for each batch of this rank in evaluation mode, and `take` with its result and the number of
-        samples.
+        """Call `compute` for each batch of this rank in evaluation mode, and `take` with its result and its samples.
 
         This is not a generator, which would turn a StopIteration in a task into another error.
         """

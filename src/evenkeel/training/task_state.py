@@ -91,8 +91,7 @@ class TaskState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Around an evaluation: end the run if it changes the state. A stop could lose such a change, and other ranks
-        may not have it."""
+        """Around an evaluation: end the run if it changes the state, because a stop could lose the change."""
         self._mark = "" if self.now is None else digest(self._read_later())
         yield
         self.check()
