@@ -30,12 +30,12 @@ def test_a_gpu_that_is_full_tells_what_is_held_by_whom() -> None:
     print(text)
     for part in (
         "out of memory on rank 0 (cuda:0 (",
-        "GiB more were wanted",
+        "GiB more were requested",
         "the batch was [2, 4] uint8",
         "in tensors",
     ):
         assert part in text
-    assert re.search(r"of [\d.]+ GiB this process holds [\d.]+ GiB", text)
+    assert re.search(r"of [\d.]+ GiB this process has [\d.]+ GiB", text)
     assert "--micro-batch 1 instead of 2" in text
 
 

@@ -109,7 +109,7 @@ def test_a_gpu_that_hangs_within_a_commit_has_no_whole_state() -> None:
         torch.cuda._sleep(HANG)
     found = captured_in_a_thread(state, staging)
     assert isinstance(found, Torn)
-    assert "the optimizer step to 3 has not come to its end" in str(found)
+    assert "the optimizer step to 3 has not finished" in str(found)
 
 
 def test_an_optimizer_that_keeps_its_steps_on_the_host_is_ahead_of_a_gpu_that_hangs() -> None:

@@ -12,7 +12,7 @@ from tests.support.processes import ROOT, TRAIN, checked, finish, fork, read, ru
 from tests.support.small_runs import ODD_TASKS, failed, odd_job, refusal, the_line
 
 WRONG = [
-    ("Frozen", 2, "model() returned a Linear without a parameter that needs a gradient (requires_grad is False for"),
+    ("Frozen", 2, "model() returned a Linear without a parameter that requires a gradient (requires_grad is False for"),
     ("Sparse", 2, "the model is an Embedding with sparse=True, and ranks add up dense gradients only: leave"),
     ("SparseLoss", 1, "a gradient is sparse, and ranks add up dense gradients only"),
     ("ItemLoss", 1, "loss() returned a float: it must return one scalar tensor; leave out .item() or float()"),
@@ -24,18 +24,18 @@ WRONG = [
     ("VectorLoss", 1, "loss() returned a tensor of shape [2]: it must return a scalar, the mean"),
     ("DictLoss", 1, "loss() returned a dict: it must return one scalar tensor; add up its values"),
     ("VectorPart", 1, "loss() returned a tensor of shape [2, 3] as its part 'kl': it must be one real number"),
-    ("TakenPart", 1, "loss() returned a part named 'lr', which the metrics of training have: rename it"),
+    ("TakenPart", 1, "loss() returned a part named 'lr', a name that training already logs: rename it"),
     ("OtherParts", 1, "loss() returned the parts (a) for one batch and (a, b) for another"),
     ("LossWithoutGradient", 1, "loss() returned a tensor without a gradient: it does not depend on"),
     ("FloatMetric", 1, "metrics() returned a float as 'accuracy' for a batch of 2 samples"),
-    ("TwoOfThree", 1, "metrics() returned 'loss' with 3 numbers, [3], for each sample: return one for each"),
+    ("TwoOfThree", 1, "metrics() returned 'loss' with 3 numbers, [3], for each sample: return one per sample"),
     ("RaggedMetric", 1, "metrics() returned rows of shape [2] as 'loss' for one batch and of [1] for another"),
     ("NoSummary", 1, "summarize() returned None: it must return a dict of numbers"),
     ("NumberedSummary", 1, "summarize() returned a dict with the key 1: names of metrics must be strings"),
     ("NumberedMetric", 1, "metrics() returned a dict with the key 0: names of metrics must be strings"),
     ("Maximum", 2, """the task's `best` is ('loss', 'maximum'): it must be a metric's name and "max" or "min","""),
     ("ComplexLoss", 1, "loss() returned a complex number: it must return a real one"),
-    ("Lazy", 2, "model() returned a LazyLinear whose weight has no shape yet: call it in model() with a batch"),
+    ("Lazy", 2, "model() returned a LazyLinear whose weight has no shape yet: call it once in model() with a batch"),
     ("Meta", 2, "model() returned a Linear whose weight is on the meta device, without values"),
     ("OtherModel", 2, "optimizers()[0] has a parameter of shape [2, 3] that is not in the model"),
     ("NoOptimizers", 2, "optimizers() returned an empty list: nothing would be trained"),
@@ -74,15 +74,15 @@ def test_a_mistake_in_the_evaluation_shows_before_the_first_step_and_keeps_its_p
     assert done.stderr.splitlines()[-1] == "StopIteration"
 
 
-NO_BEST = "no best checkpoint will be kept: the evaluation has no metric 'accuracy', only loss; set the"
-OUTSIDE = "something other than rates() sets a learning rate, a scheduler perhaps: it has no effect"
+NO_BEST = "no best checkpoint is stored: the evaluation has no metric 'accuracy', only loss; set the"
+OUTSIDE = "something other than rates() sets a learning rate, perhaps a scheduler: it has no effect"
 
 
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
         ("UsualBest", [NO_BEST]),
-        ("Scheduled", ["no optimizer has bias: they will stay as they are", OUTSIDE]),
+        ("Scheduled", ["no optimizer has bias: they will not change", OUTSIDE]),
         *((task, []) for task in ("NoBest", "Usual", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],
 )

@@ -89,7 +89,7 @@ def test_two_runs_of_one_command_give_the_same_bits_and_another_seed_gives_other
 def test_an_operation_without_a_deterministic_algorithm_is_named_in_a_line(tmp_path: Path) -> None:
     first, _ = failed(2, recipe_job(tmp_path / "run", "--deterministic", "--operation", "put"))
     said = "put_ has no deterministic algorithm on this device, and --deterministic and --reduce tree need one; "
-    assert runs.the_line(first.stderr) == said + "use another operation in its place, or run without them"
+    assert runs.the_line(first.stderr) == said + "use another operation, or run without these options"
     assert read(tmp_path / "run", "status.json")["reason"].startswith("put_ has no deterministic")
     # the control
     trained(1, recipe_job(tmp_path / "free", "--operation", "put", "--epochs", 1))

@@ -35,7 +35,7 @@ def test_what_show_does_to_the_model_and_embed_to_its_batch_is_nobody_elses(tmp_
 
 def test_a_state_that_an_evaluation_changes_ends_the_run_in_a_line(tmp_path: Path) -> None:
     first, _ = failed(2, job(tmp_path / "run", task="StateInEvaluation"))
-    assert "the state of StateInEvaluation has changed outside of after_step(): " in first.stderr
+    assert "the state of StateInEvaluation has changed outside after_step(): " in first.stderr
 
 
 def test_shares_and_collectives_of_a_loss_are_refused(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_memory_of_a_keeper_has_it(tmp_path: Path, run_dir: Path, alone: Pat
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_state_that_loss_changes_ends_the_run_in_a_line(tmp_path: Path, ranks: int) -> None:
     first, *_ = failed(ranks, job("InLoss", tmp_path / "run"))
-    assert "evenkeel: the state of InLoss has changed outside of after_step(): only after_step(" in first.stderr
+    assert "evenkeel: the state of InLoss has changed outside after_step(): only after_step(" in first.stderr
 
 
 def test_a_state_that_is_another_on_each_rank_ends_the_run_in_a_line(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_state_that_is_another_on_each_rank_ends_the_run_in_a_line(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("Unloadable", "state_dict() of Unloadable, keeps a set as 'names', which cannot be loaded from a checkpoint"),
+        ("Unloadable", "state_dict() of Unloadable, has a set as 'names', which cannot be loaded from a checkpoint"),
         ("OneWay", "the task OneWay defines state_dict() without load_state_dict(state): define both"),
     ],
 )
@@ -105,8 +105,8 @@ def test_a_checkpoint_without_it_is_continued_and_one_with_it_not_without_the_me
         return run_forked(TRAIN, *options(f"{tmp_path / 'own.py'}:Own", tmp_path / "run", *words), expect=expect).stderr
 
     own("Forgetful", 2)
-    assert "older than the task's state_dict(): its state begins anew" in own("Remembering", 4)
-    assert "the task has no state_dict() any more; bring it back" in own("Forgetful", 6, expect=1)
+    assert "older than the task's state_dict(): its state starts anew" in own("Remembering", 4)
+    assert "the task no longer has state_dict(); restore it" in own("Forgetful", 6, expect=1)
 
 
 @pytest.mark.skipif(not has("predict"), reason="this copy has left it out")

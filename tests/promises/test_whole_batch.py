@@ -68,7 +68,7 @@ def test_ranks_with_other_embeddings_end_in_a_line(tmp_path: Path) -> None:
     assert line.startswith(
         "embed() returned rows of a [8] float32, b [8] float32, label [] int64 for one batch and of "
     )
-    assert line.endswith("it must return the same names, types and shapes for all")
+    assert line.endswith("it must return the same names, dtypes and shapes for all")
     assert checked(finish(second), 1).stderr.count("embed()") == 0, "one rank says it"
 
 

@@ -151,9 +151,9 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("way", "expected"),
     [
-        ("grows", "buffer queue changes its shape in training, from [1] to [4]: give it its last shape in model()"),
+        ("grows", "buffer queue changes its shape in training, from [1] to [4]: give it its final shape in model()"),
         ("is longer", "buffer queue changes its shape in training, from [1] to [3]: give it"),
-        ("is another", "buffer queue becomes another tensor in training, which is not saved: change it in place"),
+        ("is another", "buffer queue is replaced by another tensor in training, which is not saved: change it"),
         ("in place", ""),
     ],
 )
@@ -171,8 +171,8 @@ def test_a_buffer_that_the_state_would_lose_ends_the_first_step(way: str, expect
 def test_complex_parameters_and_sparse_buffers_are_refused_where_they_learn() -> None:
     complex_one = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     for model, expected in (
-        (Odd(parameter=complex_one), "an Odd whose parameter is a complex parameter, whose gradients ranks cannot"),
-        (Odd("sparse"), "an Odd whose queue is sparse, and checkpoints hold dense tensors: register it with"),
+        (Odd(parameter=complex_one), "an Odd whose parameter is a complex parameter, whose gradients cannot be"),
+        (Odd("sparse"), "an Odd whose queue is sparse, but checkpoints have dense tensors only: register it with"),
     ):
         check_model(model, learns=False)
         with pytest.raises(Refusal) as refused:

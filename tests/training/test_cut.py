@@ -156,7 +156,7 @@ def refusal(batch: int, micro: Any, samples: int, task: Classify = TINY, model: 
 def test_the_refusal_names_sizes_that_do() -> None:
     assert refusal(8, 4, 101) == (
         "--batch-size 8 --micro-batch 4: the last step of an epoch has 5 samples, of which a micro-batch gets only one,"
-        " and the model's BatchNorm cannot be trained on that; --micro-batch 3 leaves no single sample"
+        " and the model's BatchNorm cannot train on one sample; --micro-batch 3 leaves no single sample"
     )
     assert refusal(8, 3, 101) == ""
     assert refusal(8, 4, 97).endswith("; --batch-size 7 --micro-batch 4 leaves no single sample")

@@ -47,9 +47,9 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
     for part in (
         "out of memory on rank 3 (the memory of host ",
         "it was in ",
-        "1152921504606846976 bytes more were wanted",
+        "1152921504606846976 bytes more were requested",
         "the batch was [8, 3] float32, [8] float32",
-        "this process holds ",
+        "this process uses ",
         "the same command with --micro-batch 4 instead of 8 goes on",
         "step 7 is saved",
     ):

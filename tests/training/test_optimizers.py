@@ -113,7 +113,7 @@ def test_options_that_would_have_no_effect_or_no_meaning_are_refused(options: di
 def test_muon_is_refused_on_an_older_torch_and_for_a_task_that_builds_one_for_each_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(Refusal, match=r"--optimizer muon: needs a task that leaves optimizers\(\) as it is"):
+    with pytest.raises(Refusal, match=r"--optimizer muon: needs a task without its own optimizers\(\)"):
         build_optimizer(network().parameters(), Config(optimizer="muon"))
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     with pytest.raises(Refusal, match=r"--optimizer muon: torch 2.* has none; install 2\.9 or later, or use adamw"):

@@ -138,5 +138,5 @@ def test_parts_may_be_numbers_and_may_be_named_as_they_are_logged() -> None:
         "flag": (1.0, loss.device),
     }
     for names in (["train/loss"], ["kl", "train/kl"]):
-        with pytest.raises(Ended, match="which the metrics of training have: rename it"):
+        with pytest.raises(Ended, match="a name that training already logs: rename it"):
             checked_losses((loss, dict.fromkeys(names, 0.5)))

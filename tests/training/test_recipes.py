@@ -172,7 +172,7 @@ def test_parameters_alone_are_frozen_by_their_names() -> None:
             ["0.1.weigth"],
             "--freeze 0.1.weigth: no module or parameter has that name; the nearest are: 0.1.weight",
         ),
-        (["0", "1"], "--freeze 0 1: nothing would learn; name fewer parts"),
+        (["0", "1"], "--freeze 0 1: nothing would be left to train; name fewer parts"),
     ],
 )
 def test_what_cannot_be_frozen_is_refused(patterns: list[str], said: str) -> None:

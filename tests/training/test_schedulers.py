@@ -204,16 +204,16 @@ class Holds(torchs.LRScheduler):
 
 def test_what_cannot_be_stepped_or_saved_is_refused_by_name() -> None:
     assert refused([3]) == "schedulers()[0], an int: it must be a torch.optim.lr_scheduler.LRScheduler"
-    assert "schedulers()[0], a Holds, keeps an object as 'curve', which cannot be loaded" in refused(Holds)
-    assert "has an optimizer of its own" in refused([torchs.StepLR(optimizer_of(nn.Linear(1, 1)), 3)])
-    assert "total_steps=5, and the run has 20 steps: give it config.max_steps" in refused(
+    assert "schedulers()[0], a Holds, has an object as 'curve', which cannot be loaded" in refused(Holds)
+    assert "has its own optimizer" in refused([torchs.StepLR(optimizer_of(nn.Linear(1, 1)), 3)])
+    assert "total_steps=5, and the run has 20 steps: use config.max_steps" in refused(
         lambda it: torchs.OneCycleLR(it, 0.1, total_steps=5)
     )
     assert "mode='min', and `best` is 'accuracy', whose max counts" in refused(
         torchs.ReduceLROnPlateau, best=("accuracy", "max")
     )
     assert "the task has no test data, or no `best`" in refused(torchs.ReduceLROnPlateau, best=None)
-    assert "is to be stepped by 'epoch'" in refused(lambda it: [(torchs.StepLR(it, 3), "epoch")])
+    assert "is paired with 'epoch'" in refused(lambda it: [(torchs.StepLR(it, 3), "epoch")])
     assert 'it can be "evaluation"' in refused(lambda it: [(torchs.ReduceLROnPlateau(it), "step")])
     assert "both rates() and schedulers()" in refused(lambda it: torchs.StepLR(it, 3), own=True)
     assert refused(lambda it: torchs.StepLR(it, 3), config=Config(warmup_steps=2)).startswith("--warmup-steps 2: ")
@@ -241,7 +241,7 @@ def test_other_schedulers_than_those_of_the_checkpoint_end_the_run() -> None:
 
 
 def test_an_evaluation_without_the_metric_ends_the_run() -> None:
-    with pytest.raises(Ended, match="takes the metric 'loss', and the evaluation has only accuracy"):
+    with pytest.raises(Ended, match="needs the metric 'loss', and the evaluation has only accuracy"):
         new_state("plateau").check({"accuracy": 1.0})
 
 
@@ -257,7 +257,7 @@ def test_a_state_in_which_a_scheduler_has_failed_is_not_saved(how: str) -> None:
         scheduler.lr_lambdas = [lambda _: 1 / 0]
     else:
         scheduler.seen = np.zeros(3)
-    with pytest.raises(Ended, match=r"schedulers\(\)\[0\], a LambdaLR, cannot take its step"):
+    with pytest.raises(Ended, match=r"schedulers\(\)\[0\], a LambdaLR, fails in step\(\)"):
         steps(state, 2)
     with pytest.raises(Torn, match="a scheduler has failed"):
         state.capture()

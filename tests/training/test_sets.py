@@ -141,5 +141,5 @@ def test_the_option_validation_splits_the_training_data_of_any_task_and_leaves_t
 
 
 def test_a_second_validation_set_is_refused() -> None:
-    with pytest.raises(Refusal, match="--validation 0\\.1: the task has a validation set of its own; leave it out"):
+    with pytest.raises(Refusal, match="--validation 0\\.1: the task has its own validation set; leave it out"):
         evaluation_sets(Validated(), Config(validation=0.1))

@@ -75,7 +75,7 @@ def test_typed_shares_hold_and_what_cannot_be_divided_gets_a_warning(caplog: pyt
         assert divided("equal", micro_batches=2).sizes == (1, 1)
     assert not caplog.messages
     assert divided("3:1", ranks=3).sizes == (3, 3, 2)
-    assert "is for 2 processes, and there are 3" in caplog.messages[-1]
+    assert "is for 2 processes, but there are 3" in caplog.messages[-1]
     assert divided("3:1", micro_batches=2).sizes == (1, 1)
     assert "2 micro-batches for 2 processes" in caplog.messages[-1]
     assert "--micro-batches 4" in caplog.messages[-1]

@@ -126,7 +126,7 @@ def test_a_state_whose_optimizer_has_failed_half_way_is_torn() -> None:
     whole = state.capture()
     with pytest.raises(FloatingPointError):
         advance(state)
-    with pytest.raises(Torn, match="the optimizer step to 1 has not come to its end"):
+    with pytest.raises(Torn, match="the optimizer step to 1 has not finished"):
         state.capture()
     state.restore(whole)
     assert same(state.capture(), whole)

@@ -161,19 +161,20 @@ class Fractions(Metric):
 def test_a_state_that_begins_with_another_number_than_zero_has_it_once() -> None:
     own = SumMetrics(own=Fractions(torch.tensor(100.0)))
     assert own.computed({"own.half": own.of(torch.ones(4))["own.half"].mean(0)}, 8) == {"own": torch.tensor(104.0)}
-    with pytest.raises(
-        EndedHere, match=r"^own: adds fractions to its state 'half', an integer: let that begin as 0.0$"
-    ):
+    with pytest.raises(EndedHere, match=r"^own: adds fractions to its integer state 'half': initialise that to 0.0$"):
         SumMetrics(own=Fractions(torch.tensor(0))).of(torch.ones(3))
 
 
 @pytest.mark.parametrize(
     ("metric", "reason"),
     [
-        (MulticlassAUROC(CLASSES), "the state 'preds' of a MulticlassAUROC is joined by cat, not by sum; choose"),
-        (MulticlassF1Score(2, multidim_average="samplewise"), "the state 'tp' of a MulticlassF1Score is joined by cat"),
-        (MaxMetric(), "the state 'max_value' of a MaxMetric is joined by max"),
-        (PearsonCorrCoef(), "the state 'mean_x' of a PearsonCorrCoef is joined by none"),
+        (MulticlassAUROC(CLASSES), "the state 'preds' of a MulticlassAUROC is combined by cat, not by sum; choose"),
+        (
+            MulticlassF1Score(2, multidim_average="samplewise"),
+            "the state 'tp' of a MulticlassF1Score is combined by",
+        ),
+        (MaxMetric(), "the state 'max_value' of a MaxMetric is combined by max"),
+        (PearsonCorrCoef(), "the state 'mean_x' of a PearsonCorrCoef is combined by none"),
         (MeanSquaredError() + MeanSquaredError(), f"{SINGLE}not a CompositionalMetric; name each of them"),
         (MinMaxMetric(MeanSquaredError()), f"{SINGLE}not a MinMaxMetric; name each of them"),
         (Running(MeanSquaredError()), f"{SINGLE}not a Running; name each of them"),

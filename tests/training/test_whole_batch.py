@@ -380,8 +380,8 @@ def test_a_task_has_a_loss_or_embeddings_and_their_loss() -> None:
         (Data(), "Data must define loss(), or embed() and batch_loss()"),
         (Half(), "Half defines embed() and must define batch_loss() too"),
         (OtherHalf(), "OtherHalf defines batch_loss() and must define embed() too"),
-        (Both(), "Both defines loss() and embed(): define loss(), or embed() and batch_loss(), and no other"),
-        (OfALabel(), "OfALabel defines loss() and embed(): define loss(), or"),
+        (Both(), "Both defines loss() and embed(): define either loss(), or embed() and batch_loss()"),
+        (OfALabel(), "OfALabel defines loss() and embed(): define either loss(), or"),
     ):
         with pytest.raises(Refusal) as refused:
             of_whole_batches(task)
@@ -392,7 +392,7 @@ def test_what_such_a_task_cannot_have_is_refused() -> None:
     refuse_unfit(Whole(), Config())
     refuse_unfit(Mean(), Config(strategy="dp", micro_batch="auto"))
     for task, config, expected in (
-        (Unmeasured(), Config(), "Unmeasured must define metrics(): its batch_loss() is of a whole step, and"),
+        (Unmeasured(), Config(), "Unmeasured must define metrics(): its batch_loss() is over a whole step, and"),
         (Whole(), Config(strategy="dp"), "--strategy dp: divides each micro-batch, and Whole has a batch_loss() over"),
         (Whole(), Config(micro_batch="auto"), "--micro-batch auto: tries the loss of one micro-batch, and Whole has"),
     ):

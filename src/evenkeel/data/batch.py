@@ -16,7 +16,7 @@ from ..common.memory import is_out_of_memory
 
 
 def to_device(batch: Any, device: torch.device, copy_tensor: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Move all tensors of a batch: in mappings, lists, tuples and dataclasses, and what has a `to` of its own.
+    """Move all tensors of a batch: in mappings, lists, tuples and dataclasses, and objects with their own `to`.
 
     `copy_tensor` replaces `Tensor.to` for tensors on the CPU.
     """
@@ -36,7 +36,7 @@ def with_parts(batch: Any, function: Callable[[Any], Any]) -> Any:
         parts = {key: function(value) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
             return type(batch)(parts)  # type: ignore[call-arg]
-        copied = copy.copy(batch)  # a mapping of another kind may hold more than its items
+        copied = copy.copy(batch)  # a custom mapping may have more than its items
         copied.update(parts)
         return copied
     if isinstance(batch, (list, tuple)):
@@ -59,7 +59,7 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def dense(tensor: Tensor) -> list[Tensor]:
-    """The values of a tensor as strided ones: itself, a sparse one in full, or the parts of a nested one."""
+    """A tensor as strided ones: itself, a sparse one made dense, or the parts of a nested one."""
     if tensor.is_nested:
         return list(tensor.unbind())
     return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
@@ -78,7 +78,7 @@ def collate(samples: Any) -> Any:
 
 
 def collated_by(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """Collate by a task's own function, whose errors are told in a line with their place."""
+    """Collate with a task's own function; its errors are reported in a line with their place."""
     try:
         batch = own(samples)
     except Exception as error:
@@ -86,10 +86,10 @@ def collated_by(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
             raise
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise EndedByData(
-            f"the task's collate() fails{place_of(error.__traceback__)}: {why}; it is given a list of {len(samples)} "
-            "samples, as the data set returns them, and returns the batch"
+            f"the task's collate() fails{place_of(error.__traceback__)}: {why}; it gets a list of {len(samples)} "
+            "samples, as the data set returns them, and must return the batch"
         ) from error
-    if batch is None:  # would pass for the batch of an idle rank
+    if batch is None:  # would be taken for an idle rank's
         raise EndedByData("the task's collate() returned None: return the batch")
     return batch
 
@@ -99,14 +99,14 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     path, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
     return (
-        f"the data set's samples cannot be made a batch: {f'sample{path}' if path else 'a sample'}: {why}; return "
-        "tensors, arrays, numbers, texts, or dicts, lists and tuples of them, all samples alike, or define "
+        f"the data set's samples cannot be collated: {f'sample{path}' if path else 'a sample'}: {why}; return "
+        "tensors, arrays, numbers, strings, or dicts, lists and tuples of them, all of one shape, or define "
         "collate(samples) in the task, as DataLoader's collate_fn"
     )
 
 
 def _culprit(values: Sequence[Any], path: str, error: Exception) -> tuple[str, Exception]:
-    """The place of the innermost part that cannot be collated, and the error that it gives alone."""
+    """The path to the innermost part that cannot be collated, and the error of that part."""
     first = values[0]
     for key in first if isinstance(first, Mapping) else range(len(first)) if isinstance(first, (list, tuple)) else ():
         try:

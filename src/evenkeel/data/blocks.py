@@ -1,9 +1,9 @@
 """An order of samples in which blocks of neighbours are read together, computed position by position.
 
 In the usual order (`shuffle`) any sample may follow any other, so files are read at random. Here the blocks are
-permuted first. Then the samples of each window, some blocks that follow one another in that order, are permuted among
-themselves. A job reads from one window at a time. Both permutations are keyed by (seed, epoch), so the place in an
-epoch is still one integer, whatever the number of ranks. Memory: some 40 bytes a block.
+permuted first. Then the samples of each window, which is a number of consecutive blocks in that order, are permuted.
+A job reads from one window at a time. Both permutations are keyed by (seed, epoch), so the position in an
+epoch is still one integer, for any number of ranks. Memory: some 40 bytes per block.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Integers = NDArray[np.int64]
 
 
 class Blocks:
-    """How a data set's samples lie in blocks. Returned by its method `order_blocks()`, if it has one.
+    """The division of a data set into blocks. Returned by its method `order_blocks()`, if it has one.
 
     Args:
         lengths: samples of each block, in the order of the data set.
-        window: blocks whose samples are mixed. About as many are read from at a time.
+        window: blocks whose samples are mixed. About this many are read from at a time.
 
     Example:
         >>> blocks = Blocks([2, 2, 2, 2], window=2)
@@ -42,12 +42,12 @@ class Blocks:
 
     @property
     def name(self) -> str:
-        """What a run records of its order; another name is another order."""
+        """The record of this order in a run; another name means another order."""
         digest = hashlib.sha256(self.lengths.astype("<i8").tobytes()).hexdigest()[:16]
         return f"{len(self.lengths)} blocks ({digest}) in windows of {self.window}"
 
     def among(self, indices: Sequence[int]) -> Blocks | None:
-        """The blocks of these samples alone; None if they are not in increasing order."""
+        """The blocks of these samples only; None if the indices do not increase."""
         chosen = np.asarray(indices, dtype=np.int64)
         if np.any(np.diff(chosen) <= 0):
             return None
@@ -68,7 +68,7 @@ class Blocks:
 
 
 class _Layout(NamedTuple):
-    """The blocks of one epoch, in its order."""
+    """The blocks of one epoch, in the epoch's order."""
 
     ends: Integers  # the position at which each ends, [B]
     lasts: Integers  # one past the last sample of each, [B]

@@ -1,12 +1,12 @@
-"""Data that changes while the job runs, a replay buffer that `loss` fills for example.
+"""Data that changes while the job runs, for example a replay buffer that `loss` fills.
 
-Such data is another on each rank and in each loader process, which has the copy of its fork, and a stop loses the
-change. Nothing fails, but the result depends on all of these. So now and then the samples that each start compares are
-read again, with the same random numbers: augmentation changes nothing in them.
+Such data differs between ranks and loader processes, which have the copy of their fork, and a stop loses the
+change. Nothing fails, but the result depends on all of this. So from time to time the samples that each start compares
+are read again, with the same random numbers, so that augmentation does not change them.
 
-Where loader processes read, this process must not, because a file that it opens would be shared with those that are
-forked later. Then the values that a data set holds are looked at, and only if they have changed, one loader process is
-forked to read.
+If loader processes read, this process must not, because processes forked later would share the files it opens.
+Then the values inside a data set are compared, and only if they have changed, one loader process is forked to read the
+samples.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .dataset import SizedDataset
 from .order import Listed
 
 SAMPLED = 64
-"""The most elements of a container or an array that are looked at, evenly spaced."""
+"""Maximum number of elements of a container or an array to compare, evenly spaced."""
 MOST = 5000
-"""The most objects of a data set that are looked at. A look takes some milliseconds."""
+"""Maximum number of objects of a data set to compare. This takes some milliseconds."""
 CONTAINERS = (list, tuple, deque)
 
 
 class Changes:
-    """Compares data sets with what they were when the attempt began.
+    """Compares data sets with their state at the beginning of the attempt.
 
     Args:
         config: the options.
-        sets: by name. Streams are left out: they are read on, and not again.
-        digests: of these sets at the start; one that has none is compared by its length only.
+        sets: by name. Streams are left out: they cannot be read again.
+        digests: of these sets at the start; a set without one is compared by its length only.
     """
 
     def __init__(self, config: Config, sets: Mapping[str, SizedDataset], digests: Digests) -> None:
@@ -59,13 +59,13 @@ class Changes:
         if self.config.num_workers and states == self._states:
             return ""
         self._states = states
-        # samples that are drawn anew at each read are sometimes the same twice
+        # samples that are random at each read are sometimes the same twice
         changed = (once := self._differs(ONCE, {})) and self._differs(OFTEN, once)
         return f"samples of the {next(iter(changed))} data are not what they were when the job began" if changed else ""
 
     def _differs(self, times: int, before: Digests) -> Digests:
-        """Sets that are not as they were, as they are now. Those that differ between reads, or from what another loader
-        process has read just `before`, its number for example, are not compared any more."""
+        """The digests of sets that have changed. Sets that differ between reads, or between loader processes (`before`
+        is another one's read), because a sample has the worker's number for example, are not compared any more."""
         try:
             found, unsteady = look(self.config, {name: self.sets[name] for name in self._digests}, times)
         except Refusal:  # samples are missing
@@ -75,7 +75,7 @@ class Changes:
         return {name: found[name] for name, old in self._digests.items() if not alike(found.get(name, old), old)}
 
     def _look_at_values(self) -> list[Any]:
-        """What the sets hold; where an object of other people's code cannot be looked at, what is never the same."""
+        """The values in the sets; if this fails in an object of a user's code, a value that always differs."""
         try:
             return list(_values(self.sets)) if self.config.num_workers else []
         except Exception:
@@ -83,7 +83,7 @@ class Changes:
 
 
 def _values(sets: Mapping[str, SizedDataset]) -> Iterator[Any]:
-    """What an object holds, as values that can be compared later, at any depth."""
+    """The values in an object at any depth, in a form that can be compared later."""
     waiting, seen = deque[Any]([sets]), set[int]()
     while waiting and len(seen) < MOST:
         part = waiting.popleft()
@@ -98,7 +98,7 @@ def _values(sets: Mapping[str, SizedDataset]) -> Iterator[Any]:
 
 def _own_values(part: Any) -> Iterator[Any]:
     if isinstance(part, Tensor):
-        # counts changes in place; loader processes that share its memory do not move the count of this one
+        # counts changes in place; changes by loader processes that share the memory are not counted
         yield part.shape, None if part.is_inference() else part._version
     elif isinstance(part, np.ndarray):
         yield part.shape
@@ -109,7 +109,7 @@ def _own_values(part: Any) -> Iterator[Any]:
 
 
 def _parts(part: Any) -> Iterator[Any]:
-    """What is to be looked at within an object."""
+    """The objects inside an object to compare."""
     if type(part) in CONTAINERS:  # a subclass may read a file to give an element
         yield from (part[i] for i in range(0, len(part), max(1, len(part) // SAMPLED)))
     elif isinstance(part, dict):

@@ -1,9 +1,9 @@
-"""A digest of a few samples of each data set, compared among ranks and with the run so far.
+"""A digest of a few samples of each data set, compared among ranks and with earlier starts of the run.
 
-A random split drawn on import differs between processes, and a folder on one node may hold other files. Nothing fails,
-but some samples come twice and others never. Types, shapes, integers and the last part of texts (paths differ among
-nodes; of a stream all of a text but a path) must be equal; floats and pixels nearly so, because decoders and vector
-units differ a little.
+A random split drawn on import differs between processes, and a folder on one node may have other files. Nothing fails,
+but some samples are used twice and others never. Types, shapes, integers and the last part of strings (paths differ
+between nodes; in a stream all of a string that is not a path) must be equal; floats and pixels nearly equal, because
+decoders and vector units differ a little.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ Digests = dict[str, Digest]
 TRAINING = "training"
 """The name of the training data here and in status.json; sets of the evaluation have the task's names."""
 
-# times that samples are read: when a run is continued, when it is new, and before a difference is refused
+# how often samples are read: when a run is continued, when it is new, and before a difference is refused
 ONCE, TWICE, OFTEN = 1, 2, 10
-LONGEST = 4096  # the most values of a tensor that count, evenly spaced
+LONGEST = 4096  # the maximum number of values of a tensor to use, evenly spaced
 SIGNS = 8  # projections on random signs; different data agree in all of them once in some millions
-# How far projections may differ. Of 100 images any two differ by at least 0.5 in one of them, mostly by 2.6; an image
-# saved as JPEG, worse than any two decoders, by up to 0.2. Norm and mean may differ by TOLERANCE / WEIGHT, 6 %.
+# How far projections may differ. Any two of 100 images differ by at least 0.5 in one of them, mostly by 2.6; saving an
+# image as JPEG, worse than any two decoders, by up to 0.2. Norm and mean may differ by TOLERANCE / WEIGHT, 6 %.
 TOLERANCE, WEIGHT = 0.25, 4
 
 
 def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[Digests, list[str]]:
     """Read a few samples of each set this many times; return digests, and names of sets that differ between reads.
 
-    These have no digest, nor have sets that cannot be read: the training will say why. Reads in a loader process if
-    there will be any, because a file opened at the first read must not be shared with them.
+    These have no digest; nor have sets that cannot be read: the training reports the reason. If there will be loader
+    processes, one of them reads, because a file opened at the first read must not be shared with them.
 
     Raises:
-        Refusal: a stream gives other samples at each read, so that it cannot be read on from a place; or a set has the
-            first of its samples, but not all.
+        Refusal: a stream yields other samples at each read, so that a run cannot resume in it; or a set has its first
+            sample, but not all of them.
     """
     seeded = [Seeded(it, config.seed, TRAIN if name == TRAINING else name) for name, it in sets.items()]
     with generators_kept():
@@ -104,7 +104,7 @@ def difference(known: Digests, of_ranks: Sequence[Digests]) -> str:
 
 
 def digest(batch: Any, whole: bool = False) -> Digest:
-    """Return the digest of a batch. ``whole``: all of a text counts, unless it is a path."""
+    """Return the digest of a batch. ``whole``: all of a string counts, unless it is a path."""
     equal: list[str] = []
     near: list[float] = []
     _add(batch, equal, near, whole)
@@ -118,13 +118,13 @@ def alike(one: Digest, other: Digest) -> bool:
 
 
 def _all_alike(digests: Sequence[Digest], exactly: bool) -> bool:
-    """Whether reads of one data set on one machine agree; ``exactly``: to the last digit, as a stream must."""
+    """Whether reads of one data set on one machine agree; ``exactly``: to the last digit, as required of a stream."""
     first, *others = digests
     return all(first == other or (not exactly and alike(first, other)) for other in others)
 
 
 class _Digests(Dataset[Any]):
-    """The digests of data sets, by number; None if one cannot be read, or if only its first sample can, why."""
+    """The digests of data sets, by number; None if a set cannot be read; the error if only its first sample can."""
 
     def __init__(self, sets: Sequence[Seeded]) -> None:
         self.sets = sets
@@ -174,7 +174,7 @@ def _add(part: Any, equal: list[str], near: list[float], whole: bool) -> Any:
 
 
 def _projections(values: NDArray[np.float64]) -> list[float]:
-    """Norm, mean, and projections of the rest, rounded, as a file keeps them."""
+    """Norm, mean, and projections of the rest, rounded for a file."""
     values = np.nan_to_num(values, posinf=0, neginf=0).clip(-1e100, 1e100)  # so that squares are finite
     norm, mean = float(np.linalg.norm(values)) + 1e-12, float(values.mean()) if len(values) else 0.0
     middle, rest = mean * len(values) ** 0.5 / norm, values - mean
@@ -184,4 +184,4 @@ def _projections(values: NDArray[np.float64]) -> list[float]:
 
 @cache
 def _signs() -> NDArray[np.float64]:
-    return np.random.RandomState(0).choice((-1.0, 1.0), (SIGNS, LONGEST))  # a stream that NumPy never changes
+    return np.random.RandomState(0).choice((-1.0, 1.0), (SIGNS, LONGEST))  # NumPy never changes these numbers

@@ -31,7 +31,7 @@ class SizedDataset(Protocol):
 
 
 class InMemory(TensorDataset):
-    """Tensors of equal length, each of shape [N, ...]; a micro-batch is one indexing of each tensor, and a tuple."""
+    """Tensors of equal length, each of shape [N, ...]; a micro-batch is one index operation per tensor, in a tuple."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """Return a collated micro-batch, each tensor of shape [len(indices), ...]."""
@@ -43,7 +43,7 @@ def limited(dataset: SizedDataset, samples: int, method: str = "train_dataset") 
     """Take this many samples, evenly spaced because files are often sorted by class; 0 takes all.
 
     Raises:
-        Refusal: what the task's `method` returned is not a map-style data set.
+        Refusal: the task's `method` did not return a map-style data set.
     """
     size = length(dataset, method)
     if not 0 < samples < size:
@@ -52,7 +52,7 @@ def limited(dataset: SizedDataset, samples: int, method: str = "train_dataset") 
 
 
 def split(dataset: SizedDataset, share: float, seed: int) -> tuple[Limited, Limited]:
-    """Return a data set without a share of it, and this share; a function of the number of samples and the seed."""
+    """Split off a share of a data set: return the rest and the share; depends on the number of samples and the seed."""
     size = length(dataset, "train_dataset")
     order = shuffled(np.arange(size, dtype=np.uint64), size, seed, 0)
     cut = min(max(1, round(share * size)), size)
@@ -72,19 +72,19 @@ class Limited(Dataset[Any]):
         return self.dataset[self.indices[index]]
 
     def order_blocks(self) -> Blocks | None:
-        """The blocks of the base data set, as far as they are left."""
+        """The blocks of the base data set, reduced to these samples."""
         blocks = blocks_of(self.dataset)
         return blocks and blocks.among(self.indices)
 
     def __getitems__(self, indices: Indices) -> Any:
-        """Return what the base data set makes of a micro-batch, or a list of samples."""
+        """Return the base data set's micro-batch, or a list of samples."""
         if (fetch_all := whole_fetch(self.dataset)) is None:
             return [self[index] for index in indices]
         return fetch_all(Indices([self.indices[index] for index in indices], indices.epoch, indices.micro_batch))
 
 
 def chosen_of(whole: Any, part: Any) -> Sequence[int] | None:
-    """The numbers in a data set of the samples of a part of it, as `limited` and `split` make one; None: it is all."""
+    """The indices in a data set of the samples of a part made by `limited` and `split`; None: the part is the whole."""
     chosen: Sequence[int] | None = None
     while part is not whole:
         if isinstance(part, Limited):
@@ -94,20 +94,20 @@ def chosen_of(whole: Any, part: Any) -> Sequence[int] | None:
 
 
 def tell_epoch(dataset: Any, epoch: int) -> None:
-    """Call a data set's `set_epoch`, or that of the one within subsets, unless it has been told this epoch last.
+    """Call `set_epoch` of a data set, or of the one inside subsets, unless the last call was for this epoch.
 
-    The data set itself notes it: several readers may share it, such as two parts of a split.
+    The epoch is stored in the data set itself, because several readers may share it, such as two parts of a split.
     """
     while isinstance(dataset, (Subset, Limited)) and not hasattr(dataset, "set_epoch"):
         dataset = dataset.dataset
     if callable(tell := getattr(dataset, "set_epoch", None)) and getattr(dataset, TOLD, None) != epoch:
         tell(epoch)
-        with suppress(AttributeError):  # it has slots, and is told each time
+        with suppress(AttributeError):  # it has slots; then `set_epoch` is called each time
             object.__setattr__(dataset, TOLD, epoch)
 
 
 class Collated(Dataset[Any]):
-    """A data set whose samples a task's own function makes a batch of, in `Seeded`. All else is the data set's own."""
+    """A data set with a task's own collate function, which `Seeded` calls. All else is the data set's own."""
 
     def __init__(self, dataset: SizedDataset, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
@@ -119,7 +119,7 @@ class Collated(Dataset[Any]):
         return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # asked for when it is copied
+        if name.startswith("__") or name == "dataset":  # looked up when it is copied
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -127,18 +127,18 @@ class Collated(Dataset[Any]):
 def whole_fetch(dataset: SizedDataset, samples: bool = False) -> Callable[[Indices], Any] | None:
     """Return a data set's method that fetches a whole micro-batch; None if it fetches sample by sample.
 
-    ``samples``: these are what is wanted, so not the batch that :class:`InMemory` makes of its own accord.
+    ``samples``: return samples, so do not use :class:`InMemory`'s own batch.
     """
     if isinstance(dataset, Limited):
         return dataset.__getitems__ if whole_fetch(dataset.dataset, samples) else None
     if samples and getattr(type(dataset), "__getitems__", None) is InMemory.__getitems__:
         return None
-    # torch's `__getitems__` of these only loops over samples, which must be seeded one by one
+    # torch's `__getitems__` only loops over samples here, and they must be seeded one by one
     return None if isinstance(dataset, (Subset, StackDataset)) else getattr(dataset, "__getitems__", None)
 
 
 class Rows:
-    """Fetches micro-batches of a data set that is only tensors, by one indexing of each; draws no random numbers.
+    """Fetches micro-batches of a data set of tensors by one index operation per tensor; draws no random numbers.
 
     `subsets` are the indices of nested subsets, the outermost first; `as_tuple` returns a tuple, as `InMemory` does.
     """
@@ -148,9 +148,9 @@ class Rows:
 
     @classmethod
     def of(cls, dataset: Any) -> Rows | None:
-        """Make one for a `TensorDataset`, `InMemory` or subsets of one; None for all that has code of its own."""
+        """Make one for a `TensorDataset`, `InMemory` or subsets of one; None for data sets with their own code."""
         subsets, as_tuple = [], True
-        while type(dataset) in (Subset, Limited):  # not a subclass, which may have a __getitem__ of its own
+        while type(dataset) in (Subset, Limited):  # not a subclass, which may have its own __getitem__
             subsets.append(dataset.indices)
             as_tuple &= type(dataset) is Limited
             dataset = dataset.dataset
@@ -177,11 +177,11 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def length(dataset: Any, method: str) -> int:
-    """Return how many samples a data set has.
+    """Return the number of samples of a data set.
 
     Raises:
-        Refusal: it is not a map-style data set, or its length is no number of samples. The line names the task's method
-            that returned it.
+        Refusal: it is not a map-style data set, or its length is not a valid number. The message names the task's
+            method that returned it.
     """
     lacks = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if isinstance(dataset, IterableDataset) or lacks:
@@ -190,13 +190,13 @@ def length(dataset: Any, method: str) -> int:
         if method == "train_dataset":
             stream = "`Streams` (docs/streams.md)"
         raise Refusal(
-            f"{method}() returned {kind_of(dataset)}, which {why}: Evenkeel fetches samples by number, so that a run "
-            f"can go on at any step; return a map-style data set, with __len__ and __getitem__(number), or of a stream "
+            f"{method}() returned {kind_of(dataset)}, which {why}: Evenkeel fetches samples by index, so that a run "
+            f"can resume at any step; return a map-style data set, with __len__ and __getitem__(index), or for streams "
             f"{stream}"
         )
     try:
         return len(dataset)
-    except Exception as error:  # of the data set, or of Python about a length that is negative, a fraction or too large
+    except Exception as error:  # from the data set, or from Python: a length that is negative, a fraction or too large
         raise Refusal(
             f"{method}() returned {kind_of(dataset)} whose __len__ fails: {type(error).__name__}: {error}"
             f"{place_of(error.__traceback__)}; it must return the number of samples"

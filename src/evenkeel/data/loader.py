@@ -36,11 +36,11 @@ LONGEST_SOCKET = 103
 class Seeded(Dataset[Any]):
     """A data set whose random numbers depend on the sample, not on the process that loads it.
 
-    Before each sample the generators are seeded from (seed, purpose, epoch, index), or, because one may come several
-    times where the task has its own order, from its position in place of the index. A data set that fetches whole
+    Before each sample the generators are seeded from (seed, purpose, epoch, index). If the task has its own order, in
+    which a sample may come several times, its position replaces the index. A data set that fetches whole
     micro-batches (``__getitems__``) is seeded once for each, from its first position; so is a task's own collate
-    (`Collated`). One that is only tensors (`Rows`) draws no random numbers and is not seeded. One that has
-    ``set_epoch`` is told the epoch before its samples are read, in the process that reads them.
+    (`Collated`). One of tensors only (`Rows`) draws no random numbers and is not seeded. A data set's ``set_epoch``
+    is called before its samples are read, in the process that reads them.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:
@@ -74,11 +74,11 @@ class Seeded(Dataset[Any]):
         except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
                 f"the data set's __getitem__ raised {type(error).__name__}{place_of(error.__traceback__)}: an iterator "
-                "there is at its end; give next() a second argument, or take samples by their numbers"
+                "there is exhausted; give next() a second argument, or fetch samples by index"
             ) from error
 
     def collated(self, samples: Any, epoch: int = 0, start: int = 0) -> Any:
-        """Make a batch of a list of samples that begins at this position of an epoch; a batch is returned as it is."""
+        """Collate a list of samples that begins at this position of an epoch; return a batch unchanged."""
         if self._own is None or not isinstance(samples, list):
             return collate(samples)
         seed_host(derive(self.seed, f"{self.purpose} collate", epoch, start))
@@ -105,12 +105,12 @@ def loader(
     Args:
         dataset: map-style.
         sampler: this rank's share.
-        purpose: "train", or the name of a set of the evaluation; each has random numbers of its own.
-        num_workers: loader processes, kept for all epochs. In training they begin the next epoch ahead of time.
-        device: where batches will go; batches for a GPU are in pinned memory.
-        started: with loader processes for the training data, which then run already.
+        purpose: "train", or the name of a set of the evaluation; each has its own random numbers.
+        num_workers: loader processes, used for all epochs. In training they begin the next epoch ahead of time.
+        device: the batches' destination; batches for a GPU are in pinned memory.
+        started: the loader of :func:`start_workers`, whose processes are already running.
     """
-    if started is not None:  # not yet one of any length
+    if started is not None:  # it has no sampler yet
         assert isinstance(started.batch_sampler, _Endless)
         started.batch_sampler.sampler = sampler
         return started
@@ -119,10 +119,10 @@ def loader(
 
 
 def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> DataLoader[Any] | None:
-    """Start the loader processes of the training data, to be used by :func:`loader`; None if there are to be none.
+    """Start the loader processes of the training data, for use by :func:`loader`; None for no processes.
 
-    Before a run that goes on has its state: the first step would have to copy every page of it that a loader process
-    shares, and that process would keep the old one for as long as it lives.
+    Call this before the state is loaded: otherwise the first step would copy every page of it that is shared with a
+    loader process, and that process would keep the old pages for as long as it lives.
     """
     if not num_workers:
         return None
@@ -150,7 +150,7 @@ def in_order(dataset: Dataset[Any], numbers: Sequence[int], in_worker: bool) -> 
 
 
 def one_sample(dataset: SizedDataset, seed: int, in_worker: bool) -> Any:
-    """A batch of the first sample alone, for a look at it before the training. Read as in :func:`in_order`."""
+    """A batch of the first sample only, for checks before the training. Read as in :func:`in_order`."""
     (batch,) = in_order(_First(Seeded(dataset, seed, "train")), [0], in_worker)
     return batch
 
@@ -170,14 +170,14 @@ def _unchanged(batch: Any) -> Any:
 
 
 class _Endless:
-    """The micro-batches from where a sampler stands to the end of its epoch, then those of the later epochs.
+    """The micro-batches from a sampler's position to the end of its epoch, then those of the later epochs.
 
     Loader processes stop at the end of their batch sampler, and the GPU would wait for the first batch of each epoch.
     """
 
     def __init__(self, sampler: ElasticSampler | None) -> None:
         self.sampler = sampler
-        """None: there are no micro-batches yet."""
+        """None: it has no micro-batches yet."""
 
     def __iter__(self) -> Iterator[Indices]:
         if self.sampler is None:
@@ -196,15 +196,15 @@ class _Endless:
 class _Loader(DataLoader[Any]):
     """A `DataLoader` whose workers end with this process, although they ignore SIGTERM.
 
-    With `_Endless` its workers go on from one epoch to the next, if that is what the sampler is set to.
+    With `_Endless` its workers go on from one epoch to the next, if the sampler is set to the next epoch.
 
     On Linux they are forks of this process on every version of Python. From 3.14 on the default is a server that forks
     them: a data set would have to be pickled, each start would import torch, and the signals that Slurm sends to all
-    processes would end the server. `multiprocessing.set_start_method("spawn")` still chooses another way.
+    processes would end the server. `multiprocessing.set_start_method("spawn")` still selects another method.
     """
 
     _stream: Iterator[Any] | None = None
-    """Batches of the next epoch, if the last one was read to its end."""
+    """Batches of the next epoch, if the last one was read to the end."""
     _stream_at: tuple[Any, ...] = ()
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, **options: Any) -> None:
@@ -230,11 +230,11 @@ class _Loader(DataLoader[Any]):
         self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.sizes)
 
     def begin(self) -> Any:
-        """Iterate over the micro-batches, and start the loader processes if they do not run yet."""
+        """Iterate over the micro-batches; start the loader processes if they are not running."""
         if self.num_workers and self._iterator is None:
             _shorten_temp_dir()
             # gloo's threads enter Python once more after a collective, to release its callback. A worker forked at that
-            # moment waits for ever for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
+            # moment waits forever for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
             time.sleep(0.1 * is_initialized())
         others = multiprocessing.active_children()
         stream = super().__iter__()
@@ -244,10 +244,10 @@ class _Loader(DataLoader[Any]):
 
 
 def _shorten_temp_dir() -> None:
-    """Create `multiprocessing`'s folder below /tmp if a socket in the usual one would have too long a path.
+    """Create `multiprocessing`'s folder below /tmp if a socket's path in the usual one would be too long.
 
-    A worker's thread would lose its batch to that error, and training would wait for it. Python 3.14 does the same.
-    Created in this process, which removes it at exit: workers are killed.
+    Otherwise a worker's thread would fail and training would wait for its batch. Python 3.14 does the same.
+    This process creates the folder, because it removes it at exit; workers are killed.
     """
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_SOCKET - len("/pymp-12345678/listener-12345678"):
         tempfile.tempdir = "/tmp"  # noqa: S108
@@ -262,10 +262,10 @@ def _kill(workers: Iterable[BaseProcess]) -> None:
 
 
 def _outlive_signals(_worker: int) -> None:
-    """Let a loader process live exactly as long as its training process.
+    """Make a loader process live exactly as long as its training process.
 
     Slurm signals every process of a step, and Ctrl-C every process of a terminal; without loaders the step in progress
-    would fail. Ignored, not blocked: a mask covers one thread, and a process that was not forked has several.
+    would fail. Signals are ignored, not blocked: a mask covers one thread; a process that was not forked has several.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -274,9 +274,9 @@ def _outlive_signals(_worker: int) -> None:
 
 
 def _say_unless_killed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of the thread that hands over tensors, unless the training process has just been killed.
+    """Print an error of the thread that sends tensors, unless the training process has just been killed.
 
-    The kernel closes the sockets of a killed process a moment before it tells its children.
+    The kernel closes the sockets of a killed process a moment before it signals its children.
     """
     if issubclass(kind, (ConnectionError, EOFError)):
         time.sleep(1)  # if the training process is dead, so is this one by then

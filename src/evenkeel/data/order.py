@@ -2,10 +2,10 @@
 
 The sample at a position stays a pure function of (seed, epoch, position), as in the usual order (`shuffle`). So a
 resume on any number of ranks needs no state. torch's `WeightedRandomSampler` draws an epoch at once from a generator,
-whose state is one of the process. Here each position has its own uniform number, a keyed hash, and the cumulative sum
-of the weights says which sample has it.
+whose state belongs to the process. Here each position has its own uniform number, a keyed hash, and the cumulative sum
+of the weights maps it to a sample.
 
-What is once here is a position, not a sample: a sample may come several times in an epoch, or never.
+Each position comes exactly once, but a sample may come several times in an epoch, or never.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .shuffle import Array, mixed
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio, the distance of SplitMix64's states
 POOL = 100
-"""Groups of `buckets` that are sorted by length together. More pad a little less, and mix less."""
+"""Groups of `buckets` that are sorted by length together. With more groups there is a little less padding, and less
+mixing."""
 
 
 class Draws:
@@ -37,7 +38,7 @@ class Draws:
     """
 
     def __init__(self, weights: NDArray[np.float64]) -> None:
-        self._ends = np.cumsum(weights / weights.max())  # whose total is no subnormal number, nor too large
+        self._ends = np.cumsum(weights / weights.max())  # so that the total is neither subnormal nor too large
         self.length = len(weights)
         self.name = f"{self.length} draws by sample_weights() ({_digest(weights)})"
 
@@ -45,25 +46,25 @@ class Draws:
         """Return the samples at some positions of an epoch, which is SplitMix64 from the epoch's own seed."""
         bits = mixed(positions * GOLDEN, np.uint64(derive(seed, "draws", epoch)))
         uniform = (bits >> np.uint64(11)) * 2.0**-53  # below 1, and below the total after rounding
-        # the first sum above it: never that of a sample whose weight is 0
+        # the first sum above it: this never selects a sample of weight 0
         drawn: Array = np.searchsorted(self._ends, uniform * self._ends[-1], side="right").astype(np.uint64)
         return drawn
 
 
 class Listed:
-    """What a task's ``order(epoch)`` returns.
+    """The orders of a task's ``order(epoch)``.
 
     Args:
-        method: epoch -> numbers of samples. The generators are seeded from (seed, epoch) before each call.
-        first: what it has returned for epoch 0.
-        places: for each sample of the task's data set its number among those that are left, -1 for one that is not.
+        method: epoch -> indices of samples. The generators are seeded from (seed, epoch) before each call.
+        first: its result for epoch 0.
+        places: for each sample of the task's data set its index among the remaining ones; -1 if it was removed.
         seed: the run's.
 
     Attributes:
         length: positions of each epoch.
 
     Raises:
-        Refusal: that is no order, or the method returns another one when it is asked again.
+        Refusal: it is not a valid order, or a second call of the method returns another one.
     """
 
     def __init__(self, method: Callable[[int], Any], first: Any, places: Integers, seed: int) -> None:
@@ -71,11 +72,11 @@ class Listed:
         self._known: dict[int, Integers] = {}
         order = self._checked(0, first)
         if not len(order):
-            raise Refusal("order(0) has no sample that --validation and --limit-batches leave; leave these out")
+            raise Refusal("order(0) has only samples that --validation or --limit-batches removes; leave these out")
         if not np.array_equal(order, self._checked(0, call_seeded(method, seed, 0))):
             raise Refusal(
-                "order(0) is another order each time that it is called, so a run could not go on; make it of the epoch "
-                "alone, or draw from torch's, NumPy's or Python's global generator, which are seeded before each call"
+                "order(0) returns another order at each call, so a run could not resume; compute it from the epoch "
+                "only, or draw from torch's, NumPy's or Python's global generator, which are seeded before each call"
             )
         self._known[0], self.length = order, len(order)
         self.name = f"an order of {self.length} samples by order() ({self.digest(0)})"
@@ -94,8 +95,8 @@ class Listed:
             if len(order) != self.length:
                 raise EndedHere(
                     f"order({epoch}) has {len(order)} samples and order(0) has {self.length}"
-                    f"{' of those that --validation and --limit-batches leave' * bool((self._places < 0).any())}: a "
-                    "run's epochs have one length; repeat or leave out samples, or begin a run for each (--init-from)"
+                    f"{' after --validation and --limit-batches' * bool((self._places < 0).any())}: all epochs of a "
+                    "run have one length; repeat or leave out samples, or begin a run for each (--init-from)"
                 )
             newest = max(self._known, default=epoch)  # loader processes are an epoch ahead
             self._known = {it: self._known[it] for it in self._known if it == newest} | {epoch: order}
@@ -111,11 +112,11 @@ class Listed:
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not len(numbers):
             shape = f"of shape {numbers.shape} and type {numbers.dtype}" if numbers.dtype != object else "of no numbers"
             raise kind(
-                f"order({epoch}) returned {kind_of(found)} {shape}; return whole numbers of samples, of shape [length]"
+                f"order({epoch}) returned {kind_of(found)} {shape}; return integer sample indices, of shape [length]"
             )
         if len(wrong := np.flatnonzero((numbers < 0) | (numbers >= samples))):
             raise kind(
-                f"order({epoch}) has sample {numbers[wrong[0]]} at position {wrong[0]}, and train_dataset() has "
+                f"order({epoch}) has sample {numbers[wrong[0]]} at position {wrong[0]}, but train_dataset() has "
                 f"{samples} samples; return numbers from 0 to {samples - 1}"
             )
         left = self._places[numbers.astype(np.int64)]
@@ -123,7 +124,7 @@ class Listed:
 
 
 class Ordered(Dataset[Any]):
-    """A data set with an order of its own, by which `ElasticSampler` deals its samples; otherwise the data set."""
+    """A data set with its own order, which `ElasticSampler` uses; in all else the data set itself."""
 
     def __init__(self, dataset: Any, order: Draws | Listed) -> None:
         self.dataset, self.order = dataset, order
@@ -139,31 +140,31 @@ def ordered(
     dataset: Any, size: int, chosen: Sequence[int] | None, weights: Callable[[], Any], order: Callable[[int], Any],
     seed: int,
 ) -> Any:  # fmt: skip
-    """Give a data set the order that its task wants; without one return it as it is.
+    """Give a data set the order that its task defines; without one return it unchanged.
 
     Args:
-        dataset: what is trained on.
-        size: samples of what train_dataset() has returned, whose numbers the task means.
-        chosen: the numbers there of the samples of `dataset`; None: they are the same.
+        dataset: the training data.
+        size: samples of train_dataset()'s result, to which the task's indices refer.
+        chosen: the indices there of the samples of `dataset`; None: they are the same.
         weights, order: the task's methods sample_weights and order.
         seed: the run's.
 
     Raises:
-        Refusal: both are there, or one does not fit the data.
+        Refusal: the task defines both, or one does not fit the data.
     """
     by_weight, first = call_seeded(weights, seed), call_seeded(order, seed, 0)
     if by_weight is None and first is None:
         return dataset
     name = "sample_weights()" if first is None else "order()"
     if by_weight is not None and first is not None:
-        raise Refusal("the task has sample_weights() and order(): two orders; let one of them return None")
+        raise Refusal("the task has both sample_weights() and order(); let one of them return None")
     if hasattr(dataset, "first_samples"):
         raise Refusal(f"{name}: train_dataset() returned a stream, which has its own order; let {name} return None")
     rows = np.arange(size) if chosen is None else np.asarray(chosen, dtype=np.int64)
     if first is None:
         found = _weights(by_weight, size)[rows]
         if not found.any():
-            left = " of the samples that --validation and --limit-batches leave" * (len(rows) < size)
+            left = " of the samples left by --validation and --limit-batches" * (len(rows) < size)
             raise Refusal(f"sample_weights(): all weights{left} are 0; give some samples a weight")
         return Ordered(dataset, Draws(found))
     places = np.full(size, -1)
@@ -178,39 +179,39 @@ def _weights(found: Any, size: int) -> NDArray[np.float64]:
         values = np.empty(())
     if values.shape != (size,):
         raise Refusal(
-            f"sample_weights() returned {kind_of(found)} of shape {list(values.shape)}, and train_dataset() has {size} "
+            f"sample_weights() returned {kind_of(found)} of shape {list(values.shape)}, but train_dataset() has {size} "
             "samples; return a number for each of them"
         )
     if len(wrong := np.flatnonzero(~(np.isfinite(values) & (values >= 0)))):
-        raise Refusal(f"sample_weights(): sample {wrong[0]} has the weight {values[wrong[0]]:g}; give one from 0 on")
+        raise Refusal(f"sample_weights(): sample {wrong[0]} has the weight {values[wrong[0]]:g}; it must be 0 or more")
     return values
 
 
 def call_seeded(method: Callable[..., Any], seed: int, *epoch: int) -> Any:
-    """What a method of a task returns with generators of its own, seeded from (seed, its name, epoch)."""
+    """Call a method of a task with the generators seeded from (seed, its name, epoch), and restore them."""
     with generators_kept():
         seed_host(derive(seed, method.__name__, *epoch))
         return method(*epoch)
 
 
 def order_of(dataset: Any) -> Blocks | Draws | Listed | None:
-    """The order that a data set has of itself or of its task; None: the usual one."""
+    """The order of a data set, its own or its task's; None: the usual one."""
     return dataset.order if isinstance(dataset, Ordered) else blocks_of(dataset)
 
 
 def order_name(dataset: Any) -> str:
-    """What a run records of the order of its training data; empty: the usual one."""
+    """The record of the order of the training data in a run; empty: the usual one."""
     order = order_of(dataset)
     return order.name if order else ""
 
 
 def positions_in(dataset: Any) -> int:
-    """Positions of an epoch: as many as there are samples, unless the task lists others."""
+    """Positions of an epoch: the number of samples, unless the task defines an order of another length."""
     return dataset.order.length if isinstance(dataset, Ordered) else len(dataset)
 
 
 def balanced(labels: ArrayLike) -> NDArray[np.float64]:
-    """Weights for `Task.sample_weights` by which every class is drawn equally often.
+    """Weights for `Task.sample_weights` that draw every class equally often.
 
     Args:
         labels: the class of each sample, a number or a name, shape [N].
@@ -223,7 +224,7 @@ def balanced(labels: ArrayLike) -> NDArray[np.float64]:
 
 
 def buckets(lengths: ArrayLike, size: int) -> Integers:
-    """An order for `Task.order` in which samples of like length stand together in groups, and the groups are shuffled.
+    """An order for `Task.order` with shuffled groups of samples of similar length.
 
     Draws from NumPy's global generator, which is seeded by (--seed, epoch) before each call of `Task.order`. Pools of
     some groups are drawn at random and sorted by length, so that groups differ from epoch to epoch.
@@ -241,7 +242,7 @@ def buckets(lengths: ArrayLike, size: int) -> Integers:
     for start in range(0, len(order), POOL * size):
         pool = order[start : start + POOL * size]
         pool[:] = pool[np.argsort(values[pool], kind="stable")]
-    whole = len(order) // size * size  # a smaller last group would shift all that follow
+    whole = len(order) // size * size  # a smaller group stays last: otherwise it would shift all that follow
     groups = order[:whole].reshape(-1, size)
     return np.concatenate([groups[np.random.permutation(len(groups))].reshape(-1), order[whole:]])
 

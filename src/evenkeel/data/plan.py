@@ -1,8 +1,8 @@
 """Global batch -> micro-batches -> ranks: the arithmetic of a run.
 
-An epoch of N samples is a sequence of positions 0 .. N-1 (`shuffle` says which sample stands at a position). Step s of
+An epoch of N samples is a sequence of positions 0 .. N-1 (`shuffle` maps a position to a sample). Step s of
 an epoch has positions s*G .. (s+1)*G, the last step the rest. A step is cut into micro-batches: of a fixed size with a
-smaller last one, or into a fixed number of nearly equal ones. The number of ranks, and how fast each is, enters only
+smaller last one, or into a fixed number of nearly equal ones. The number of ranks and their speeds enter only
 in `shares`, and may differ at every step.
 
     >>> plan = Plan(samples=10, global_batch=8, micro_batch=3, epochs=2)
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 ENDLESS = 2**60
-"""About as many samples has a stream, more than any run reads: it has no epochs."""
+"""The number of samples of a stream, which has no epochs: more than any run reads."""
 
 
 class MicroBatch(NamedTuple):
-    """Consecutive positions of one epoch: the unit of work, the same whoever computes it."""
+    """Consecutive positions of one epoch: the unit of work, the same on every rank."""
 
     step: int
     """Global step, counted over all epochs."""
@@ -55,7 +55,7 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks."""
     micro_batch: int
-    """The most samples that one rank computes at a time."""
+    """The maximum number of samples that one rank computes at a time."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0
@@ -63,7 +63,7 @@ class Plan:
     number: int = 0
     """M, if a full step is cut into this many micro-batches whose sizes differ by at most one; 0: cut by size."""
     left_out: int = 0
-    """Positions at the end of each epoch that no step has, with --drop-last; they do not count as samples above."""
+    """Positions at the end of each epoch that --drop-last drops; `samples` does not include them."""
 
     @staticmethod
     def of(config: Config, length: int) -> Plan:
@@ -87,19 +87,19 @@ class Plan:
 
     @property
     def cut(self) -> str:
-        """The cut in words, for comparison with another start's."""
+        """A description of the cut, for comparison with another start's."""
         if self.number == 1:
             return "a whole step"
         return f"1/{self.number} of a step" if self.number else str(self.micro_batch)
 
     @property
     def length(self) -> int:
-        """Positions in an epoch's order, those that are left out included."""
+        """Positions in an epoch's order, including those left out."""
         return self.samples + self.left_out
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch, the shorter last one included."""
+        """Optimizer steps in an epoch, including a shorter last one."""
         return -(-self.samples // self.global_batch)
 
     @property
@@ -110,16 +110,16 @@ class Plan:
 
     @property
     def max_world_size(self) -> int:
-        """M, the micro-batches of a full step: more ranks than this have nothing to do."""
+        """M, the micro-batches of a full step: further ranks would be idle."""
         return self._count(0)
 
     @property
     def has_epochs(self) -> bool:
-        """Whether there are epochs: not of a stream."""
+        """Whether there are epochs; a stream has none."""
         return self.samples < ENDLESS // 2
 
     def epoch_at(self, step: int) -> str:
-        """The epoch of the step that was done last, for people; empty for a stream."""
+        """The epoch of the last finished step, for display; empty for a stream."""
         epoch, _ = self.locate(max(0, step - 1))
         whole = self.total_steps == self.epochs * self.steps_per_epoch
         return in_epoch(epoch + 1, self.epochs if whole else None) if self.has_epochs else ""
@@ -129,7 +129,7 @@ class Plan:
         return divmod(step, self.steps_per_epoch)
 
     def step_samples(self, step: int) -> int:
-        """Samples of a global step: G, or the rest at the end of an epoch."""
+        """Samples of a global step: G, or fewer at the end of an epoch."""
         start = step % self.steps_per_epoch * self.global_batch
         return min(self.global_batch, self.samples - start)
 
@@ -159,7 +159,7 @@ class Plan:
         return shares(self._count(step), world_size, sizes)
 
     def _count(self, step: int) -> int:
-        """M of a step. A short step is cut for all ranks too, but not into single samples: BatchNorm needs two."""
+        """M of a step. A short step is also cut for all ranks, but not into single samples: BatchNorm needs two."""
         samples = self.step_samples(step)
         at_least = -(-samples // self.micro_batch)
         if not self.number or self.micro_batch == 1:
@@ -170,9 +170,9 @@ class Plan:
 
 
 def share(count: int, rank: int, world_size: int) -> range:
-    """This rank's contiguous run of ``count`` micro-batches.
+    """This rank's contiguous range of ``count`` micro-batches.
 
-    Sizes differ by at most one, and the larger runs come first, so rank 0 always has work.
+    Sizes differ by at most one, and the larger ranges come first, so rank 0 always has work.
     """
     each, rest = divmod(count, world_size)
     start = rank * each + min(rank, rest)
@@ -181,7 +181,7 @@ def share(count: int, rank: int, world_size: int) -> range:
 
 @lru_cache(maxsize=8)
 def shares(count: int, world_size: int, sizes: tuple[int, ...] = ()) -> tuple[range, ...]:
-    """The shares of all ranks: of these sizes, if they add up to ``count``; a shorter step is divided equally."""
+    """The shares of all ranks: with these sizes, if they add up to ``count``; a shorter step is divided equally."""
     if sum(sizes) == count:
         ends = [0, *accumulate(sizes)]
         return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
@@ -189,10 +189,10 @@ def shares(count: int, world_size: int, sizes: tuple[int, ...] = ()) -> tuple[ra
 
 
 def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """How many of ``count`` micro-batches each rank should compute, at least one, so that the last is done soonest.
+    """How many of ``count`` micro-batches each rank should compute, at least one, so that the last finishes soonest.
 
-    Each further micro-batch goes to the rank that would be done with it first. That is optimal: had another division
-    an earlier end, it would give the last rank fewer and some rank more, which ends later.
+    Each further micro-batch goes to the rank that would finish it first. This is optimal: a division with an earlier
+    end would give the last rank fewer and some other rank more, and that rank would end later.
 
     Args:
         count: at least as many as there are ranks.
@@ -202,7 +202,7 @@ def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
     ((3, 1), (3, 3, 2))
     """
     sizes = [1] * len(seconds)
-    # when each rank would be done with one more; of those that are as fast the one with fewer, then the first
+    # when each rank would finish one more; among equals the one with fewer, then the first
     ends = [(2 * each, 1, rank) for rank, each in enumerate(seconds)]
     heapify(ends)
     for _ in range(count - len(seconds)):
@@ -215,7 +215,7 @@ def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
 def next_smaller(micro_batch: int, batch: int) -> int:
     """The next micro-batch to try when one does not fit: a half, or a little less if that divides the batch.
 
-    A divisor leaves no rest, which might be a single sample that BatchNorm cannot take.
+    A divisor leaves no remainder, which might be a single sample, on which BatchNorm cannot train.
     """
     half = max(1, micro_batch // 2)
     return next((size for size in range(half, half // 2, -1) if batch % size == 0), half)

@@ -1,7 +1,7 @@
-"""Random numbers without state: every seed is a pure function of what it is for.
+"""Random numbers without state: every seed is a pure function of its purpose.
 
 A saved generator state ties a run to the number of ranks and loader workers that drew from it. Here each sample, each
-micro-batch and each set of initial weights has its own seed from (run seed, purpose, place), so checkpoints hold no
+micro-batch and each set of initial weights has its own seed from (run seed, purpose, place), so checkpoints have no
 generator state and any rank can take over any work.
 """
 
@@ -20,7 +20,7 @@ import torch
 def derive(seed: int, purpose: str, *where: int) -> int:
     """Return a 63-bit seed for one purpose at one place, e.g. ``derive(seed, "sample", epoch, index)``.
 
-    BLAKE2b of the arguments: unrelated for neighbouring places, the same on every platform. Takes about a microsecond.
+    BLAKE2b of the arguments: unrelated for adjacent places, the same on every platform. Takes about a microsecond.
     """
     message = purpose.encode() + b"\0" + struct.pack(f"<{1 + len(where)}q", seed, *where)
     digest = hashlib.blake2b(message, digest_size=8).digest()
@@ -30,7 +30,7 @@ def derive(seed: int, purpose: str, *where: int) -> int:
 def seed_host(seed: int) -> None:
     """Seed the CPU generators of torch, Python and NumPy (with the seed's lower 32 bits).
 
-    The streams are those of `torch.manual_seed`, which asks every type of device and takes 150 us; this takes 10.
+    The numbers are those of `torch.manual_seed`, which also seeds every type of device and takes 150 us; this takes 10.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -42,8 +42,8 @@ def seed_task(seed: int, purpose: str) -> None:
 
     Args:
         seed: the run's.
-        purpose: "data" for all data sets, so that methods which split the same whole at random get parts that do
-            not overlap; "weights" for the model; for the others their names.
+        purpose: "data" for all data sets, so that methods which split the same data at random get parts that do
+            not overlap; "weights" for the model; for other methods their names.
     """
     seed_host(derive(seed, purpose))
     torch.manual_seed(derive(seed, purpose))
@@ -60,7 +60,7 @@ def seed_computation(seed: int, devices: Iterable[torch.device]) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the generators of the CPU and of initialized GPUs back at the end."""
+    """Restore the generators of the CPU and of initialized GPUs at the end."""
     python, legacy = random.getstate(), np.random.get_state()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(gpus):

@@ -1,9 +1,9 @@
 """Which samples each rank loads.
 
-torch's `DistributedSampler` deals single samples to ranks, so which rank gets which depends on the number of ranks, and
-"skip the first k batches" is right only on as many ranks as before. (torch's `ElasticDistributedSampler` skips and
-repeats samples too.) Here an epoch is first cut into steps and micro-batches, whatever the ranks (`plan`), and each
-rank then takes its share of them.
+torch's `DistributedSampler` deals single samples to ranks, so their assignment depends on the number of ranks, and
+"skip the first k batches" is right only on the same number of ranks. (torch's `ElasticDistributedSampler` skips and
+repeats samples too.) Here an epoch is first cut into steps and micro-batches, independently of the ranks (`plan`), and
+each rank then takes its share of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .plan import MicroBatch, Plan
 from .shuffle import shuffled
 
 BLOCK = 4096
-"""Positions whose samples are computed at once, if a micro-batch is not larger: 64 take 10 us this way, not 150."""
+"""Positions whose samples are computed at once, unless a micro-batch is larger: so 64 samples take 10 us, not 150."""
 
 
 class Indices(list[int]):
-    """The samples of one micro-batch and its place in the run. A plain list to any data set."""
+    """The samples of one micro-batch and its place in the run. For any data set it is a plain list."""
 
     def __init__(self, samples: Sequence[int] | NDArray[Any], epoch: int, micro_batch: MicroBatch) -> None:
         self.array = np.asarray(samples, dtype=np.int64)
@@ -34,25 +34,25 @@ class Indices(list[int]):
 
 
 class ElasticSampler(DistributedSampler[Any]):
-    """Deals the micro-batches of an epoch to ranks; each position of the order exactly once on any
+    """Divides the micro-batches of an epoch among ranks; each position of the order exactly once on any
     number of ranks; in the usual order a position is a sample.
 
     Pass it to a `DataLoader` as ``batch_sampler``. Its only state is where the next epoch starts: from the same step
-    on another number of ranks it goes on with exactly the samples that are left, without looking at the others.
+    on another number of ranks it goes on with exactly the remaining samples, without visiting the others.
 
     Args:
         dataset: anything with a length N. If it has `order_blocks()`, as shards have, whole blocks of it
             are shuffled, and samples among those that are read together (`Blocks`). If it is `Ordered`, its order
-            says how many positions there are and which sample stands at each.
+            defines the number of positions and the sample at each.
         global_batch: samples of one step over all ranks, G.
-        micro_batch: the most samples in one batch of this loader.
+        micro_batch: the maximum number of samples in one batch of this loader.
         micro_batches: cut each step into this many of nearly equal size; 0: by size, the last one smaller.
-        num_replicas: number of ranks, any; default: the process group's.
+        num_replicas: any number of ranks; default: the process group's.
         rank: default: the process group's. Ranks beyond the number of micro-batches get nothing.
         shuffle: a new order every epoch, or 0 .. N-1 every time.
         seed: the same on all ranks.
         drop_last: leave out the end of an epoch that does not fill a global batch.
-        epochs: how many there are, which loader processes that read ahead do not pass; 0: any number.
+        epochs: their number; loader processes that read ahead stop there; 0: no limit.
 
     Warning:
         Call :meth:`set_epoch` before every epoch, or all epochs have the same order.
@@ -110,7 +110,7 @@ class ElasticSampler(DistributedSampler[Any]):
         return sum(len(self.micro_batches(step)) for step in self.steps())
 
     def steps(self) -> range:
-        """Global numbers of the steps left in the epoch."""
+        """Global numbers of the remaining steps of the epoch."""
         first = self.epoch * self.plan.steps_per_epoch
         return range(first + self.first_step, first + self.plan.steps_per_epoch)
 
@@ -120,18 +120,18 @@ class ElasticSampler(DistributedSampler[Any]):
 
 
 class Step(NamedTuple):
-    """One optimizer step, as one rank sees it."""
+    """One optimizer step on one rank."""
 
     number: int
     """Global step, counted over all epochs."""
     micro_batches: list[MicroBatch]
-    """This rank's; an idle rank has none."""
+    """This rank's micro-batches; an idle rank has none."""
     batches: Iterator[Any]
     """Their data in the same order, loaded on demand."""
 
 
 def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
-    """Group a loader's micro-batches by step, from where the sampler stands to the end of the epoch.
+    """Group a loader's micro-batches by step, from the sampler's position to the end of the epoch.
 
     Yields:
         (global step, this rank's micro-batches of it, their batches in the same order, loaded on demand).

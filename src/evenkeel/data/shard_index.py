@@ -1,7 +1,7 @@
-"""The index of a folder of shards: which samples each file has, where they lie in it, and its checksum.
+"""The index of a folder of shards: the samples of each file, their offsets, and the file's checksum.
 
-`shards.index.json` is the manifest. Where samples lie is in a table beside it, `shards.index.DIGEST.npy`, one row a
-sample, which is mapped into memory. The manifest names its table, so the two always belong together.
+`shards.index.json` is the manifest. The offsets are in a table beside it, `shards.index.DIGEST.npy`, one row per
+sample, which is mapped into memory. The manifest names its table, so the two always match.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ EXAMPLE: dict[str, Any] = {
     "version": 1, "format": "", "table": "",
     "shards": [{"name": "", "samples": 0, "bytes": 0, "sha256": "", "groups": [0]}],
 }  # fmt: skip
-"""What a manifest holds, besides its fields."""
+"""The content of a manifest, except its fields."""
 
 Track = Callable[[Iterable[Any], int], Iterable[Any]]
-"""(things, how many) -> the same things; shows how far it is."""
+"""(things, their number) -> the same things; shows the progress."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """What the manifest holds."""
+    """The content of the manifest."""
 
     version: int
     format: str
     fields: list[Any]
     """tar: the extensions; Parquet: the columns; MDS: [name, encoding, size or null] of each column."""
     table: str
-    """The name of its file; empty for Parquet, whose footers say where rows are."""
+    """The name of its file; empty for Parquet, whose footers have the offsets."""
     shards: list[Shard]
 
     @property
@@ -75,7 +75,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of a folder, and check that its files are there and as large as they were.
+    """Read the index of a folder, and check that its files exist and have the recorded sizes.
 
     Raises:
         Refusal: there is no index, or it does not fit the files.
@@ -87,23 +87,21 @@ def read_index(folder: Path) -> Index:
         if not value:
             raise Refusal(f"{folder}: has no index of its shards; {again}")
         if value["version"] != VERSION:
-            raise Refusal(
-                f"{folder / MANIFEST}: is of version {value['version']!r:.20}, and this is {VERSION}; {again}"
-            )
+            raise Refusal(f"{folder / MANIFEST}: has version {value['version']!r:.20}, but this is {VERSION}; {again}")
         index = _index_of(value)
         if index.format != kind:
-            raise ValueError(f"it is of {index.format!r:.20} files, and the folder holds {kind}")
+            raise ValueError(f"it is of {index.format!r:.20} files, but the folder has {kind}")
         _check_table(folder, index)
     except Refusal:
         raise
-    except Exception as error:  # what NumPy raises for a damaged table is of any type
+    except Exception as error:  # NumPy raises errors of any type for a damaged table
         raise Refusal(f"{folder / MANIFEST}: cannot be read: {_told(error)}; {again}") from None
     sizes = {path.name: path.stat().st_size for path in paths}
     for shard in index.shards:
         if (size := sizes.pop(shard.name, None)) != shard.bytes:
             found = "is gone" if size is None else f"has {size} bytes"
             path = folder / shard.name
-            raise Refusal(f"{path}: {found}, where the index says {shard.bytes}; bring it back, or {again}")
+            raise Refusal(f"{path}: {found}, but the index says {shard.bytes}; restore it, or {again}")
     if sizes:
         raise Refusal(f"{folder}: {listed(sorted(sizes))} is not in its index; {again}, or move it elsewhere")
     return index
@@ -113,7 +111,7 @@ def _index_of(value: dict[str, Any]) -> Index:
     """The index in a manifest.
 
     Raises:
-        ValueError: something there is not what `write_index` writes. Also what `Index` raises.
+        ValueError: it has something that `write_index` does not write. `Index` may raise other errors.
     """
     for name, example in EXAMPLE.items():
         if not alike(value.get(name), example):
@@ -124,14 +122,14 @@ def _index_of(value: dict[str, Any]) -> Index:
         raise ValueError(wrong)
     for shard in index.shards:
         if shard.samples < 1 or sum(shard.groups) != shard.samples * parquet:
-            raise ValueError(f"of {shard.name} it says {shard.samples} samples, in row groups {sum(shard.groups)}")
+            raise ValueError(f"for {shard.name} it says {shard.samples} samples, in row groups {sum(shard.groups)}")
     if index.samples > sys.maxsize or bool(index.table) == parquet:
         raise ValueError(f"it says {index.samples} samples, with the table {index.table!r:.60}")
     return index
 
 
 def _check_table(folder: Path, index: Index) -> None:
-    """Check that the table is one of these samples and fields, whose rows are as `table_of` makes them."""
+    """Check that the table has these samples and fields, with rows as `table_of` makes them."""
     if not index.table:
         return
     if not TABLE.fullmatch(index.table):  # nothing outside the folder
@@ -141,17 +139,17 @@ def _check_table(folder: Path, index: Index) -> None:
     key = table.dtype["key"].itemsize if index.format == "tar" else 0
     right = table_of(np.zeros((0, 1 if of_files else fields, 2), np.int64), key)
     if table.dtype != right.dtype or table.shape != (index.samples,):
-        raise ValueError(f"{index.table} is not of {index.samples} samples of {fields} fields")
+        raise ValueError(f"{index.table} does not have {index.samples} samples of {fields} fields")
 
 
 def mapped(path: Path) -> Table:
-    """A table, mapped into memory. Raises what NumPy raises of a file that is none, of any type."""
+    """A table, mapped into memory. For a damaged file NumPy raises errors of any type."""
     table: Table = np.lib.format.open_memmap(path, mode="r")
     return table
 
 
 def write_index(folder: Path, track: Track = lambda things, _: things) -> Index:
-    """Read all shards of a folder and write the index. Files that are no shards are left alone.
+    """Read all shards of a folder and write the index. Files that are not shards are ignored.
 
     Raises:
         Refusal: there are no shards, or one cannot be used. Nothing has been written then.
@@ -168,11 +166,11 @@ def write_index(folder: Path, track: Track = lambda things, _: things) -> Index:
     for shard, theirs, _ in found:
         if theirs != fields:
             raise Refusal(
-                f"{folder / shard.name}: its samples have {names_of(theirs)}, and those of {first} {names_of(fields)}; "
+                f"{folder / shard.name}: its samples have {names_of(theirs)}, but those of {first} {names_of(fields)}; "
                 "samples with other members belong in another folder"
             )
         if (other := by_content.setdefault(shard.sha256, shard.name)) != shard.name:
-            raise Refusal(f"{folder / shard.name}: is a copy of {other}, so that samples would come twice; remove one")
+            raise Refusal(f"{folder / shard.name}: is a copy of {other}, so samples would be used twice; remove one")
     tables = [table for _, _, table in found if table is not None]
     content = BytesIO()
     if tables:
@@ -187,12 +185,12 @@ def write_index(folder: Path, track: Track = lambda things, _: things) -> Index:
             if path.name != index.table:
                 path.unlink()
     except OSError as error:
-        raise Refusal(f"{folder}: the index cannot be written: {error.strerror or error}; mend that") from None
+        raise Refusal(f"{folder}: the index cannot be written: {error.strerror or error}; fix that") from None
     return index
 
 
 def table_is_whole(folder: Path, index: Index) -> bool:
-    """Whether the table still is what its name says."""
+    """Whether the table's content still matches its name."""
     return not index.table or table_name(sha256_of(folder / index.table)) == index.table
 
 
@@ -209,22 +207,20 @@ def _find(folder: Path) -> tuple[str, list[Path]]:
         raise Refusal(f"{folder}: {error.strerror}; name a folder of shards") from None
     for path in files:
         if path.suffix in COMPRESSED and (path.suffix == ".tgz" or Path(path.stem).suffix in FORMATS):
-            raise Refusal(
-                f"{path}: is compressed, and then a sample can only be read after all that come before it; unpack it"
-            )
+            raise Refusal(f"{path}: is compressed, so a sample can only be read after all previous ones; unpack it")
     by_format: dict[str, list[Path]] = {}
     for path in files:
         if path.suffix in FORMATS:
             by_format.setdefault(FORMATS[path.suffix], []).append(path)
     if not by_format:
-        raise Refusal(f"{folder}: holds no shards; name a folder with {', '.join(FORMATS)} files in it")
+        raise Refusal(f"{folder}: has no shards; name a folder with {', '.join(FORMATS)} files")
     if len(by_format) > 1:
-        raise Refusal(f"{folder}: holds shards of several formats, {', '.join(by_format)}; give each its own folder")
+        raise Refusal(f"{folder}: has shards of several formats, {', '.join(by_format)}; give each its own folder")
     return next(iter(by_format.items()))
 
 
 Scanned = tuple[Shard, list[Any], "Table | None"]
-"""A shard, the fields of its samples and where these lie."""
+"""A shard, the fields of its samples and their offsets."""
 
 
 def _scan(kind: str, path: Path) -> Scanned:
@@ -235,17 +231,17 @@ def _scan(kind: str, path: Path) -> Scanned:
             raise Refusal(f"{path}: is still being written; index the folder when it is complete")
     except Refusal:
         raise
-    except Exception as error:  # what the readers of formats raise for a damaged file is of any type
-        raise Refusal(f"{path}: is truncated or damaged: {_told(error)}; make it again or remove it") from None
+    except Exception as error:  # readers of formats raise errors of any type for a damaged file
+        raise Refusal(f"{path}: is truncated or damaged: {_told(error)}; create it again or remove it") from None
     if wrong := wrong_field(kind, fields):
-        raise Refusal(f"{path}: {wrong}; make it again with other columns")
+        raise Refusal(f"{path}: {wrong}; create it again with other columns")
     groups = found if kind == "parquet" else []
     samples = sum(groups) if kind == "parquet" else len(found)
     if not samples:
-        raise Refusal(f"{path}: has no samples; make it again or remove it")
+        raise Refusal(f"{path}: has no samples; create it again or remove it")
     return Shard(path.name, samples, size, digest, groups), fields, None if kind == "parquet" else found
 
 
 def _told(error: Exception) -> str:
-    """What an error says, with its type unless it is one of ours or of a disk."""
+    """The message of an error, with its type unless it is a ValueError or an OSError."""
     return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ Decoder = Callable[[bytes], Any]
 Sample = dict[str, Any]
 
 OPEN_FILES = 128
-"""The most that a process keeps open."""
+"""Maximum number of open files of a process."""
 
 
 def _array(content: bytes) -> Any:
@@ -44,7 +44,7 @@ BASIC: Mapping[str, Decoder] = {
     **dict.fromkeys(("json", "jsn"), parse_json),
     "npy": _array,
 }
-"""Decoders for members of a tar, by extension, as WebDataset has them; members of other kinds are bytes."""
+"""Decoders for members of a tar, by extension, as in WebDataset; other members are bytes."""
 
 ENCODINGS: Mapping[str, Decoder] = {
     **dict.fromkeys(("bytes", "jpeg", "png"), bytes),
@@ -56,28 +56,28 @@ ENCODINGS: Mapping[str, Decoder] = {
     "str_int": int,
     "str_float": float,
 }
-"""Decoders for columns of MDS, by encoding; images stay bytes. Pickles, which may run code, have none."""
+"""Decoders for columns of MDS, by encoding; images stay bytes. There is none for pickles, which may run code."""
 
 
 class Shards(Dataset[Any]):
     """The samples of all shards of a folder that `python -m evenkeel data index` has indexed.
 
-    A sample is a dict: of a tar its members by extension and `__key__`, of other formats its fields or columns. In
+    A sample is a dict: for a tar its members by extension and `__key__`, for other formats its fields or columns. In
     training, blocks of neighbouring samples are read in a random order, and the samples of a window of blocks are mixed
     (`Blocks`), so that files are read in long runs. Any number of processes may read, forked or spawned.
 
     Args:
         folder: with shards and their index.
-        decode: from extension or column to a function of its content, beside `BASIC` or `ENCODINGS`:
-            `{"jpg": decode_jpeg, "json": bytes}`. For "seg.png" the one for "png" counts, if it has none of its own.
+        decode: from extension or column to a function of its content, in addition to `BASIC` or `ENCODINGS`:
+            `{"jpg": decode_jpeg, "json": bytes}`. "seg.png" uses the function for "png", unless it has its own.
         fields: the members or columns to read; empty: all.
         transform: makes the sample from such a dict; draws the random numbers of that sample.
-        block: samples of a block. Of Parquet, row groups are the blocks.
-        window: blocks that are mixed; 0: 64, or 8 row groups, because each process holds up to 1.5 times as many in
+        block: samples per block. In Parquet, row groups are the blocks.
+        window: blocks that are mixed; 0: 64, or 8 row groups, because each process has up to 1.5 times as many in
             memory.
 
     Raises:
-        Refusal: there is no index, a shard is not as large as it was, or samples have no such field.
+        Refusal: there is no index, the size of a shard has changed, or samples lack a field.
 
     Example:
         >>> Shards("shards", {"jpg": decode_jpeg}, transform=lambda it: (it["jpg"], it["cls"]))[0]  # doctest: +SKIP
@@ -133,7 +133,7 @@ class Shards(Dataset[Any]):
         return self.transform(sample) if self.transform else sample
 
     def order_blocks(self) -> Blocks:
-        """Runs of neighbouring samples of a shard; of Parquet, row groups."""
+        """Runs of neighbouring samples of a shard; in Parquet, row groups."""
         lengths: list[int] = []
         for shard in self.shards:
             full, rest = divmod(shard.samples, self.block)
@@ -141,7 +141,7 @@ class Shards(Dataset[Any]):
         return Blocks(lengths, self.window)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": OrderedDict()}  # a spawned process reads for itself
+        return {**self.__dict__, "_kept": OrderedDict()}  # a spawned process reads its own
 
     def _choose(self, own: Mapping[str, Decoder]) -> dict[str, Decoder]:
         """The decoder of each field that has one."""
@@ -150,8 +150,8 @@ class Shards(Dataset[Any]):
             for name, encoding, _ in self._columns:
                 if name in self._fields and not chosen[name]:
                     raise Refusal(
-                        f"{self.folder}: column {name} is encoded as {encoding}, which is not read; give `decode` a "
-                        f"function of bytes for {name}, or name other columns in `fields`"
+                        f"{self.folder}: column {name} is encoded as {encoding}, which is not supported; give `decode` "
+                        f"a function of bytes for {name}, or name other columns in `fields`"
                     )
         elif self.format == "tar":
             known = {**BASIC, **own}
@@ -161,13 +161,13 @@ class Shards(Dataset[Any]):
         return {field: decoder for field, decoder in chosen.items() if decoder and field in (self._fields or own)}
 
     def _parts(self, shard: Shard, number: int) -> Sample:
-        """The fields of a sample, not decoded yet."""
+        """The fields of a sample, not yet decoded."""
         if self.format == "parquet":
             return self._row(number)
         row = _mapped(self._table)[number]
         offsets, sizes = row["offset"].tolist(), row["size"].tolist()
         if min(*offsets, *sizes) < 0 or max(map(add, offsets, sizes)) > shard.bytes:
-            raise ValueError(f"the index says bytes {offsets}, {sizes} long, of a file of {shard.bytes}")
+            raise ValueError(f"the index has offsets {offsets} and sizes {sizes}, but the file has {shard.bytes} bytes")
         file = _opened(self.folder / shard.name, shard.bytes)
         if self.format == "tar":  # the members of a sample follow one another: one read for all
             places = {name: (offsets[i], sizes[i]) for i, name in enumerate(self._columns) if name in self._fields}
@@ -188,7 +188,7 @@ class Shards(Dataset[Any]):
             # without threads: a forked loader process has none
             rows = file.read_row_group(inside, columns=self._fields, use_threads=False)
             if len(rows) != shard.groups[inside]:
-                raise ValueError(f"its row group {inside} has {len(rows)} rows, not {shard.groups[inside]} as it says")
+                raise ValueError(f"its row group {inside} has {len(rows)} rows, not {shard.groups[inside]}")
             self._kept[group] = rows
             if 2 * len(self._kept) > 3 * self.window:  # the longest window (`blocks`)
                 self._kept.popitem(last=False)
@@ -200,7 +200,7 @@ class Shards(Dataset[Any]):
 def _object(content: bytes) -> Sample:
     found = parse_json(content)
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return found
 
 
@@ -210,7 +210,7 @@ def _of_mds(content: bytes, columns: Sequence[Any]) -> Sample:
     heads = dict(zip(vary, np.frombuffer(content, "<u4", len(vary)).tolist(), strict=True))
     ends = [*accumulate((size or heads[name] for name, _, size in columns), initial=4 * len(vary))]
     if ends[-1] != len(content):
-        raise ValueError(f"its columns have {ends[-1]} bytes, and the sample {len(content)}")
+        raise ValueError(f"its columns have {ends[-1]} bytes, but the sample {len(content)}")
     return {name: content[ends[i] : ends[i + 1]] for i, (name, *_) in enumerate(columns)}
 
 
@@ -220,7 +220,7 @@ class _File:
     def __init__(self, path: Path, size: int) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
         if (found := os.fstat(self.descriptor).st_size) != size:
-            raise OSError(f"the file has {found} bytes now, where the index says {size}")
+            raise OSError(f"the file has {found} bytes now, but the index says {size}")
 
     def read(self, offset: int, size: int) -> bytes:
         content = os.pread(self.descriptor, size, offset)

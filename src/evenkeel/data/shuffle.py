@@ -1,13 +1,13 @@
 """The order of samples, computed position by position.
 
 Shuffling 10^9 samples with `torch.randperm` takes 8 GB on every rank, and again at each resume. A keyed bijection on
-0 .. N-1 takes no memory and tells which sample stands at any position of any epoch, so a resume in mid-epoch costs
+0 .. N-1 takes no memory and maps any position of any epoch to its sample, so a resume in mid-epoch costs
 nothing.
 
 It is a generalised Feistel network (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002): write a
 position as a pair (left, right) on a grid that just covers N, and shift each half in turn by a keyed hash of the other,
-modulo its own size. Each round can be undone, so it permutes the grid. The grid has up to 3*sqrt(N) cells too many;
-what lands there goes through again until it is inside ("cycle walking"), which leaves a permutation of 0 .. N-1.
+modulo its own size. Each round can be inverted, so it permutes the grid. The grid has up to 3*sqrt(N) excess cells;
+a position that lands there goes through again until it is inside ("cycle walking"): a permutation of 0 .. N-1.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def shuffled(positions: Array, samples: int, seed: int, epoch: int, purpose: str
         samples: N, the size of the data set.
         seed: the run's.
         epoch: each has its own order.
-        purpose: what is ordered; each has its own order, too.
+        purpose: each purpose has its own order, too.
 
     Returns:
         Sample indices, shape [n], uint64. Over all N positions each comes exactly once.
     """
     columns = isqrt(samples - 1) + 1
     rows = -(-samples // columns)
-    rows += rows % 2  # if both sides were odd, every shift would be an even permutation: half of all orders
+    rows += rows % 2  # if both sides were odd, every shift would be an even permutation: only half of all orders
     keys = [np.uint64(derive(seed, purpose, epoch, i)) for i in range(_rounds(samples))]
     out = positions.astype(np.uint64)
     walking = np.arange(len(out))
@@ -65,5 +65,5 @@ def mixed(x: Array, key: np.uint64) -> Array:
 
 
 def _rounds(samples: int) -> int:
-    """Shifts, half of them of each side. With few cells a shift mixes little: below 7 samples 8 favour some orders."""
+    """Shifts, half of them of each side. With 8, fewer than 7 samples would be biased."""
     return 16 if samples <= 4096 else 8

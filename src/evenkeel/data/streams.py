@@ -1,10 +1,10 @@
-"""Streams as numbered samples: data that can only be read in order takes part in *exactly once*.
+"""Streams as numbered samples: data that can only be read in order is used *exactly once* too.
 
-A stream is K substreams, a fact of the job and not of its ranks and loader processes. With a global batch of G, the
-samples of a run are numbered so: c = G / gcd(G, K) of substream 0, c of substream 1, ..., then the next c of substream
-0. So the place in each substream is a function of the step, every rank knows all of them, and no state of another
-process is ever needed. `Numbered` reads a sample by its number: each process keeps the substreams open that it has
-been asked for, and reads on (`substream`).
+A stream has K substreams; K belongs to the job, not to its ranks and loader processes. With a global batch of G, the
+samples of a run are numbered as follows: c = G / gcd(G, K) of substream 0, c of substream 1, ..., then the next c of
+substream 0. So the place in each substream is a function of the step, every rank knows all of them, and no process
+needs the state of another. `Numbered` reads a sample by its number: each process keeps the substreams open that it
+has read from, and reads on (`substream`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .substream import Reader, Substream
 log = logging.getLogger(__name__)
 
 STEPS = 32
-"""Steps that are looked at for substreams with several readers, at most."""
+"""Maximum number of steps to check for substreams with several readers."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Streams:
     """K substreams of samples, which a task's `train_dataset` may return. Needs --max-steps.
 
     Args:
-        source: (k, turn) -> an iterable of the samples of substream k, the same ones each time. When it is at its end,
-            it is opened again with turn + 1; turns begin at 0. Must not ask for ranks and loader processes. It is
-            quick to resume if it has `seek_sample(n)`, which is called before `iter`, skips n samples or as many as
-            there are, and returns how many; or `state_dict()` and `load_state_dict(state)`.
+        source: (k, turn) -> an iterable of the samples of substream k, the same ones each time. At its end it is
+            opened again with turn + 1; turns begin at 0. Must not depend on ranks and loader processes. It resumes
+            quickly if it has `seek_sample(n)`, which is called before `iter`, skips n samples or as many as
+            there are, and returns the number; or `state_dict()` and `load_state_dict(state)`.
         substreams: K. Best a multiple of the number of ranks that divides the global batch, or a multiple of that.
         state_every: seconds between two records of a source's `state_dict()`.
 
@@ -63,17 +63,17 @@ class Streams:
 
     def __post_init__(self) -> None:
         if type(self.substreams) is not int or self.substreams < 1:
-            raise Refusal(f"Streams: substreams must be a whole number from 1 on, and is {self.substreams!r}")
+            raise Refusal(f"Streams: substreams must be an integer of at least 1, but is {self.substreams!r}")
         try:
             with suppress(ValueError):  # a function of an extension module may have no signature
                 inspect.signature(self.source).bind(0, 0)
         except TypeError as error:
             why = f"{kind_of(self.source)}: {error}"
-            raise Refusal(f"Streams: source must be a function of (substream, turn), and is {why}") from None
+            raise Refusal(f"Streams: source must be a function of (substream, turn), but is {why}") from None
 
     @staticmethod
     def of(dataset: Any) -> Streams:
-        """The streams of an `IterableDataset`: as many as it has shards, if it has `shard` as Hugging Face's, or 1."""
+        """The streams of an `IterableDataset`: one per shard, if it has `shard()` as Hugging Face's have, else one."""
         shards = getattr(dataset, "num_shards", 0) or getattr(dataset, "n_shards", 0)
         count = shards if callable(getattr(dataset, "shard", None)) and type(shards) is int else 0
         return Streams(partial(_open, dataset, count), max(1, count))
@@ -87,7 +87,7 @@ def _open(dataset: Any, count: int, k: int, turn: int) -> Any:
 
 
 def numbered(dataset: Any, config: Config, unchanged: bool = False) -> Any:
-    """Make numbered samples of a stream; any other data set is returned as it is.
+    """Turn a stream into numbered samples; any other data set is returned unchanged.
 
     Raises:
         Refusal: the options are for data with a known number of samples.
@@ -96,9 +96,9 @@ def numbered(dataset: Any, config: Config, unchanged: bool = False) -> Any:
         return dataset
     misfits = {
         f"--validation {config.validation:g}": (config.validation, "leave it out and define validation_dataset()"),
-        f"--limit-batches {config.limit_batches}": (config.limit_batches, "give fewer --max-steps instead"),
+        f"--limit-batches {config.limit_batches}": (config.limit_batches, "use a smaller --max-steps instead"),
         "--set train": (unchanged, "name a set of the evaluation, or use --input"),
-        "--max-steps is missing": (not config.max_steps and not config.eval_only, "say how many steps to train"),
+        "--max-steps is missing": (not config.max_steps and not config.eval_only, "set the number of steps to train"),
     }
     for option, (misfit, remedy) in misfits.items():
         if misfit:
@@ -110,13 +110,13 @@ def numbered(dataset: Any, config: Config, unchanged: bool = False) -> Any:
 
 
 def stream_of(dataset: Any) -> Numbered | None:
-    """The stream that the training data is; None if it is none."""
+    """The training data if it is a stream, else None."""
     inner = dataset.dataset if isinstance(dataset, Collated) else dataset
     return inner if isinstance(inner, Numbered) else None
 
 
 class _InOrder(Blocks):
-    """The order of a stream: its own."""
+    """The order of a stream: positions are samples."""
 
     name = ""
 
@@ -125,19 +125,19 @@ class _InOrder(Blocks):
 
 
 class Numbered(Dataset[Any]):
-    """The samples of `Streams` by number, in the order in which they are trained on.
+    """The samples of `Streams` by number, in the order of training.
 
     Args:
         streams: the substreams.
         batch: G, the samples of a step.
         seed: before each sample the generators are seeded from (seed, substream, its place there).
-        folder: for the states of sources; None: they are not kept.
+        folder: for the states of sources; None: they are not stored.
     """
 
     def __init__(self, streams: Streams, batch: int, seed: int = 0, folder: Path | None = None) -> None:
         self.streams, self.batch, self.seed, self.folder = streams, batch, seed, folder
         self.stretch = batch // math.gcd(batch, streams.substreams)
-        """c, the samples that are taken of a substream at a time."""
+        """c, the samples taken from a substream at a time."""
         self._readers: dict[int, Reader] = {}
         self._process = os.getpid()
         self._told = set[str]()
@@ -150,8 +150,8 @@ class Numbered(Dataset[Any]):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Return these samples; quick if they are the next ones of their substreams in this process."""
-        if self._process != os.getpid():  # files opened before a fork share their place with the parent
+        """Return these samples; fast if they are the next ones of their substreams in this process."""
+        if self._process != os.getpid():  # files opened before a fork share their offset with the parent
             self._readers, self._process = {}, os.getpid()
         places = [*map(self.place, numbers)]
         self._readers.update({k: Reader(self._substream(k)) for k in {k for k, _ in places} - self._readers.keys()})
@@ -162,7 +162,7 @@ class Numbered(Dataset[Any]):
 
     @property
     def name(self) -> str:
-        """What a run records of its order; another name is another order."""
+        """The record of this order in a run; another name means another order."""
         return f"{self.streams.substreams} substreams, {self.stretch} samples at a time"
 
     def order_blocks(self) -> Blocks:
@@ -178,9 +178,9 @@ class Numbered(Dataset[Any]):
         return k, times * self.stretch + inside
 
     def first_samples(self) -> list[Any]:
-        """The first two samples of up to four substreams, opened anew: what each start compares.
+        """The first two samples of up to four substreams, opened anew; each start compares them.
 
-        Every second time the second sample is read as by a resume, which must find the same one.
+        Every second call reads the second sample as a resume would, which must find the same one.
         """
         self._looks += 1
         samples = []
@@ -196,13 +196,13 @@ class Numbered(Dataset[Any]):
         return Substream(k, of.source, self.seed, self.stretch, of.state_every, states, name, self._tell_once)
 
     def _tell_once(self, what: str, line: str) -> None:
-        """Log a line, unless this process has told this of any substream."""
+        """Log a line, unless this process has logged this kind for any substream."""
         if what not in self._told:
             self._told.add(what)
             log.warning("%s", line)
 
     def shared(self, plan: Plan, world_size: int, workers: int, sizes: tuple[int, ...] = ()) -> str:
-        """Say how many processes read each substream, if one does not suffice, and what to do; else empty. `sizes`: the
+        """A message if several processes read the same substream, with the remedy; else empty. `sizes`: the
         shares of the ranks, as in `Plan.runs`."""
         most = self._most_readers(plan, world_size, workers, sizes)
         if most == 1:
@@ -213,13 +213,13 @@ class Numbered(Dataset[Any]):
             f"of the number of ranks ({world_size}), and `Streams` gives a stream any number of substreams"
         )
         if self._most_readers(plan, world_size, workers) == 1:
-            remedy = "with --shares equal one does"
+            remedy = "with --shares equal only one does"
         elif fitting:
-            remedy = f"with --num-workers {max(fitting)} one does"
+            remedy = f"with --num-workers {max(fitting)} only one does"
         return f"up to {most} processes read the same substreams, each of them all of it; {remedy}"
 
     def _most_readers(self, plan: Plan, world_size: int, workers: int, sizes: tuple[int, ...] = ()) -> int:
-        """The most processes that read one substream; a `DataLoader` gives its workers micro-batches by turns."""
+        """The maximum number of processes that read one substream; a `DataLoader`'s workers take turns."""
         readers = defaultdict[int, set[tuple[int, int]]](set)
         for rank in range(world_size):
             steps = range(min(plan.total_steps, STEPS))

@@ -1,4 +1,4 @@
-"""A substream that is read in order: brought to a place, read on, and its source's own state kept from time to time."""
+"""A substream that is read in order: moved to a place, read on, and its source's own state stored from time to time."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 TOLD = 10.0
 """Seconds between two lines about reading forward."""
 FEW = 64
-"""Stretches that may be read forward without a line about it."""
+"""Stretches that may be read forward without a message."""
 CHECKED = 16
-"""Samples by which a source's state is checked when it is loaded."""
+"""Samples that check a source's state after it is loaded."""
 LARGEST = 2**20
-"""Characters of a state that is kept, at most: its file is written anew each time."""
+"""Maximum number of characters of a stored state: its file is rewritten each time."""
 END = object()
 
 
@@ -48,19 +48,19 @@ class Substream:
     seed: int
     """Before each sample the generators are seeded from (seed, k, place)."""
     stretch: int
-    """Samples that are taken of it at a time."""
+    """Samples taken from it at a time."""
     state_every: float
     """Seconds between two records of the source's state."""
     states: Path | None
     """The file of these records; None: there are none."""
     name: str
-    """Of the whole stream: records of another one are not used."""
+    """Of the whole stream: records of another stream are not used."""
     tell_once: Callable[[str, str], None]
     """Logs a line, unless a line of this kind has been logged: kind, line."""
 
 
 class Reader:
-    """A substream that is open in this process. `at` is the place of the sample that comes next."""
+    """A substream that is open in this process. `at` is the place of the next sample."""
 
     def __init__(self, of: Substream) -> None:
         self.of, self.k, self.at, self.turn, self.begin = of, of.k, 0, -1, 0
@@ -83,8 +83,8 @@ class Reader:
             return self._next()
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # of a source in other people's code, a GeneratorExit too
-            self._source = None  # its iterator is at an end that is none
+        except BaseException as error:  # from a user's source; a GeneratorExit too
+            self._source = None  # its iterator has ended too early
             if isinstance(error, Ended) or is_out_of_memory(error):
                 raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -107,8 +107,8 @@ class Reader:
         if anew and not restored and place > FEW * self.of.stretch:
             self.of.tell_once(
                 "forward",
-                f"substream {self.k} is read forward over {place:,} samples to where the run goes on, and so "
-                "are others; a source that has seek_sample(n), or state_dict() and load_state_dict(), need not",
+                f"substream {self.k} is read from the beginning to sample {place:,}, where the run resumes, and so "
+                "are others; sources with seek_sample(n), or state_dict() and load_state_dict(), resume faster",
             )
         self._read_forward(place)
 
@@ -119,11 +119,11 @@ class Reader:
             if time.monotonic() - told > TOLD:
                 told = time.monotonic()
                 log.warning("substream %d: at %s of %s samples", self.k, f"{self.at:,}", f"{place:,}")
-                activity.enter(activity.phase, "reading a stream forward")  # no hang, where this process trains
+                activity.enter(activity.phase, "reading a stream forward")  # this is not a hang, if this process trains
 
     def _enter(self, turn: int) -> None:
-        """Open the source for a turn; `begin` is to be where that begins."""
-        # a source that deals itself out by loader processes, as Hugging Face's, would leave samples out
+        """Open the source for a turn; `begin` must be the place where the turn begins."""
+        # a source that divides itself among loader processes, as Hugging Face's, would leave samples out
         torch.utils.data._utils.worker._worker_info = None
         seed_host(derive(self.of.seed, "turn of a stream", self.k, turn))
         self.turn, self._source, self._iterator = turn, self.of.source(self.k, turn), None
@@ -145,7 +145,7 @@ class Reader:
     def _next_turn(self) -> None:
         if self.at == self.begin:
             raise EndedByData(
-                f"substream {self.k} of the training data has no samples in its turn {self.turn}; make fewer substreams"
+                f"substream {self.k} of the training data has no samples in its turn {self.turn}; use fewer substreams"
             )
         self.begin = self.at
         self._enter(self.turn + 1)
@@ -158,8 +158,8 @@ class Reader:
         reached = index(self._source.seek_sample(wanted))
         if not 0 <= reached <= wanted:
             raise EndedByData(
-                f"substream {self.k} of the training data: seek_sample({wanted}) returned {reached}; return how many "
-                "samples it has skipped, fewer only at the end"
+                f"substream {self.k} of the training data: seek_sample({wanted}) returned {reached}; return the number "
+                "of skipped samples, fewer only at the end"
             )
         self.at = self.begin + reached
         if reached < wanted:
@@ -169,7 +169,7 @@ class Reader:
         return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
 
     def _note(self) -> None:
-        """Keep the source's own state from time to time, once the samples that follow it are known."""
+        """Store the source's own state from time to time, once the samples that follow it are known."""
         if self._noted and len(self._marks) == CHECKED:
             self._states.keep(self._noted | {"next": self._marks})
             self._noted = {}
@@ -182,15 +182,15 @@ class Reader:
             except Exception as error:
                 self._due = math.inf
                 why = f"{type(error).__name__}: {error}"
-                self.of.tell_once("json", f"substream {self.k}: its state is not kept, a resume reads forward: {why}")
+                self.of.tell_once("json", f"substream {self.k}: its state is not stored, a resume reads forward: {why}")
                 return
             self._noted = {"place": self.at, "turn": self.turn, "begin": self.begin, "state": state}
             self._marks = []
 
     def _restore(self, place: int) -> bool:
-        """Go on from the newest state before a place, if the samples that follow are those that followed then."""
+        """Resume from the newest state before a place, if the samples that follow are the recorded ones."""
         for entry in self._states.before(place - CHECKED):
-            with suppress(Exception):  # whatever a spoilt state does
+            with suppress(Exception):  # a damaged state may raise anything
                 self._enter(entry["turn"])
                 self._source.load_state_dict(entry["state"])
                 self.at, self.begin = entry["place"], entry["begin"]
@@ -198,8 +198,8 @@ class Reader:
                     return True
             self.of.tell_once(
                 "state",
-                f"substream {self.k}: the source does not go on from its state as it did, so it is read forward; a "
-                "buffer that shuffles is often not part of the state",
+                f"substream {self.k}: the source does not resume at its state as before, so it is read forward; a "
+                "shuffle buffer is often not part of the state",
             )
             self.at = self.begin = 0
             self._enter(0)
@@ -207,26 +207,26 @@ class Reader:
 
 
 def _mark(sample: Any) -> str:
-    """Tells a sample from others."""
+    """A digest that identifies a sample."""
     return hashlib.sha256(json.dumps(digest(sample, whole=True)).encode()).hexdigest()[:8]
 
 
 def _as_json(state: Any) -> Any:
-    """A copy of a source's state, as it comes back from a file.
+    """A copy of a source's state, as read back from a file.
 
     Raises:
-        ValueError: it is too large, or does not come back as it was; also what `json` raises.
+        ValueError: it is too large, or changes in JSON. `json` may raise other errors.
     """
     text = json.dumps(state)
     if len(text) > LARGEST:
-        raise ValueError(f"it has {len(text):,} characters, of which at most {LARGEST:,} are kept")
+        raise ValueError(f"it has {len(text):,} characters, and the maximum is {LARGEST:,}")
     if (copied := json.loads(text)) != state:
-        raise ValueError("it does not come back from JSON as it was")
+        raise ValueError("it changes when it is written as JSON and read back")
     return copied
 
 
 class _States:
-    """The states of a substream's source at some places, in a file of the run: they save time, nothing else.
+    """The states of a substream's source at some places, in a file of the run: they only save time.
 
     Older ones are thinned out, so that for any place there is one at most about twice as old as needed.
     """
@@ -235,28 +235,28 @@ class _States:
         self.of, self.path = of, of.states
 
     def before(self, place: int) -> list[dict[str, Any]]:
-        """Those at or before a place, the newest first."""
+        """The states at or before a place, the newest first."""
         return [entry for entry in self._read()[::-1] if entry["place"] <= place]
 
     def keep(self, entry: dict[str, Any]) -> None:
-        """Keep the state that a source had at a place."""
+        """Store the state that a source had at a place."""
         kept = self._read()
         if kept and kept[-1]["place"] >= entry["place"]:
-            return  # another process reads the same, or the run has been further
+            return  # another process reads the same, or the run was further before
         newest = kept[-1]["number"] + 1 if kept else 1
         kept = [*kept, {"number": newest, **entry}]
         kept = [it for it in kept if it["number"] > newest - 2 * (it["number"] & -it["number"])]
         assert self.path
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with suppress(OSError):  # a full disk is told of by what must be written
+        with suppress(OSError):  # a full disk is reported elsewhere, by files that must be written
             self.path.parent.mkdir(exist_ok=True)
             temporary.write_text(json.dumps({"of": self.of.name, "sha256": self._sum(kept), "kept": kept}))
             temporary.replace(self.path)  # not synced, as there may be thousands of them: see `_read`
 
     def _read(self) -> list[dict[str, Any]]:
-        """The states of this very substream, by place; a file that is spoilt, changed or of another one counts as none.
+        """The states of this substream, by place; a file that is damaged, changed or of another one is ignored.
 
-        Nothing in it is believed before its sum is right: a wrong place would be trained on.
+        Nothing in it is used before its checksum is verified: a wrong place would lead to wrong samples.
         """
         try:
             found = read_json(self.path) if self.path else {}
@@ -266,7 +266,7 @@ class _States:
             if found["of"] != self.of.name:
                 why = "of another stream"
             elif "sha256" not in found:
-                why = "it has no sha256, as those of older versions"
+                why = "it has no sha256, as in older versions"
             elif found["sha256"] == self._sum(kept):
                 return kept
             else:

@@ -1,33 +1,33 @@
 """What one step is: the gradient of a global batch, and the committed state that it changes.
 
 A step adds up the gradients of this rank's micro-batches, reduces them over the ranks, clips them, sets the learning
-rates and commits: the optimizers step on all ranks alike, or a step that is not finite is skipped. Nothing but a commit
-changes the state, so between two of them another thread may copy it at any time.
+rates and commits: the optimizers step on all ranks, or all ranks skip a step that is not finite. Only a commit
+changes the state, so between two commits another thread may copy it at any time.
 
-- task: model, loss and metrics; the class that a user writes. task_data: its data, and what a run makes of it.
-  task_training: its optimizers, and what it remembers
+- task: model, loss and metrics; the class that a user writes. task_data: its data, and how a run prepares it.
+  task_training: its optimizers, and its own state
 - loss: the loss and the model in one module, which DDP wraps
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
 - whole_batch: losses over all samples of a step, in the memory of one micro-batch
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
-- seqlock, staging: whether a copy of the state is whole, and the memory that it is copied into
-- buffers: BatchNorm's statistics, as all micro-batches of a step move them
-- optimization: --optimizer, --schedule and what is loaded into an optimizer
-- schedulers: torch's own, if a task has any, as a part of the state; task_state: what a task remembers besides
+- seqlock, staging: whether a copy of the state is consistent, and the memory that it is copied into
+- buffers: BatchNorm's statistics, updated by all micro-batches of a step
+- optimization: --optimizer, --schedule, and loading an optimizer's state
+- schedulers: a task's torch schedulers, as a part of the state; task_state: other state of a task
 - precision: autocast, and float16's loss scaling
 - nonfinite: steps that are skipped on the device
 - ema, early_stopping, freezing: --ema, --patience, --freeze
 - evaluation: the metrics over every test sample once
-- sum_metrics: torchmetrics' objects in it
-- prediction: a task's predictions for them, in their order
-- checks: what people's tasks get wrong, in one line each
-- cut: into how many micro-batches a step is cut, and which cuts BatchNorm cannot bear
+- sum_metrics: torchmetrics' objects in an evaluation
+- prediction: a task's predictions for all samples, in order
+- checks: mistakes in tasks, each reported in one line
+- cut: into how many micro-batches a step is cut, and which cuts BatchNorm cannot train on
 - batch_size_finder: --micro-batch auto
 - oom: out-of-memory errors explained
 - determinism: --deterministic, and the threads of a rank
-- flops: what a sample costs, for MFU and tokens/s
+- flops: operations and tokens per sample, for MFU and tokens/s
 - compilation: --compile
 
 Not here: which sample goes where (data), how ranks exchange gradients (distributed), files and resuming (run), signals

@@ -1,9 +1,9 @@
-"""When each rank is ready for the reduction of a step, and what it did until then.
+"""When each rank is ready for the reduction of a step, and how it spent the time until then.
 
 In a synchronous job every rank's step takes as long as the slowest one's, because all wait for each other in the
-reduction. What differs is the time until a rank has handed its last bucket of gradients over: nothing before that waits
-for another rank. It has three parts: waiting for data, forward and backward. (With --sync-batchnorm forward and
-backward wait as well, so there only the data shows who is late.)
+reduction. What differs is the time until a rank passes its last bucket of gradients to the reduction: before that it
+does not wait for other ranks. It has three parts: waiting for data, forward and backward. (With --sync-batchnorm
+forward and backward wait too, so there only the data shows which rank is late.)
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ..data.plan import MicroBatch
 from ..distributed.world import World
 
 DATA, FORWARD, BACKWARD, MICRO_BATCHES, SAMPLES, STEPS = range(6)
-"""Columns of a row: seconds of the three parts, and what was done in them."""
+"""Columns of a row: seconds of the three parts, and the number of micro-batches, samples and steps."""
 
 WAITING = -1
-"""A part that is not this rank's own, and is left out."""
+"""Waiting for other ranks; not counted."""
 
 
 class Arrivals:
     """The seconds of this rank's steps, and from time to time those of all ranks. All ranks call the same methods.
 
-    On a GPU the stream that computes is timed, by events that are read when they are over: the host never waits. With
+    On a GPU events in the compute stream are timed, and read once they have completed: the host never waits. With
     one rank nothing is measured.
 
     Args:
-        world: who takes part; None: nothing is measured.
+        world: the ranks; None: nothing is measured.
     """
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world if world and world.world_size > 1 else None
         self._gpu = self._world is not None and self._world.device.type == "cuda"
         self._row = [0.0] * 6
-        self._open: deque[tuple[Sequence[MicroBatch], list[tuple[int, Any]]]] = deque()  # steps that are not added up
+        self._open: deque[tuple[Sequence[MicroBatch], list[tuple[int, Any]]]] = deque()  # steps not yet added up
         self._sent: tuple[int, list[torch.Tensor], Any] | None = None
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -51,14 +51,14 @@ class Arrivals:
             self._open.append((micro_batches, [(DATA, self._now())]))
 
     def mark(self, part: int) -> None:
-        """A part of the present step ends here."""
+        """A part of the current step ends here."""
         if self._open:
             self._open[-1][1].append((part, self._now()))
 
     def exchange(self, step: int) -> tuple[int, list[list[float]]] | None:
-        """Begin to send this rank's row to rank 0, which gets the rows of the last exchange, with its step.
+        """Begin to send this rank's row to rank 0. Returns on rank 0 the rows of the previous exchange, with its step.
 
-        Nothing is waited for: by now the last exchange is long over. One small collective, and on the CPU.
+        This does not wait: the previous exchange is long over. It is one small collective on the CPU.
         """
         last = self.last()
         if self._world:
@@ -71,7 +71,7 @@ class Arrivals:
         return last
 
     def last(self) -> tuple[int, list[list[float]]] | None:
-        """What the last exchange has brought; None if it is taken already, and on other ranks."""
+        """The result of the last exchange; None if it was already taken, and on other ranks."""
         sent, self._sent = self._sent, None
         if not sent:
             return None
@@ -88,7 +88,7 @@ class Arrivals:
         return event
 
     def _add_up(self) -> None:
-        """Add the steps that the device has done to the row."""
+        """Add the steps that the device has completed to the row."""
         while self._open:
             micro_batches, marks = self._open[0]
             if self._gpu and not marks[-1][1].query():

@@ -1,7 +1,7 @@
-"""The largest micro-batch that fits: tried once when a run starts, by real passes over real samples.
+"""The largest micro-batch that fits: found once when a run starts, by real passes over real samples.
 
-What a step will need is there during a trial: the weights, the optimizers' state, a gradient and what forward keeps for
-backward. Afterwards all is as it was before: the run begins as if nobody had tried.
+A trial has in memory all that a step needs: the weights, the optimizers' state, a gradient and the activations that
+forward stores for backward. Afterwards everything is restored: the run begins as if there had been no trial.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .task import Task
 log = logging.getLogger(__name__)
 
 RESERVE = 0.03
-"""Part of a GPU's memory that must be left: NCCL takes some, and what is free is never in one piece."""
+"""Share of a GPU's memory that must stay free: NCCL takes some, and free memory is fragmented."""
 
 
 @dataclass
@@ -51,15 +51,15 @@ class Probe:
     world: World
     train_set: SizedDataset
     state: State
-    """Model and optimizers as the run begins."""
+    """Model and optimizers at the start of the run."""
 
     def __call__(self) -> tuple[int, str]:
-        """The largest of --batch-size / world size, a half of it, ... that fits on every rank; and a line about it.
+        """The largest of --batch-size / world size, half of it, ... that fits on every rank; and a message about it.
 
         Raises:
-            OutOfMemory: on the ranks where not even one sample does.
+            OutOfMemory: on the ranks where not even one sample fits.
         """
-        # more than its share of a batch would leave another rank without work
+        # with more than its share of a batch another rank would have no work
         size = -(-min(self.config.batch_size, positions_in(self.train_set)) // self.world.world_size)
         failed: list[int] = []
         last: BaseException | None = None
@@ -70,7 +70,7 @@ class Probe:
                 except ValueError:
                     if not (last and size == 1):
                         raise
-                    size = 0  # BatchNorm does not take one sample; what is told is that two do not fit
+                    size = 0  # BatchNorm rejects one sample; the error reported is that two do not fit
                     break
                 if last is None:
                     break
@@ -81,13 +81,13 @@ class Probe:
         if last is not None:
             raise OutOfMemory(explained(last, self.world.device, self.config)) from last
         if not found:
-            raise OutOfMemory("--micro-batch auto: another rank has not even the memory for one sample")
+            raise OutOfMemory("--micro-batch auto: another rank does not have the memory for even one sample")
         bound = name_ranks([rank for rank, fits in enumerate(sizes) if fits == found])
         more = f", on {bound} no more" if max(sizes) > found else f", not {failed[-1]}" if failed else ""
         return found, f"--micro-batch auto: {found} samples fit{more}, tried with real ones; the run keeps that number"
 
     def _try(self, size: int) -> BaseException | None:
-        """The error for want of memory, if there is one. Without its traceback, which would keep that memory."""
+        """The out-of-memory error, if there is one, without its traceback, which would keep the memory in use."""
         failure: BaseException | None = None
         try:
             self._try_within(size)
@@ -101,11 +101,11 @@ class Probe:
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
             for device in self.world.devices:
-                torch.cuda.reset_peak_memory_stats(device)  # a hint later asks how full the memory was
+                torch.cuda.reset_peak_memory_stats(device)  # a later hint reads the peak
         return failure
 
     def _try_within(self, size: int) -> None:
-        """All that takes memory lives no longer than this call."""
+        """A separate function, so that everything that takes memory is freed when it returns."""
         _held = self._reserve(size)
         config = self.config
         sampler = ElasticSampler(self.train_set, config.batch_size, size, num_replicas=1, rank=0, seed=config.seed)
@@ -117,7 +117,7 @@ class Probe:
             raise
 
     def _two_passes(self, batch: Any) -> None:
-        """The second finds the gradient of the first and the state of the optimizers, as any but a run's first does."""
+        """Like all steps but a run's first, the second has a gradient and the optimizers' state in memory."""
         loss = Loss(self.state.model, self.task.loss, self.config.precision, collectives=self.task.collectives)
         module = parallel(loss, self.config.strategy, self.world.device)
         for number in range(2):
@@ -130,7 +130,7 @@ class Probe:
                     optimizer.step()
 
     def _reserve(self, size: int) -> list[Tensor]:
-        """Memory that a step with micro-batches of this size takes besides, held during a trial."""
+        """The additional memory of a step with micro-batches of this size, allocated during a trial."""
         held = []
         for device in self.world.devices:
             if device.type == "cuda":
@@ -140,10 +140,10 @@ class Probe:
         return held + [torch.empty_like(p) for p in gradients for _ in range(self._more_gradients(size))]
 
     def _more_gradients(self, size: int) -> int:
-        """Copies of the whole gradient that a step holds at its worst, besides the one that a trial has.
+        """Copies of the whole gradient that a step has at its peak, besides the one of a trial.
 
-        DDP keeps one in its buckets. The tree keeps one for each bit of the number of this rank's micro-batches, and on
-        several ranks two or three that it lays out and exchanges.
+        DDP has one in its buckets. The tree has one for each bit of the number of this rank's micro-batches, and on
+        several ranks two or three that it exchanges.
         """
         world_size = self.world.world_size
         micro_batches = -(-min(self.config.batch_size, positions_in(self.train_set)) // size)
@@ -155,7 +155,7 @@ class Probe:
 
 @contextmanager
 def _no_trace(state: State) -> Iterator[None]:
-    """Put weights, buffers, optimizers and generators back to where they were, in every bit."""
+    """Restore weights, buffers, optimizers and generators afterwards, in every bit."""
     live = [*state.model.parameters()]
     values = [tensor.detach().cpu().clone() for tensor in live]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in state.optimizers]

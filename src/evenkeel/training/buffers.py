@@ -1,8 +1,8 @@
 """A model's buffers (BatchNorm's statistics), live and committed.
 
 The forward passes of a step change the live buffers; the committed ones are those of the last finished step. A
-ResNet-50 has 159, and on a GPU a kernel for each takes longer than its work. So the committed values of all buffers of
-one type on one device are views of one flat tensor, which one call copies.
+ResNet-50 has 159, and on a GPU launching a kernel for each takes longer than the work. So the committed values of all
+buffers of one dtype on one device are views of one flat tensor, which one call copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Buffers:
 
     Args:
         live: the buffers.
-        model: whose they are; after the first micro-batch it is checked that they are still.
+        model: the model that has them; after the first micro-batch this is checked again.
     """
 
     def __init__(self, live: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
@@ -50,26 +50,26 @@ class Buffers:
 
     @torch.no_grad()
     def accept(self) -> None:
-        """Commit the live buffers, which have just been loaded."""
+        """Commit the live buffers after they were loaded."""
         for group in self.groups:
             torch._foreach_copy_(group.committed_views, group.live)
 
     @torch.no_grad()
     def take_changes(self, weight: float) -> list[Tensor]:
-        """What a micro-batch has changed, times its weight, and rewind: for each group a flat float64 tensor."""
+        """The changes by a micro-batch, times its weight, for each group a flat float64 tensor. Rewinds the buffers."""
         self._check()
         changes = []
         for group in self.groups:
             torch._foreach_copy_(group.moved_views, group.live)
             change = group.moved.to(group.wide) - group.committed.to(group.wide)
-            # where nothing changed, an infinite value (a mask, say) would give inf - inf
+            # an unchanged infinite value (in a mask, for example) would give inf - inf
             changes.append(torch.where(group.moved == group.committed, 0, change).double().mul_(weight))
         self.rewind()
         return changes
 
     @torch.no_grad()
     def moved_by(self, changes: Tensor) -> list[Tensor]:
-        """New values, not committed yet: for each group a flat tensor of its type.
+        """The new values, not yet committed: for each group a flat tensor of its dtype.
 
         Args:
             changes: the sum of :meth:`take_changes` over all micro-batches, in one flat tensor on any device.
@@ -77,7 +77,7 @@ class Buffers:
         values = []
         parts = torch.split(changes, [group.committed.numel() for group in self.groups])
         for group, part in zip(self.groups, parts, strict=True):
-            # rounded, because three thirds of a count need not add up to exactly one
+            # rounded, because three thirds of a count may not add up to exactly one
             change = part if group.wide.is_floating_point else part.round()
             moved = group.committed.to(group.wide) + change.to(group.committed.device, group.wide)
             values.append(moved.to(group.committed.dtype))
@@ -92,18 +92,18 @@ class Buffers:
 
 
 class Group:
-    """Buffers of one type on one device, flat. Complex numbers are pairs of real ones."""
+    """Buffers of one dtype on one device, flat. Complex numbers are pairs of real ones."""
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self.names, self.live = list(live), list(live.values())
         self.committed, self.committed_views = _flat(self.live)
         self.moved, self.moved_views = _flat(self.live)
         self.wide = torch.float64 if self.committed.is_floating_point() else torch.int64
-        """The type in which changes are computed; integers stay exact in it."""
+        """The dtype in which changes are computed; integers stay exact in it."""
 
 
 def _flat(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """A flat copy of tensors, and its parts as views of their shapes."""
+    """A flat copy of tensors, and its parts as views with their shapes."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,7 +1,7 @@
-"""What people's tasks get wrong, said in one line that names the thing and the remedy.
+"""Mistakes in tasks, each reported in one line that names the value and the remedy.
 
-torch notices most of it late, if at all, and in words about itself: a loss that is a vector trains on its sum; a
-parameter without a gradient may make other ranks wait for ever; a metric of the wrong shape shows after an epoch.
+torch notices most of them late or never, and its messages are about its internals: a vector loss trains on its sum; a
+parameter without a gradient may make other ranks wait forever; a metric of the wrong shape fails after an epoch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..common.naming import TRAIN, kind_of, listed
 from .compilation import SHAPES
 
 TOO_FEW = "Expected more than 1 value per channel when training"
-"""What BatchNorm says of one sample."""
+"""BatchNorm's error message for one sample."""
 
 DENSE = "ranks add up dense gradients only: leave sparse=True out, and take Adam instead of SparseAdam"
 
 TAKEN = {"loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "scale", "overflows"}
-"""Names that a line of metrics of training has."""
+"""Names that are already in a training line of metrics."""
 
 
 def check_model(model: Any, learns: bool = True) -> None:
@@ -39,30 +39,30 @@ def check_model(model: Any, learns: bool = True) -> None:
         raise Refusal(f"{returned}: it must return an nn.Module")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
-            raise Refusal(f"{returned} whose {name} has no shape yet: call it in model() with a batch of zeros once")
+            raise Refusal(f"{returned} whose {name} has no shape yet: call it once in model() with a batch of zeros")
         if tensor.is_meta:
             raise Refusal(f"{returned} whose {name} is on the meta device, without values: build it on the CPU")
         if learns and tensor.requires_grad and tensor.is_complex():
             raise Refusal(
-                f"{returned} whose {name} is a complex parameter, whose gradients ranks cannot add up: store "
-                "torch.view_as_real of it, and use torch.view_as_complex of that in forward()"
+                f"{returned} whose {name} is a complex parameter, whose gradients cannot be added over ranks: store "
+                "torch.view_as_real of it, and use torch.view_as_complex in forward()"
             )
     if learns and (sparse := [name for name, it in model.state_dict().items() if it.layout is not torch.strided]):
         raise Refusal(
-            f"{returned} whose {sparse[0]} is sparse, and checkpoints hold dense tensors: register it with "
-            "persistent=False, and make it in model()"
+            f"{returned} whose {sparse[0]} is sparse, but checkpoints have dense tensors only: register it with "
+            "persistent=False, and create it in model()"
         )
     parameters = list(model.parameters())
     if learns and not any(parameter.requires_grad for parameter in parameters):
         why = f"requires_grad is False for all {len(parameters)} of them" if parameters else "it has none at all"
         raise Refusal(
-            f"{returned} without a parameter that needs a gradient ({why}): there is nothing to train; set "
-            "requires_grad=True where the model should learn"
+            f"{returned} without a parameter that requires a gradient ({why}): there is nothing to train; set "
+            "requires_grad=True for the parameters to train"
         )
 
 
 def check_buffers(model: nn.Module, live: Mapping[str, Tensor], committed: Mapping[str, Tensor]) -> None:
-    """Check that a forward pass has changed buffers in place; what it puts in their places is not seen or saved.
+    """Check that a forward pass has changed buffers in place; tensors that replace them would not be saved.
 
     Args:
         model: after the pass.
@@ -75,17 +75,17 @@ def check_buffers(model: nn.Module, live: Mapping[str, Tensor], committed: Mappi
         if found is not None and found.shape != committed[name].shape:
             raise EndedHere(
                 f"the model's buffer {name} changes its shape in training, from {list(committed[name].shape)} to "
-                f"{list(found.shape)}: give it its last shape in model()"
+                f"{list(found.shape)}: give it its final shape in model()"
             )
         if found is not buffer:
             raise EndedHere(
-                f"the model's buffer {name} becomes another tensor in training, which is not saved: change it in place "
-                "(copy_, add_)"
+                f"the model's buffer {name} is replaced by another tensor in training, which is not saved: change it "
+                "in place (copy_, add_)"
             )
 
 
 def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
-    """What `optimizers()` returned, as a list; refused if they would not train the model, or could not be saved."""
+    """The result of `optimizers()`, as a list; refused if they would not train the model, or could not be saved."""
     optimizers = [returned] if isinstance(returned, Optimizer) else returned
     if not isinstance(optimizers, (list, tuple)):
         raise Refusal(f"optimizers() returned {kind_of(returned)}: it must return a list of torch.optim.Optimizer")
@@ -108,7 +108,7 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
         for group in optimizer.param_groups:
             for option, value in group.items():
                 for part in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(part, np.generic):  # torch.load with weights_only knows none
+                    if isinstance(part, np.generic):  # torch.load with weights_only refuses them
                         raise Refusal(
                             f"{which} has {option} = {part!r}, a NumPy number, which cannot be loaded from a "
                             "checkpoint: convert it with float()"
@@ -117,30 +117,30 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
                 if id(parameter) not in names:
                     raise Refusal(
                         f"{which} has a parameter of shape {list(parameter.shape)} that is not in the model and would "
-                        "never be saved: make optimizers from the `model` that the method gets"
+                        "never be saved: build optimizers from the `model` that the method gets"
                     )
                 if (first := taken.setdefault(id(parameter), which)) != which:
                     name = names[id(parameter)]
-                    raise Refusal(f"{name} is in {first} and in {which}: both would step it; leave it to one")
+                    raise Refusal(f"{name} is in {first} and in {which}: both would step it; keep it in one")
     return list(optimizers)
 
 
 def left_out(model: nn.Module, optimizers: list[Optimizer]) -> str:
-    """A line that names the parameters that need a gradient but have no optimizer; empty if there are none."""
+    """A message with the parameters that require a gradient but have no optimizer; empty if there are none."""
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
     if not missing:
         return ""
     return (
-        f"no optimizer has {listed(missing)}: they will stay as they are, although gradients are computed for them; "
-        "give them to one in optimizers(), or let requires_grad be False"
+        f"no optimizer has {listed(missing)}: they will not change, although gradients are computed for them; "
+        "add them to one in optimizers(), or set requires_grad to False"
     )
 
 
 def checked_losses(returned: Any, trains: bool = True, of: str = "loss()") -> tuple[Tensor, dict[str, Tensor]]:
-    """What `loss()` returned, or the method `of`: the loss, and its parts as scalars without a gradient.
+    """The result of `loss()`, or of the method `of`: the loss, and its parts as scalars without a gradient.
 
-    With ``trains=False`` the loss is a metric: a tensor, which is checked as one.
+    With ``trains=False`` the loss is used as a metric: any tensor is accepted here.
     """
     both = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
     loss, given = returned if both else (returned, {})
@@ -148,9 +148,9 @@ def checked_losses(returned: Any, trains: bool = True, of: str = "loss()") -> tu
     for full, value in _by_name(given, f"{of} returned", "scalars").items():
         name = full.removeprefix(f"{TRAIN}/")
         if name in TAKEN or name in parts or not name:
-            raise EndedHere(f"{of} returned a part named {full!r}, which the metrics of training have: rename it")
+            raise EndedHere(f"{of} returned a part named {full!r}, a name that training already logs: rename it")
         number = value if isinstance(value, Tensor) else torch.empty(0)
-        if isinstance(value, Real):  # filled in on the loss's device: a copy would make the host wait
+        if isinstance(value, Real):  # created on the loss's device: a copy would make the host wait
             number = torch.full((), float(value), device=getattr(loss, "device", None))
         if number.numel() != 1 or number.is_complex():
             raise EndedHere(
@@ -162,7 +162,7 @@ def checked_losses(returned: Any, trains: bool = True, of: str = "loss()") -> tu
 
 
 def takes(method: Callable[..., Any], name: str) -> bool:
-    """Whether a task's method has a parameter that not every task needs: `step` of a loss, `samples` of a summary."""
+    """Whether a task's method has an optional parameter: `step` of a loss, `samples` of a summary."""
     return name in inspect.signature(method).parameters
 
 
@@ -171,13 +171,13 @@ def same_parts(known: Sequence[str], others: Sequence[str], kind: type[Ended] = 
     if tuple(known) != tuple(others):
         raise kind(
             f"loss() returned the parts ({', '.join(known)}) for one batch and ({', '.join(others)}) for another: it "
-            "must return the same, in the same order"
+            "must return the same names, in the same order"
         )
 
 
 def checked_loss(loss: Any, trains: bool = True, of: str = "loss()") -> Tensor:
-    """What `loss()` or the method `of` returned, if it is a real scalar with a gradient; with ``trains=False`` any
-    tensor will do."""
+    """The result of `loss()` or the method `of`, if it is a real scalar with a gradient; with ``trains=False`` any
+    tensor is accepted."""
     if not isinstance(loss, Tensor):
         hint = "; add up its values, or return (loss, {name: part})" if isinstance(loss, (Mapping, Sequence)) else ""
         hint = "; leave out .item() or float(), which lose the gradient" if isinstance(loss, Real) else hint
@@ -200,22 +200,22 @@ def checked_loss(loss: Any, trains: bool = True, of: str = "loss()") -> Tensor:
 
 
 def missing_gradients(model: nn.Module) -> EndedHere:
-    """The error for a step that has left parameters without a gradient.
+    """The error for a step in which parameters got no gradient.
 
-    DDP then reduces nothing, and says so only in the next step, when this rank has committed a step of its own.
+    DDP then reduces nothing, and reports this only in the next step, when this rank has committed an unreduced one.
     """
     learning = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
     return _unused([name for name, gradient in learning if gradient is None], len(learning))
 
 
 def check_dense(parameters: Sequence[Tensor]) -> None:
-    """Check that no gradient is sparse, which DDP would notice, but one process alone would not."""
+    """Check that no gradient is sparse; DDP would notice, but a single process would not."""
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
         raise EndedHere(f"a gradient is sparse, and {DENSE}")
 
 
 def explain(error: BaseException, model: nn.Module) -> None:
-    """Raise a line in place of a paragraph of DDP's, BatchNorm's or dynamo's; return if the error is another."""
+    """Raise a one-line error for a known long one of DDP, BatchNorm or dynamo; return for all others."""
     if TOO_FEW in str(error):
         raise EndedHere(
             f"a micro-batch has too few samples for BatchNorm in training ({error}); use another --batch-size or "
@@ -224,13 +224,13 @@ def explain(error: BaseException, model: nn.Module) -> None:
         ) from error
     if type(error).__name__ == "FailOnRecompileLimitHit":  # dynamo's
         raise EndedHere(
-            f"--compile: a network has been compiled for {SHAPES} shapes, and this is another one; uncompiled it would "
-            "have other last bits. Pad batches to a few shapes, or leave --compile out"
+            f"--compile: a network has been compiled for {SHAPES} shapes, and this is a new one; uncompiled, its last "
+            "bits would differ. Pad batches to a few shapes, or leave --compile out"
         ) from error
     if "does not currently support double backward" in str(error):
         raise EndedHere(
             "--compile: the loss takes the gradient of a gradient (create_graph=True), which compiled networks do not "
-            "have; leave --compile out"
+            "support; leave --compile out"
         ) from error
     if "SparseTensorImpl" in str(error):  # in DDP's buckets
         raise EndedHere(f"a gradient is sparse, and {DENSE}") from error
@@ -251,7 +251,7 @@ def _unused(missing: Sequence[str], of: int) -> EndedHere:
 
 
 def check_best(best: Any, patience: int) -> None:
-    """Refuse a task's `best` that is neither None nor a metric with "max" or "min"; or None if --patience needs it."""
+    """Refuse a task's `best` that is neither None nor a metric with "max" or "min", and None with --patience."""
     shown = 'for example best = ("loss", "min")'
     if best is None and patience:
         raise Refusal(
@@ -267,7 +267,7 @@ def check_best(best: Any, patience: int) -> None:
 
 
 def checked_embeddings(returned: Any, samples: int) -> dict[str, Tensor]:
-    """What `embed()` returned, by name, if all have a row for each sample; a tensor alone has the name ""."""
+    """The result of `embed()`, by name, if all have a row per sample; a single tensor has the name ""."""
     named = {"": returned} if isinstance(returned, Tensor) else _by_name(returned, "embed() returned", "tensors")
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (samples,) or value.is_complex() or value.is_sparse:
@@ -279,7 +279,7 @@ def checked_embeddings(returned: Any, samples: int) -> dict[str, Tensor]:
 
 
 def check_metrics(metrics: Any, samples: int, known: Mapping[str, Sequence[Tensor]]) -> None:
-    """Check that what `metrics()` returned has a row for each sample, and is alike for all batches.
+    """Check that the result of `metrics()` has a row per sample, and the same names and shapes for all batches.
 
     Args:
         metrics: for one batch.
@@ -309,12 +309,12 @@ def check_alike(known: Mapping[str, torch.Size], others: Mapping[str, torch.Size
         if others[name] != shape:
             raise EndedHere(
                 f"metrics() returned rows of shape {list(shape)} as '{name}' for one batch and of {list(others[name])} "
-                "for another: give all samples rows of one shape, padded or summed up"
+                "for another: give all samples rows of one shape, padded or summed"
             )
 
 
 def checked_summary(summary: Any) -> dict[str, float]:
-    """What `summarize()` returned, in plain numbers, which JSON and checkpoints can hold."""
+    """The result of `summarize()`, as plain numbers, which JSON and checkpoints can store."""
     numbers: dict[str, float] = {}
     for name, value in _by_name(summary, "summarize() returned", "numbers", Ended).items():
         number = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value
@@ -329,8 +329,8 @@ def one_number(name: str, mean: Tensor) -> float:
     if mean.numel() == 1:
         return float(mean)
     raise Ended(
-        f"metrics() returned '{name}' with {mean.numel()} numbers, {list(mean.shape)}, for each sample: return one for "
-        "each sample, or override summarize(means) to make numbers of their means"
+        f"metrics() returned '{name}' with {mean.numel()} numbers, {list(mean.shape)}, for each sample: return one per "
+        "sample, or override summarize(means) to turn their means into numbers"
     )
 
 

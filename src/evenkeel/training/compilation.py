@@ -34,7 +34,7 @@ EXACT = {
     "max_autotune_pointwise": False,
     "coordinate_descent_tuning": False,
 }
-"""inductor's settings with which two compilations produce the same code."""
+"""Settings of inductor that make two compilations produce the same code."""
 
 
 def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole: bool) -> None:
@@ -43,7 +43,7 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
     Args:
         model: on its device.
         device: where it is.
-        exact: produce the same code each time, and raise an error where a shape would run uncompiled.
+        exact: produce the same code each time, and raise an error instead of running a shape uncompiled.
         whole: make one graph, which computes the same with and without DDP. Otherwise DDP cuts it at its buckets, to
             send a part of the gradient while the rest is computed.
     """
@@ -68,8 +68,8 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
 
 
 def in_place(model: nn.Module) -> nn.Module:
-    """A model without the wrappers of a task's own `torch.compile`, whose name would be in all names of a checkpoint.
-    What they wrap is compiled in place instead, with the same settings."""
+    """A model without the wrappers of a task's own `torch.compile`, whose prefix would be in all names of a checkpoint.
+    The wrapped modules are compiled in place instead, with the same settings."""
     if "_orig_mod" in model._modules:
         wrapper: Any = model
         found = in_place(wrapper._orig_mod)
@@ -85,10 +85,10 @@ def in_place(model: nn.Module) -> nn.Module:
 
 
 def _call(network: nn.Module) -> Any:
-    """What `nn.Module.compile` compiles: the call of a network, with its hooks.
+    """The function that `nn.Module.compile` compiles: the call of a network, with its hooks.
 
-    dynamo passes over the frames of torch's own files. So torch 2.8 to 2.11 compile nothing of an `nn.Sequential`,
-    unless a frame of another file is around its call.
+    dynamo skips frames in torch's own files. So torch 2.8 to 2.11 compile nothing of an `nn.Sequential`,
+    unless its caller is in another file.
     """
     call: Any = network._call_impl
     if not type(network).forward.__module__.startswith("torch.nn."):
@@ -128,7 +128,7 @@ def compiler_version() -> str:
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """What else the bits of compiled code depend on: parts of a fingerprint."""
+    """Facts on which the bits of compiled code depend: parts of a fingerprint."""
     import torch._inductor.config as inductor
 
     settings = inductor.get_config_copy()
@@ -142,30 +142,30 @@ def facts(device: torch.device) -> dict[str, str]:
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """A context in which compiled networks run as they were written."""
+    """A context in which compiled networks run uncompiled."""
     return torch.compiler.set_stance("force_eager") if progress.wanted else nullcontext()
 
 
 class Progress:
-    """What compilation has cost this process. It is a phase of its own, so that ranks that wait know what for."""
+    """The compilations of this process and their time. Compilation is a phase, so that waiting ranks can report it."""
 
     def __init__(self) -> None:
         self.wanted = False
         """Whether this process compiles anything."""
         self.times, self.seconds = 0, 0.0
-        """Compilations so far, each of a graph or a part of one, and what they took."""
+        """Compilations so far, each of a graph or a part of one, and their seconds."""
         self._before, self._began = "", 0.0
 
     def report(self) -> dict[str, int | float]:
         """Compilations, seconds, and graphs found in inductor's cache (hits) or not (misses). Warns if there is no
-        graph at all."""
+        graph."""
         from torch._dynamo.utils import counters
 
         hits, misses = (counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss"))
         if not hits + misses:
             log.warning(
                 "--compile: nothing has been compiled: loss() must call the model itself (of an nn.ModuleDict: its "
-                "networks); TORCH_LOGS=graph_breaks shows what dynamo does not understand"
+                "networks); TORCH_LOGS=graph_breaks shows what dynamo cannot trace"
             )
         return {"times": self.times, "seconds": round(self.seconds, 3), "hits": hits, "misses": misses}
 
@@ -185,4 +185,4 @@ class Progress:
 
 
 progress = Progress()
-"""Of this process."""
+"""Compilation in this process."""

@@ -1,8 +1,8 @@
-"""Into how many micro-batches a step is cut: by default as few as keep all ranks at work.
+"""Into how many micro-batches a step is cut: by default as few as keep all ranks busy.
 
-Small micro-batches cost time (two to four times, measured), so there are no more than ranks. But the cut changes the
-result: dropout, mixing and BatchNorm's groups are those of a micro-batch. So it is decided once, when a run starts, and
-recorded; the run keeps it on another number of ranks, as long as each of them has work.
+Small micro-batches cost time (a step takes two to four times as long), so there are no more than ranks. But the cut
+changes the result: dropout, mixing and BatchNorm work within a micro-batch. So it is decided once, when a run starts,
+and recorded; the run keeps it on another number of ranks, as long as each of them has work.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Cutter = Callable[[Recorded], Config]
 def settle(config: Config, world_size: int, has_batchnorm: Callable[[], bool], recorded: Recorded) -> Config:
     """The options with --micro-batch or --micro-batches filled in, unless that is auto.
 
-    What is typed counts; else what the run has recorded; else the default for this number of ranks. A recorded default
-    that would leave ranks idle is replaced, unless bits are promised or BatchNorm's groups are the ranks' own. Whether
-    the model has BatchNorm is only asked if a micro-batch would have one sample.
+    A typed value counts; else the run's recorded one; else the default for this number of ranks. A recorded default
+    that would leave ranks idle is replaced, unless bits must not change or with --sync-batchnorm. ``has_batchnorm`` is
+    called only if a micro-batch would have one sample.
     """
     if config.micro_batch or config.micro_batches:
         return config
@@ -56,7 +56,7 @@ def settle(config: Config, world_size: int, has_batchnorm: Callable[[], bool], r
 
 
 def fact_of_the_job(config: Config) -> Config:
-    """As :func:`settle` for a new run, but whatever the number of ranks: an eighth of the batch."""
+    """As :func:`settle` for a new run, but independent of the number of ranks: an eighth of the batch."""
     if config.micro_batch or config.micro_batches:
         return config
     return replace(config, micro_batch=max(1, config.batch_size // 8))
@@ -84,9 +84,9 @@ def has_batchnorm(model: nn.Module) -> bool:
 def refuse_single_samples(
     config: Config, loss: LossFunction, model: nn.Module, plan: Plan, world: World, train_set: SizedDataset
 ) -> None:
-    """Refuse a cut that leaves a single sample to BatchNorm that cannot be trained on one.
+    """Refuse a cut in which a micro-batch has a single sample, if the model's BatchNorm cannot be trained on one.
 
-    With --micro-batch auto only steps of one sample are seen, because the cut is not known yet.
+    With --micro-batch auto only steps of one sample are found, because the cut is not known yet.
     """
     gpus = len(replicas(config.strategy, world.device))
     step = single(plan, gpus, config.sync_batchnorm)
@@ -106,13 +106,13 @@ def refuse_single_samples(
     raise Refusal(
         f"--batch-size {batch} --micro-batch {config.largest_micro_batch}: "
         f"{'the last step of an epoch' if step else 'every step'} has {samples} sample{'s' * (samples > 1)}, of which "
-        f"a micro-batch gets only one, and the model's BatchNorm cannot be trained on that; {remedy}"
+        f"a micro-batch gets only one, and the model's BatchNorm cannot train on one sample; {remedy}"
     )
 
 
 def takes_one_sample(config: Config, loss: LossFunction, model: nn.Module, train_set: SizedDataset) -> bool:
-    """Whether the loss can be computed of one sample. BatchNorm needs two values a channel, but these may be pixels, or
-    of two batches that the loss joins. So it is tried, with a copy of the model. Any other error shows in training."""
+    """Whether the loss can be computed for one sample. BatchNorm needs two values per channel, but these may be pixels,
+    or from two batches that the loss joins. So a copy of the model is tried. Other errors are reported by training."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with generators_kept(), torch.compiler.set_stance("force_eager") if config.compile else nullcontext():
         try:
@@ -124,13 +124,13 @@ def takes_one_sample(config: Config, loss: LossFunction, model: nn.Module, train
 
 
 def _near(size: int, most: int) -> list[int]:
-    """Other numbers up to the double, the nearest first."""
+    """Other numbers from half to twice the size, the nearest first."""
     return sorted(range(max(2, size // 2), min(most, 2 * size) + 1), key=lambda other: abs(other - size))
 
 
 def single(plan: Plan, gpus: int = 1, together: bool = False) -> int | None:
-    """A step of the first epoch in which one sample is computed alone, None if there is none: on one of the GPUs that
-    divide a micro-batch, or with ``together`` in a step whose statistics are common."""
+    """A step of the first epoch in which a sample is computed alone, None if there is none: alone in a micro-batch, or
+    on one of the GPUs that share it; with ``together``, where a step shares its statistics, alone in the step."""
     last = plan.steps_per_epoch - 1
     for step in (0, last) if plan.total_steps > last else (0,):
         sizes = [micro_batch.size for micro_batch in plan.micro_batches(step)]

@@ -1,4 +1,4 @@
-"""How numbers are computed, as far as it changes their last bits."""
+"""Settings that change the last bits of results."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..common.processes import count_cores
 from ..config import BOUNDS
 
 EXACT_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
-"""In place of what NCCL measures to be fastest. A switch that adds (NVLS) does so in an order that depends on what has
-been allocated before (NVIDIA/nccl issue 2360)."""
+"""Instead of the algorithm that NCCL expects to be fastest. A switch that adds (NVLS) does so in an order that depends
+on earlier allocations (NVIDIA/nccl issue 2360)."""
 
 
 def fix_arithmetic(exact: bool, tf32: bool = False) -> None:
     """Choose how this process computes, before it uses a GPU.
 
     Args:
-        exact: only by algorithms that give the same bits each time, none chosen by its speed
+        exact: use only algorithms that give the same bits each time, none chosen for its speed
             (https://docs.pytorch.org/docs/stable/notes/randomness.html). NCCL's variables may be set by the user.
-        tf32: whether float32 products on a GPU may keep only 10 bits of the factors' 23; the same ones each time.
+        tf32: whether float32 products on a GPU may use only 10 of the factors' 23 mantissa bits; this is repeatable.
     """
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
     if exact:
@@ -38,13 +38,13 @@ def fix_arithmetic(exact: bool, tf32: bool = False) -> None:
                 os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True)
         deterministic: Any = torch.utils.deterministic
-        deterministic.fill_uninitialized_memory = False  # costs time, and hides nothing here
+        deterministic.fill_uninitialized_memory = False  # costs time, and no uninitialized memory is read here
         torch.backends.cudnn.benchmark = False
 
 
 def threads_of_a_rank(exact: bool, local_world_size: int) -> int:
-    """CPU threads of one operation, among which it splits its sums: one if bits must not depend on the number of ranks;
-    else the user's OMP_NUM_THREADS; else this rank's part of the cores that the process may use."""
+    """CPU threads among which an operation splits its sums: one if bits must not depend on the number of ranks;
+    else the user's OMP_NUM_THREADS; else this rank's share of the cores that the process may use."""
     if exact:
         return 1
     if "OMP_NUM_THREADS" in os.environ and not _set_by_torchrun():
@@ -53,7 +53,7 @@ def threads_of_a_rank(exact: bool, local_world_size: int) -> int:
 
 
 def _set_by_torchrun() -> bool:
-    """Whether OMP_NUM_THREADS is torchrun's own, which is 1 for several processes however many cores there are."""
+    """Whether OMP_NUM_THREADS was set by torchrun, which sets 1 for several processes whatever the number of cores."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
         return False
     try:
@@ -64,7 +64,7 @@ def _set_by_torchrun() -> bool:
 
 @contextmanager
 def operations_named() -> Iterator[None]:
-    """Explain the error of an operation that has no deterministic algorithm."""
+    """Explain the error of an operation without a deterministic algorithm."""
     try:
         yield
     except RuntimeError as error:
@@ -73,7 +73,7 @@ def operations_named() -> Iterator[None]:
             raise
         raise Ended(
             f"{found[1]} has no deterministic algorithm on this device, and --deterministic and --reduce tree need "
-            "one; use another operation in its place, or run without them"
+            "one; use another operation, or run without these options"
         ) from error
 
 

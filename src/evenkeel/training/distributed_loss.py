@@ -1,12 +1,12 @@
-"""The gradient of one step: the mean over the global batch, whichever rank computes which part of it.
+"""The gradient of one step: the mean over the global batch, whichever rank computes which part.
 
 Each micro-batch contributes (its samples / the step's samples) x (its mean loss). So uneven shares and a short last
 step need no special case: a plain sum over micro-batches and ranks is the gradient of the mean over the step's samples.
-`distributed.reduction` decides in which order that sum is taken.
+`distributed.reduction` decides the order of that sum.
 
 Stock DDP gets two things wrong for an elastic job. A rank without a micro-batch would wait forever; here it takes part
 with an exact zero. And BatchNorm's running statistics would be rank 0's; here each micro-batch starts from the step's
-statistics, and the step moves them by the mean of all micro-batches' changes. These and the loss are always added up
+statistics, and the step adds the mean of all micro-batches' changes. These and the loss are always added up
 in the order of `distributed.tree`, so they are the same on all ranks.
 """
 
@@ -52,9 +52,9 @@ _BUFFER_OPTION = next(
 
 
 class DistributedLoss:
-    """The model and its loss on all ranks: call it with a batch, and call :meth:`backward` with what it returns.
+    """The model and its loss on all ranks: call it with a batch, and call :meth:`backward` with the result.
 
-    One step, as `train.py` takes it, here of one process:
+    One step as in `train.py`, here in one process:
 
     >>> state, plan = State(nn.Linear(2, 1), []), Plan(samples=8, global_batch=8, micro_batch=4, epochs=1)
     >>> alone = World(0, 0, 1, 1, torch.device("cpu"), launched=False)
@@ -68,8 +68,8 @@ class DistributedLoss:
 
     Args:
         loss: (model, batch) -> the batch's mean loss, a scalar; a task's `loss`. Or a `WholeBatch`.
-        state: the model in it; only :meth:`step` changes more of it than ``.grad``.
-        world: who takes part.
+        state: has the model; only :meth:`step` changes more of it than ``.grad``.
+        world: the ranks.
         plan: how steps are cut into micro-batches.
         seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
         reduce: "ring": the stock all-reduce; "tree": the same bits on any number of ranks.
@@ -78,8 +78,8 @@ class DistributedLoss:
         unused: some parameters get no gradient in some steps.
         network: the part of the model that learns from this loss; default: all of it. With several losses, networks
             take turns, a step for each.
-        arrivals: times the steps of this rank; default: nobody does.
-        collectives: the loss may call collectives of its own.
+        arrivals: times the steps of this rank; default: they are not timed.
+        collectives: the loss may call collectives.
         shares: how many micro-batches each rank computes; default: equally many.
         reduce_dtype: in which ranks exchange float32 gradients; "bf16" with "ring" only.
     """
@@ -121,15 +121,15 @@ class DistributedLoss:
             raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
         if self._synced:
             counts = [_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
-            # where ranks use other parameters, their buckets are full at other times, and to wait would be a dead-lock
+            # ranks that use different parameters fill their buckets at different times, and waiting would deadlock
             self._synced.connect(counts, None if unused else self.reduction.catch_up)
         self.norm = torch.zeros(())
-        """The gradient's in the last step."""
+        """The gradient's norm in the last step."""
         self._batch: Any = None
         self._samples, self._weight, self._last = 0, 0.0, False
-        self._part = torch.zeros(())  # the micro-batch's, of the step's mean loss
-        self._named: Tensor | None = None  # the loss's parts of the micro-batch
-        self._names: tuple[str, ...] | None = None  # of them, the same on all ranks; None: not known yet
+        self._part = torch.zeros(())  # the micro-batch's contribution to the step's mean loss
+        self._named: Tensor | None = None  # the named parts of the micro-batch's loss
+        self._names: tuple[str, ...] | None = None  # their names, the same on all ranks; None: not known yet
         self._parts = Fold[Tensor](Tensor.add_)
         self._waits: Callable[[], Tensor] | None = None
         self._total: Tensor | None = None
@@ -137,8 +137,8 @@ class DistributedLoss:
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """The batches of this rank's micro-batches, on its device; none on an idle rank, which takes part with zeros.
 
-        Each must go through the model and :meth:`backward` before the next one is asked for. After the last, every
-        rank holds the gradient of the global batch in ``.grad``.
+        Pass each through the model and :meth:`backward` before taking the next. After the last, every
+        rank has the gradient of the global batch in ``.grad``.
         """
         self.state.clear_gradients()
         self._loss.step = step.number
@@ -159,7 +159,7 @@ class DistributedLoss:
                 self._parts.push(Node(0, micro_batch.id), self._collect())
                 if not self._last:
                     self.reduction.keep(micro_batch.id)
-                if not (self._last and self.reduction.hooked):  # otherwise the hook has marked it
+                if not (self._last and self.reduction.hooked):  # otherwise the hook has done so
                     self._arrivals.mark(BACKWARD)
                 activity.enter(DATA)
             activity.enter(REDUCTION)
@@ -174,15 +174,15 @@ class DistributedLoss:
         except Exception as error:
             self._explain(error)
             raise
-        for parameter in self._others:  # of networks whose turn it is not
+        for parameter in self._others:  # of networks that do not learn in this step
             parameter.grad = None
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.own:
-            self._exchange()  # beside the norm; never earlier, for a backward pass may move buffers too
+            self._exchange()  # while the norm is computed; not earlier, because a backward pass may change buffers too
 
     def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
-        """Begin a pass of a micro-batch, with its random numbers. Returns its batch on the device."""
+        """Begin a pass of a micro-batch: seed its random numbers. Returns its batch on the device."""
         self._batch, self._samples = batch, micro_batch.size
         activity.enter(COMPUTING)
         seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
@@ -191,7 +191,7 @@ class DistributedLoss:
         return placed
 
     def _embedded(self, whole: WholeBatch, step: Step, runs: tuple[range, ...]) -> Iterator[Any]:
-        """Of a loss of whole batches: embed all samples, and give the batches again, for the second pass."""
+        """For a whole-batch loss: embed all samples, and yield the batches again, for the second pass."""
 
         def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
             placed = self._begin(micro_batch, batch)
@@ -206,7 +206,7 @@ class DistributedLoss:
         return batches
 
     def _agree_on_parts(self) -> None:
-        """Learn the names of the loss's parts on all ranks: one without a micro-batch knows none."""
+        """Exchange the names of the loss's parts: a rank without a micro-batch knows none."""
         told = [names[0] for names in self.world.gather(self._loss.parts) if names]
         for names in told:
             same_parts(told[0], names, Ended)
@@ -219,7 +219,7 @@ class DistributedLoss:
         return self._batch, self._samples
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of the model's, as torch's own `clip_grad_norm_` takes them."""
+        """All of the model's parameters, for torch's `clip_grad_norm_`."""
         return self.state.parameters
 
     def __call__(self, batch: Any) -> Tensor:
@@ -244,17 +244,17 @@ class DistributedLoss:
         if self._last:
             activity.enter(REDUCTION)
         try:
-            # NaN where the loss is not finite: its gradient might be, and all ranks must hear it
+            # NaN if the loss is not finite: its gradient could be finite, and all ranks must notice
             loss.backward(scale * (1.0 if self._whole else self._weight) + 0 * part)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._explain(error)
             raise
 
     def step(self, norm: Tensor | None = None) -> None:
-        """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks hold the same state.
+        """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks have the same state.
 
         Args:
-            norm: the gradient's, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
+            norm: the gradient's norm, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
         if self.state.own:
@@ -265,8 +265,8 @@ class DistributedLoss:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the global batch, a scalar on the device. All ranks must ask for it, for it may cost an
-        exchange. Not read here: that would make the host wait."""
+        """The mean loss of the global batch, a scalar on the device. All ranks must read this property, because it may
+        exchange data. The value is not copied to the host, which would have to wait."""
         return self._sums()[0]
 
     @property
@@ -276,7 +276,7 @@ class DistributedLoss:
         return dict(zip(self._names or (), sums[1:], strict=False))
 
     def _buffers(self) -> list[Tensor]:
-        """New values of the model's buffers, flat, for each of its groups: moved by the mean change over all
+        """New values of the model's buffers, flat, for each of its groups: changed by the mean change over all
         micro-batches of all ranks. Without buffers nothing is exchanged."""
         buffers = self.state.buffers
         return buffers.moved_by(self._sums()[-buffers.numel :]) if buffers.numel else []
@@ -288,7 +288,7 @@ class DistributedLoss:
         return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
 
     def _exchange(self) -> Callable[[], Tensor]:
-        """Begin to add up over all ranks what :meth:`_collect` gave."""
+        """Begin to add up the results of :meth:`_collect` over all ranks."""
         if self._waits is None:
             numel = 1 + len(self._names or ()) + self.state.buffers.numel
             self._waits = self.reduction.sum_small(self._parts, numel)
@@ -300,29 +300,29 @@ class DistributedLoss:
         return self._total
 
     def _has_all(self) -> bool:
-        """Whether all that learns has a gradient, and DDP has reduced it: one may be an earlier micro-batch's alone."""
+        """Whether all learning parameters have a reduced gradient: it may be from an earlier micro-batch only."""
         reduced = self.reduction.complete or not isinstance(self.module, DistributedDataParallel)
         return reduced and all(parameter.grad is not None for parameter in self._learning)
 
     def _no_reduction(self) -> AbstractContextManager[None]:
-        """Let gradients add up on this rank: DDP reduces in the last backward pass of a step only."""
+        """A context in which gradients add up on this rank: DDP reduces only in a step's last backward pass."""
         return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
 
     def _explain(self, error: Exception) -> None:
-        """Raise a known mistake in one line; let an out-of-memory error know its batch."""
+        """Raise a known mistake in one line; attach the batch to an out-of-memory error."""
         self.state.buffers.rewind()
         note_batch(error, self._batch)
         explain(error, self._network)
 
 
 def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Ring, unused: bool) -> nn.Module:
-    """The model with its loss, under DDP where that has the gradients reduced."""
+    """The model with its loss, wrapped in DDP if DDP reduces the gradients."""
     if not world.launched:
         return module
     if not reduction.hooked:
-        network.load_state_dict(world.broadcast_tensors(network.state_dict()))  # as DDP begins
+        network.load_state_dict(world.broadcast_tensors(network.state_dict()))  # as DDP does
         return module
-    # no `device_ids`, for which it would make batches anew, and mappings or lists of their own kind into plain ones
+    # no `device_ids`: with them it would rebuild batches, and turn custom mappings or lists into plain ones
     ddp = DistributedDataParallel(
         module,
         gradient_as_bucket_view=True,
@@ -330,14 +330,14 @@ def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Ring, u
         **{_BUFFER_OPTION: False},  # type: ignore[arg-type]  # `DistributedLoss.step` keeps them equal
     )
     ddp.register_comm_hook(None, reduction.hook)
-    # After its first backward pass DDP sorts parameters into buckets anew, and where a gradient stands in its bucket
-    # decides in which order a ring adds the ranks' parts. Were that pass a real step, the steps after a resume would
-    # differ in the last bits from those of a run that never stopped; so it is an empty one.
+    # After its first backward pass DDP sorts parameters into new buckets, and the position of a gradient in its bucket
+    # decides the order in which a ring adds the ranks' parts. If that pass were a real step, the steps after a resume
+    # would differ in the last bits from those of an undisturbed run; so it is an empty one.
     ddp(None).backward()
     ddp.zero_grad(set_to_none=True)
     return ddp
 
 
 def _at_work(runs: Sequence[range]) -> int:
-    """Ranks that have a micro-batch; they are the first ones."""
+    """The number of ranks that have a micro-batch; they are the first ones."""
     return sum(map(bool, runs))

@@ -1,6 +1,6 @@
 """When a run is over: after its last step, or after several evaluations without an improvement.
 
-What this remembers is part of the committed state, so a run that is killed and resumed ends at the same step as an
+Its memory is part of the committed state, so a run that is killed and resumed ends at the same step as an
 undisturbed one.
 """
 
@@ -34,7 +34,7 @@ class Stopping:
         every: steps between two evaluations.
         best: the metric that counts, with "max" or "min".
         patience: evaluations without an improvement after which the run is over; 0: no limit.
-        decides: the set on which the metric counts.
+        decides: the set whose metric counts.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Stopping:
         return step == self.last_step or step % self.every == 0
 
     def owed(self, step: int) -> bool:
-        """Whether a run that comes back at this step must evaluate first: it is over, or it was killed before an
+        """Whether a run that resumes at this step must evaluate first: it is over, or it was killed before an
         evaluation that counts."""
         missed = bool(self.patience) and 0 < step != self.memory.evaluated and self.due(step)
         return missed or self.over(step)
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in an evaluation on the set that decides; empty metrics mean that there was none."""
+        """Record an evaluation on the set that decides; empty metrics mean that there was none."""
         if not (metrics and self.patience) or step == self.memory.evaluated or step % self.every:
-            return  # one after the last step, between two regular ones, must not count if the run is prolonged
+            return  # an extra evaluation after the last step must not count if the run is extended later
         self.check(metrics)
         assert self.best  # --patience without it was refused
         name, mode = self.best
@@ -78,7 +78,7 @@ class Stopping:
         if self.patience:
             raise Ended(f"--patience {self.patience}: {text}; set the task's `best`, or leave --patience out")
         example = next(iter(metrics), "loss")
-        log.warning("no best checkpoint will be kept: %s; set the task's `best` to (%r, 'min'), or None", text, example)
+        log.warning("no best checkpoint is stored: %s; set the task's `best` to (%r, 'min'), or None", text, example)
 
     def over(self, step: int) -> bool:
         """Whether this step is the last."""
@@ -90,7 +90,7 @@ class Stopping:
         return bool(self.patience) and self.memory.stale >= self.patience
 
     def why(self) -> str:
-        """Why the run has stopped early, in a line; asked of every run that ends."""
+        """The reason for stopping early, in a line; called for every run that ends."""
         best = "any number" if self.memory.best is None else f"{self.memory.best:.4f}"
         name = in_set(self.decides, self.best[0]) if self.best else "metric"
         return f"no better {name} than {best} in {self.memory.stale} evaluations"
@@ -100,5 +100,5 @@ class Stopping:
         return self.memory._asdict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
+        """Load the result of :meth:`state_dict`."""
         self.memory = Memory(**saved)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (EMA), which often does better on test data than the weights."""
+"""An exponential moving average of the weights (EMA), which is often better on test data than the weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .determinism import multiply
 class Average:
     """A copy of a model with averaged parameters and the model's committed buffers.
 
-    It is a model of its own, so evaluation does not touch the live one, which another thread may be saving. At step t
-    the decay is at most (1 + t) / (10 + t), so the random start is soon forgotten.
+    It is a separate model, so evaluation does not touch the live one, which another thread may be saving. At step t
+    the decay is at most (1 + t) / (10 + t), so the random initial weights are soon forgotten.
     """
 
     def __init__(self, model: nn.Module, decay: float, buffers: Buffers) -> None:
@@ -36,7 +36,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int, bad: Tensor) -> None:
-        """Take in the weights and committed buffers after a step, counted from 1; not where ``bad``, a boolean scalar
+        """Update with the weights and committed buffers after a step, counted from 1; not if ``bad``, a boolean scalar
         on the device, is true."""
         weight = torch.where(bad, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
         change = torch._foreach_sub(self._live, self._mean)
@@ -51,10 +51,10 @@ class Average:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in parameters}
 
     def load_state_dict(self, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
-        """Load the averages, and the buffers out of the model's state dict of the same step."""
+        """Load the averages, and the buffers from the model's state dict of the same step."""
         self.model.load_state_dict({**model, **saved})
 
 
 def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The weights to use from a committed state: the averages, if there are any, with the model's buffers."""
+    """The weights to use from a committed state: the averages, if it has any, with the model's buffers."""
     return {**captured["model"], **captured.get("ema", {})}

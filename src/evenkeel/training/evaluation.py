@@ -1,8 +1,8 @@
 """Exact evaluation: every test sample once, and the same result at any world size.
 
-`DistributedSampler` pads the test set so that all ranks get equally many samples, which counts some twice. Here
+`DistributedSampler` pads the test set so that all ranks get equally many samples, and so counts some twice. Here
 ranks take unequal shares of fixed micro-batches. Nothing is exchanged until the end; then the sums of all
-micro-batches come together once and are added in one order, whoever computed them.
+micro-batches are gathered once and added in one order, whichever rank computed them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Evaluation:
     Args:
         task: computes the metrics of a batch.
         model: the bare model or its average, because a DDP forward would wait for ranks that have no batch left.
-        test_set: N samples, cut into micro-batches of the training's size, dealt to ranks in contiguous shares.
+        test_set: N samples, cut into micro-batches of the training's size, given to ranks in contiguous shares.
         config: micro-batch, loader workers, seed and precision.
-        world: who takes part.
-        name: of the set, which has random numbers of its own.
+        world: the ranks.
+        name: of the set, which has its own random numbers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Evaluation:
         self.precision = config.precision
         self.dataset, self.samples = test_set, len(test_set)
         plan = Plan.of(config, self.samples)
-        # one device evaluates, whose part in training is a share of the micro-batch
+        # one device evaluates; with --strategy dp it has in training a share of the micro-batch
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
         # the whole test set is one step of one epoch, in its own order
         self.sampler = ElasticSampler(
@@ -80,26 +80,26 @@ class Evaluation:
         self._transfer = Transfer(world.device)
         self._is_first = False
         self.shows = False
-        """Whether the task is to show something of the first batch."""
+        """Whether to call the task's `show` for the first batch."""
         self.shown: Mapping[str, Any] = {}
-        """On rank 0: what it has shown in the last evaluation."""
+        """On rank 0: the result of `show` in the last evaluation."""
         self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
-        """The metrics, the same on every rank. The model is back in its mode afterwards, and has its buffers."""
+        """The metrics, the same on every rank. Afterwards the model's mode and buffers are restored."""
         with activity.during(EVALUATION), same_tensors(self.model):
             return self._evaluate()
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by their full names, as they are reported."""
+        """Metrics by their full names, as reported."""
         return {in_set(self.name, name): value for name, value in metrics.items()}
 
     @torch.no_grad()
     def rehearse(self, *others: Callable[[nn.Module, Any], object]) -> dict[str, float] | None:
-        """The numbers of the first micro-batch alone, computed by each rank for itself; None: it has too little for
-        `summarize`, which may divide by how many there are of a class. Also computes `others` of (model, batch).
+        """The metrics of the first micro-batch alone, computed by each rank for itself; None: it has too few samples
+        for `summarize`, which may divide by the number in a class. Also calls each of `others` with (model, batch).
 
-        A mistake in a task's metrics shows now, and not after an epoch. Buffers, generators and flags are put back.
+        So a mistake in a task's metrics shows now, not after an epoch. Buffers, generators and flags are restored.
         """
         with activity.during(EVALUATION), generators_kept(), same_tensors(self.model), self._only_first() as size:
             sums = self._sums()
@@ -109,7 +109,7 @@ class Evaluation:
                 return self._summary({name: rows[0] for name, rows in sums.items()}, size)
             except (ArithmeticError, ValueError) as error:
                 log.warning(
-                    "summarize() fails for the first %d %s samples%s: %s: %s; if it does so for all of them, the run "
+                    "summarize() fails for the first %d %s samples%s: %s: %s; if it fails for all samples too, the run "
                     "will end at its first evaluation",
                     size, self.name, place_of(error.__traceback__), type(error).__name__, error,
                 )  # fmt: skip
@@ -117,7 +117,7 @@ class Evaluation:
 
     @contextmanager
     def _only_first(self) -> Iterator[int]:
-        """Let this rank have the first micro-batch, as the first of so many ranks that none has two; gives its size."""
+        """Give this rank the first micro-batch, as if each micro-batch had its own rank; yields its size."""
         sampler = self.sampler
         place = sampler.rank, sampler.num_replicas
         sampler.rank, sampler.num_replicas = 0, sampler.plan.max_world_size
@@ -151,7 +151,7 @@ class Evaluation:
             of_samples = _of_each(found, samples)
             check_metrics(of_samples, samples, sums)
             for name, values in of_samples.items():
-                # float64 holds counts exactly, and a row for each micro-batch keeps one order of addition
+                # float64 has exact counts, and a row for each micro-batch fixes the order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
 
         self._is_first = self.shows and self.world.rank == 0
@@ -159,25 +159,25 @@ class Evaluation:
         return sums
 
     def _measured(self, batch: Any) -> Any:
-        """The task's metrics of a batch; of the first one of all also what the task shows."""
+        """The task's metrics of a batch. For the very first batch also calls `show`."""
         found = self.task.metrics(self.model, batch)
         if self._is_first:
-            with same_tensors(self.model), evaluating(self.model):  # only rank 0 shows; the others would differ
+            with same_tensors(self.model), evaluating(self.model):  # only rank 0 does this, so it must change nothing
                 self.shown = self.task.show(self.model, batch)
         self._is_first = False
         return found
 
     @torch.no_grad()
     def each(self, compute: Callable[[Any], T], take: Callable[[T, int], None]) -> None:
-        """Compute something of each batch of this rank in evaluation mode, and take it with the number of samples.
+        """Call `compute` for each batch of this rank in evaluation mode, and `take` with its result and its samples.
 
-        No generator, which would change a StopIteration of a task's into another error.
+        This is not a generator, which would turn a StopIteration in a task into another error.
         """
         mine, refused = self.sampler.micro_batches(0), "" if self.task.collectives else "the evaluation"
         with evaluating(self.model):
             for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
                 activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again: each batch is progress
-                # metrics may draw; what loading has drawn depends on the data set's kind and the loader processes
+                # metrics may draw random numbers; how many loading has drawn depends on the loader processes
                 seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
                 try:
                     with autocast(self.precision, self.world.device.type), uncompiled(), no_collectives(refused):
@@ -191,7 +191,7 @@ class Evaluation:
 def _of_each(values: Any, samples: int) -> Any:
     """A task's metrics, with a scalar as the value of each sample."""
     if not isinstance(values, dict):
-        return values  # which is refused next
+        return values  # refused by the next check
     return {
         name: value.expand(samples) if isinstance(value, Tensor) and value.dim() == 0 else value
         for name, value in values.items()
@@ -200,7 +200,7 @@ def _of_each(values: Any, samples: int) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and its parts back into their own; one may be frozen."""
+    """Put a model into evaluation mode; afterwards restore the mode of each module, because some may be frozen."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -212,7 +212,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_tensors(model: nn.Module) -> Iterator[None]:
-    """Put buffers, and whether parameters need a gradient, back to what they were."""
+    """Restore buffers, and the parameters' requires_grad, afterwards."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     holders = [
         (module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
@@ -223,7 +223,7 @@ def same_tensors(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for holder, name, buffer, value in buffers:
-                if buffer.shape != value.shape:  # it has grown; the state has the same object
+                if buffer.shape != value.shape:  # it has grown; the state refers to the same object
                     buffer.data = value
                 holder[name] = buffer.copy_(value)
         for parameter, flag in flags:

@@ -1,8 +1,8 @@
-"""What a sample costs: its floating-point operations and its tokens, for MFU and tokens/s.
+"""The floating-point operations and the tokens of a sample, for MFU and tokens/s.
 
-MFU (model FLOPs utilization) is the share of the devices' peak that the model's own operations make up (Chowdhery et
-al., "PaLM", 2022, appendix B). They are counted once, by `torch.utils.flop_counter`, on a twin of the model without
-memory or values (torch's "meta" device), so nothing of the training is touched.
+MFU (model FLOPs utilization) is the model's own operations per second divided by the devices' peak (Chowdhery et
+al., "PaLM", 2022, appendix B). They are counted once, by `torch.utils.flop_counter`, on a copy of the model without
+memory or values (torch's "meta" device), so the training is not touched.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PEAKS: dict[str, dict[str, float]] = {
     "RTX 4090(?! Laptop| D)": {"fp32": 82.6, "tf32": 82.6, "bf16": 165, "fp16": 165},
     "RTX 3090(?! Ti)": {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
 }
-"""Dense TFLOP/s by --precision, of a GPU whose name holds the pattern as a word; 16 bit with sums in 32. From NVIDIA's
-data sheets, and for RTX cards the Ampere GA102 and Ada white papers; half of a figure that is given with sparsity."""
+"""Dense TFLOP/s by --precision, of a GPU whose name contains the pattern as a word; 16 bit with sums in 32. From
+NVIDIA's data sheets, and for RTX cards the Ampere GA102 and Ada white papers; figures with sparsity are halved."""
 
 
 def per_sample(
     task: Task, model: nn.Module, batch: Any, samples: int, config: Config, world: World
 ) -> dict[str, float]:
-    """The factors from samples/s to "tokens_per_s" and to "mfu". What cannot be known is left out, without a word.
+    """The factors from samples/s to "tokens_per_s" and to "mfu". Unknown ones are left out, without a warning.
 
     Args:
         task: its loss, and its tokens.
@@ -50,26 +50,26 @@ def per_sample(
         batch: a micro-batch.
         samples: in it.
         config: --precision and --strategy.
-        world: all devices are taken for such as this rank's.
+        world: all devices are assumed to be like this rank's.
     """
     found: dict[str, float] = {}
     try:
         if tokens := task.tokens(batch):
             found["tokens_per_s"] = tokens / samples
         gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-        # no copy of a model with --sync-batchnorm: this rank alone would exchange statistics; and with a loss that is
-        # given the step, another step may cost something else
+        # not with --sync-batchnorm: this rank alone would exchange statistics; and not if the loss gets the step,
+        # because steps may cost differently
         countable = not config.sync_batchnorm and not takes(task.loss, "step")
         if (top := peak(gpu, config.precision)) and countable:
             devices = world.world_size * max(len(world.devices), len(replicas(config.strategy, world.device)))
             found["mfu"] = flops(task, model, batch) / samples / (top * devices)
-    except Exception as error:  # of a model that cannot be copied, or whose loss looks at values
+    except Exception as error:  # the model cannot be copied, or the loss reads values
         logging.getLogger(__name__).info("no MFU or tokens/s: %s: %s", type(error).__name__, error)
     return found
 
 
 def peak(name: str, precision: str) -> float:
-    """FLOP/s of a GPU at most, 0.0 if that is not known.
+    """Peak FLOP/s of a GPU, 0.0 if it is not known.
 
     >>> peak("NVIDIA A100-SXM4-80GB", "bf16"), peak("NVIDIA A10", "bf16")
     (312000000000000.0, 0.0)
@@ -80,12 +80,12 @@ def peak(name: str, precision: str) -> float:
 
 def flops(task: Task, model: nn.Module, batch: Any) -> int:
     """Operations of forward and backward for a batch; a multiplication and an addition are two."""
-    from torch.utils.flop_counter import FlopCounterMode  # brings Triton, so not at the start
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton, so not at the start
 
     meta = torch.device("meta")
     tensors = {id(it): it.detach().to(meta).requires_grad_(it.requires_grad) for it in model.buffers()}
     tensors |= {id(it): nn.Parameter(it.detach().to(meta), it.requires_grad) for it in model.parameters()}
-    twin = copy.deepcopy(model, tensors)  # takes these for the copies of its own
+    twin = copy.deepcopy(model, tensors)  # uses these instead of copying its own
     eager: Any = torch.compiler.set_stance("force_eager")  # or --compile would compile for the device meta
     with eager, generators_kept(), FlopCounterMode(display=False) as counter:
         loss, _ = checked_losses(task.loss(twin, to_device(batch, meta)))

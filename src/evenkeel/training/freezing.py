@@ -12,11 +12,11 @@ from ..common.errors import Refusal
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Take the gradient from parts of a model, and put the modules among them into evaluation mode.
+    """Set requires_grad to False for parts of a model, and put the modules among them into evaluation mode.
 
     Args:
-        model: its optimizers are not made yet.
-        patterns: names of modules (with all within) or of parameters; * stands for any text.
+        model: before its optimizers are built.
+        patterns: names of modules (with all they contain) or of parameters; * stands for any text.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -35,4 +35,4 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for part in (*inside, *alone):
             part.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
-        raise Refusal(f"--freeze {' '.join(patterns)}: nothing would learn; name fewer parts")
+        raise Refusal(f"--freeze {' '.join(patterns)}: nothing would be left to train; name fewer parts")

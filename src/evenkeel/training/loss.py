@@ -15,19 +15,19 @@ from .precision import Precision, autocast
 from .task import Losses
 
 LossFunction: TypeAlias = Callable[..., Losses]
-"""(model, batch) -> the batch's mean loss, perhaps with its parts; a parameter `step` is given too, if there is one."""
+"""(model, batch) -> the mean loss of the batch, perhaps with its parts; with a parameter `step` it gets that number."""
 
 
 class Loss(nn.Module):
-    """What DDP wraps: the model and its loss in one module, called with a batch, or with None on an idle rank.
+    """The model and its loss in one module, which DDP wraps; called with a batch, or with None on an idle rank.
 
     Args:
-        model: what the loss function gets.
-        loss: (model, batch) -> the batch's mean loss. One with a parameter `step` gets the step's number as well.
+        model: passed to the loss function.
+        loss: (model, batch) -> the batch's mean loss. With a parameter `step` it gets the step's number.
         precision: of forward.
         network: the part of the model that learns from this loss; default: all of it.
         unused: whether some parameters get no gradient in some steps.
-        collectives: whether the loss may call collectives of its own.
+        collectives: whether the loss may call collectives.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Loss(nn.Module):
         self.step = 0
         """The number of the step, from 0."""
         self.parts: list[tuple[str, ...]] = []
-        """Names of the parts that the loss function returns beside the loss, once it has been called. A list, which
+        """Names of the parts that the loss function returns with the loss, once it has been called. A list, which
         replicas of DataParallel share."""
-        # not asked for in `forward`, because a replica of DataParallel has no parameters to ask
+        # not in `forward`, because a replica of DataParallel has no parameters
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._idle: nn.Parameter | None = None
-        """What an idle rank uses: a zero for a parameter that no rank has used would be a gradient, and momentum would
-        move it. DDP tells ranks what the others have used."""
+        """The parameter an idle rank uses. Zeros for parameters that no rank has used would count as gradients, and
+        momentum would change the parameters. DDP tells ranks which parameters the others have used."""
         if unused:
             zeros = (p.new_zeros(()) for p in self.model.parameters() if p.requires_grad)
             self._idle = nn.Parameter(next(zeros, torch.zeros(())))
 
     def forward(self, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter, or if some may be
-        unused for none. With its parts, of shape [parts] and without a gradient, if it has any."""
+        """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter (if some may be
+        unused, for none). If it has parts, they are returned too, with shape [parts] and without a gradient."""
         if batch is None:
             if self._idle is not None:
                 return self._idle * 0
@@ -76,6 +76,6 @@ class Loss(nn.Module):
 
     @contextmanager
     def computing(self, what: str) -> Iterator[nn.Module]:
-        """The context of a forward pass by a task's method; gives the model."""
+        """The context of a forward pass in a task's method; yields the model."""
         with autocast(self._precision, self._device_type), no_collectives("" if self._collectives else what):
             yield self._whole[0] if self._whole else self.model

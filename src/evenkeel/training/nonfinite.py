@@ -1,6 +1,6 @@
 """Steps whose loss or gradient is NaN or infinite: skipped on the device, without making the host wait.
 
-Every rank holds the same reduced gradient, so all of them decide alike.
+Every rank has the same reduced gradient, so all of them make the same decision.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class NonFinite(Ended):
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can skip a step without telling the host; fused ones can."""
+    """Whether an optimizer can skip a step without the host; fused ones can."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def step_unless(bad: Tensor | bool, optimizer: Optimizer) -> None:
-    """Take an optimizer's step unless it is bad, as told on the device if it is fused, or else by the host."""
+    """Take an optimizer's step unless ``bad``: a tensor, if the fused optimizer decides on the device, else a bool."""
     if isinstance(bad, Tensor):
         fused: Any = optimizer
         fused.found_inf, fused.grad_scale = bad.float(), None  # as `torch.amp.GradScaler` sets them
@@ -42,9 +42,9 @@ def step_unless(bad: Tensor | bool, optimizer: Optimizer) -> None:
 
 
 def _begin_momentum(optimizer: SGD) -> None:
-    """Give parameters with their first gradient a momentum of zero, with which the first step is the same.
+    """Give parameters with their first gradient a momentum of zero, which does not change the first step.
 
-    torch's fused SGD leaves it unset in a skipped step, and fails where only some parameters have one.
+    torch's fused SGD leaves it unset in a skipped step, and fails if only some parameters have one.
     """
     with_momentum = [group for group in optimizer.param_groups if group["momentum"]]
     if len(optimizer.state) == sum(len(group["params"]) for group in with_momentum):
@@ -56,7 +56,7 @@ def _begin_momentum(optimizer: SGD) -> None:
 
 
 class Verdict:
-    """Tells the host whether the last step was skipped, without waiting for what is queued behind that step."""
+    """Tells the host whether the last step was skipped, without waiting for work queued after that step."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -76,7 +76,7 @@ class Verdict:
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def take(self) -> bool:
-        """Wait for the answer and clear it: asked again, this is False."""
+        """Wait for the answer and clear it: the next call returns False."""
         if self._arrived:
             self._arrived.synchronize()
         bad = bool(self._answer)

@@ -1,4 +1,4 @@
-"""Out of memory: one message that says who holds it and what helps."""
+"""Out of memory: one message that says what uses the memory and what helps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OutOfMemory(EndedHere):
 
 
 def explaining(main: Callable[[], T]) -> Callable[[], T]:
-    """Decorate a main program: wherever memory runs out in it, the error explains that."""
+    """Decorate a main program so that any out-of-memory error in it explains the cause."""
 
     @functools.wraps(main)
     def call() -> T:
@@ -45,8 +45,8 @@ def explaining(main: Callable[[], T]) -> Callable[[], T]:
 
 
 def note_batch(error: BaseException, batch: Any, remedy: str = "") -> None:
-    """Attach the phase, the shapes of the batch and a remedy of its own to an out-of-memory error on its way up; one
-    that has a remedy stays as it is."""
+    """Attach the phase, the shapes of the batch and a specific remedy to an out-of-memory error that is being raised;
+    an error that already has a remedy is not changed."""
     if is_out_of_memory(error) and not getattr(error, "remedy", ""):
         activity.note(error)
         error.remedy = remedy  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def note_batch(error: BaseException, batch: Any, remedy: str = "") -> None:
 
 
 def explained(error: BaseException, device: torch.device, config: Config | None = None, saved: str = "") -> str:
-    """An out-of-memory error in a line; ``saved`` says whether the last finished step is."""
+    """An out-of-memory error in a line; ``saved`` says whether the last finished step is saved."""
     # with nn.DataParallel or a model on several devices, the error may name another GPU
     if other := re.search(r"in replica \d+ on device (\d+)|GPU (\d+) has a total capacity", str(error)):
         device = torch.device("cuda", int(other[1] or other[2]))
@@ -70,7 +70,7 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
     parts = [
         f"out of memory on rank {os.environ.get('RANK', '0')} ({place})",
         f"it was in {phase} " + (f"after step {activity.step}" if done else f"of step {activity.step + 1}"),
-        f"{wanted[1]} more were wanted" if wanted else "",
+        f"{wanted[1]} more were requested" if wanted else "",
         f"the batch was {batch}" if batch else "",
         _held_on_host() if on_host else _held_on_gpu(device),
         getattr(error, "remedy", "") or (remedy(config) if config else "make room, or use a smaller --micro-batch"),
@@ -80,30 +80,30 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
 
 
 def remedy(config: Config) -> str:
-    """The option with which the same run goes on."""
+    """The option that continues the same run."""
     known = config.largest_micro_batch
     if known in ("auto", 1):
         return f"--micro-batch is {known} already: make room, or use a smaller model"
     return (
         f"the same command with --micro-batch {next_smaller(int(known), config.batch_size)} instead of {known} goes on "
-        "with the same batches, in smaller pieces (--micro-batch auto finds what fits when a run starts)"
+        "with the same batches, in smaller pieces (--micro-batch auto finds the largest that fits when a run starts)"
     )
 
 
 def _held_on_gpu(device: torch.device) -> str:
-    """Who holds a GPU's memory. A few hundred MiB outside torch are this process's own CUDA context and NCCL."""
+    """The use of a GPU's memory. A few hundred MiB outside torch are this process's own CUDA context and NCCL."""
     try:
         free, total = torch.cuda.mem_get_info(device)
     except RuntimeError:  # CUDA could not even start
-        return f"nothing is known of its memory{_others(device)}"
+        return f"its memory use is unknown{_others(device)}"
     reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     text = (
-        f"of {_gib(total)} this process holds {_gib(reserved)} ({_gib(used)} in tensors, {_gib(reserved - used)} kept "
-        f"for more), others and its context {_gib(max(0, total - free - reserved))}{_others(device)}, {_gib(free)} are "
+        f"of {_gib(total)} this process has {_gib(reserved)} ({_gib(used)} in tensors, {_gib(reserved - used)} cached "
+        f"by torch), others and its context {_gib(max(0, total - free - reserved))}{_others(device)}, {_gib(free)} are "
         "free"
     )
     if reserved - used > total / 10:
-        text += "; much is kept in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
+        text += "; much of the cache is fragmented: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
     return text
 
 
@@ -122,15 +122,15 @@ def _others(device: torch.device) -> str:
 
 
 def _held_on_host() -> str:
-    """What this process holds of the host's memory, and what limits it."""
+    """This process's use of the host's memory, and its limit."""
     try:
         pages = Path("/proc/self/statm").read_text().split()
     except OSError:  # not on Linux
         return ""
     size, resident = (_gib(int(number) * resource.getpagesize()) for number in pages[:2])
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    limited = f", and {size} of addresses, of its limit of {_gib(limit)} (ulimit -v)"
-    return f"this process holds {resident}" + limited * (limit != resource.RLIM_INFINITY)
+    limited = f", and {size} of address space, of its limit of {_gib(limit)} (ulimit -v)"
+    return f"this process uses {resident}" + limited * (limit != resource.RLIM_INFINITY)
 
 
 def _gib(size: float) -> str:

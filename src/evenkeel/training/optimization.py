@@ -1,5 +1,5 @@
-"""Optimizers, and the learning rate: a pure function of the step, so it has no state to save. Those of a task with
-schedulers of its own are in `schedulers`."""
+"""Optimizers, and the learning rate: a pure function of the step, so it has no state to save. A task's own schedulers
+are in `schedulers`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 def build_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
     """The optimizer of --optimizer over all parameters that learn; with muon two.
 
-    Muon (Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024) takes the matrices that are not of an
-    embedding, AdamW the rest. Its update is scaled to AdamW's size (Liu et al., arXiv 2502.16982), so that one --lr and
-    one --weight-decay will do for both.
+    Muon (Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024) steps all matrices except embeddings,
+    AdamW the rest. Its update is scaled to AdamW's size (Liu et al., arXiv 2502.16982), so that one --lr and
+    one --weight-decay work for both.
 
     Raises:
         Refusal: the options do not fit the optimizer, the model or torch.
@@ -39,7 +39,7 @@ def build_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
     learning = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in learning if p.dim() == 2 and id(p) not in embeddings]
     if not matrices:
-        raise Refusal("--optimizer muon: the model has no matrix to train besides those of embeddings; use adamw")
+        raise Refusal("--optimizer muon: the model has no matrix to train except embeddings; use adamw")
     momentum = 0.95 if config.momentum is None else config.momentum
     options: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "momentum": momentum}
     muon = torch.optim.Muon(matrices, config.lr, config.weight_decay, **options)
@@ -51,15 +51,15 @@ def build_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
 def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optimizer:
     """The optimizer of --optimizer, --lr and --weight-decay over all parameters that learn.
 
-    Parameters of fewer than two dimensions (norms, biases) are not decayed, unless --decay-norms says so: to pull a
-    norm's scale towards 0 regularises nothing. They are the second parameter group.
+    Parameters of fewer than two dimensions (norms, biases) are not decayed without --decay-norms: pulling a norm's
+    scale towards 0 does not regularise. They are the second parameter group.
 
     Raises:
-        Refusal: as :func:`build_optimizers`, which muon needs.
+        Refusal: as :func:`build_optimizers`; also for muon, which needs that function.
     """
     name, momentum, (first, second) = config.optimizer, config.momentum, config.betas
     if name == "muon":
-        raise Refusal("--optimizer muon: needs a task that leaves optimizers() as it is; use adamw")
+        raise Refusal("--optimizer muon: needs a task without its own optimizers(); use adamw")
     if momentum is not None and name != "sgd":
         raise Refusal(f"--momentum {momentum:g}: {name} has none; set --betas, use sgd or muon, or leave it out")
     if name == "sgd" and (first, second) != Config().betas:
@@ -70,8 +70,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optim
         matrices, others = ([p for p in learning if (p.dim() >= 2) is many] for many in (True, False))
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
-    # fused ones keep all their state on the device (the host's would be ahead of a GPU that hangs), and can skip a step
-    # without asking the host
+    # fused ones have all their state on the device (state on the host would be ahead of a GPU that hangs), and can skip
+    # a step without the host
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in learning) or None
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused}
     if name == "sgd":
@@ -95,14 +95,14 @@ def rate(config: Config, step: int, total_steps: int) -> float:
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradient down to a 2-norm of at most ``max_norm`` (0: leave it as it is).
+    """Scale the gradient down to a 2-norm of at most ``max_norm`` (0: do not scale it).
 
     Args:
         parameters: all of the model's.
-        max_norm: 0, or the most that the norm may be.
+        max_norm: the maximum norm, or 0.
 
     Returns:
-        The norm before, a scalar on the device, the same on every rank.
+        The norm before scaling, a scalar on the device, the same on every rank.
 
     >>> weight = nn.Parameter(torch.zeros(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -117,14 +117,14 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def _aligned(gradient: Tensor) -> Tensor:
-    """A gradient, or a copy of one on a GPU that does not begin at a multiple of 16 bytes, as in DDP's bucket it may:
-    the squares of such a one are added up in another order."""
+    """The gradient; on a GPU a copy if its address is not a multiple of 16 bytes, as can happen in DDP's buckets: a GPU
+    adds the squares of such a gradient in another order."""
     return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
 
 
 def rate_names(optimizers: Sequence[Optimizer], model: nn.Module) -> list[str]:
-    """What the learning rate of each optimizer is called: "lr" of the first, "lr_NETWORK" of one that alone has
-    parameters of one part of the model and of no other, else "lr_NUMBER", counted from 0.
+    """The name of each optimizer's learning rate: "lr" for the first; "lr_NETWORK" for the only optimizer of one part
+    of the model, if it has no other parameters; else "lr_NUMBER", counted from 0.
 
     >>> networks = nn.ModuleDict({"generator": nn.Linear(2, 1), "critic": nn.Linear(2, 1)})
     >>> rate_names([SGD(network.parameters()) for network in networks.values()], networks)
@@ -143,7 +143,7 @@ def rate_names(optimizers: Sequence[Optimizer], model: nn.Module) -> list[str]:
 class Rates:
     """Sets the learning rates in each step. Warns once if something else sets them too, which has no effect.
 
-    In a run that has ``begun``, the parameter groups already hold the peak rates.
+    In a run that has ``begun``, the parameter groups already have the peak rates.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], begun: bool = False) -> None:
@@ -155,7 +155,7 @@ class Rates:
 
     def set(self, factors: float | Sequence[float]) -> None:
         """Set each parameter group's learning rate to its peak times one factor, or times its optimizer's own."""
-        # of arrays too, because a checkpoint must not hold NumPy's numbers
+        # for arrays too, because a checkpoint must not contain NumPy's numbers
         found: Any = factors.tolist() if hasattr(factors, "tolist") else factors
         each = found if isinstance(found, (list, tuple)) else [found] * len(self.optimizers)
         numbers = all(isinstance(factor, Real) and 0 <= float(factor) < inf for factor in each)
@@ -175,7 +175,7 @@ class Rates:
     def _warn(self) -> None:
         if not self._warned:
             log.warning(
-                "something other than rates() sets a learning rate, a scheduler perhaps: it has no effect, because "
+                "something other than rates() sets a learning rate, perhaps a scheduler: it has no effect, because "
                 "rates() sets all of them in each step; return it from schedulers() in the task, or override rates()"
             )
         self._warned = True
@@ -184,7 +184,7 @@ class Rates:
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> None:
     """Load an optimizer's state, except for the choice of its implementation, which depends on the device.
 
-    A run of a version that had all parameters in one group decays all of them, and continues to.
+    Runs of older versions have all parameters in one group and decay all of them; they continue to do so.
     """
     groups = optimizer.param_groups
     sizes, ours = ([len(group["params"]) for group in them] for them in (saved["param_groups"], groups))
@@ -195,13 +195,13 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Mod
     elif sizes != ours:
         raise Ended(
             f"the checkpoint's optimizer has groups of {sizes} parameters and this one has {ours}: the code of the "
-            "task or of the optimizer has changed; continue with what it was, or start over with --fresh"
+            "task or of the optimizer has changed; restore it, or start over with --fresh"
         )
     ways = ({way: group[way] for way in ("foreach", "fused", "capturable") if way in group} for group in groups)
     merged = [group | way for group, way in zip(saved["param_groups"], ways, strict=True)]
     optimizer.load_state_dict({**saved, "param_groups": merged})
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
-            # fused optimizers walk through memory in its order; with channels last the saved order may be another
+            # fused optimizers go through memory in its order; with channels last the saved order may differ
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -1,4 +1,4 @@
-"""How many bits the forward and backward passes compute with, and the loss scaling that float16 needs.
+"""The precision of the forward and backward passes, and the loss scaling that float16 needs.
 
 Parameters, reduced gradients and optimizers stay in float32; autocast chooses the type of each operation in the passes.
 """
@@ -25,7 +25,7 @@ def autocast(precision: Precision, device_type: str) -> AbstractContextManager[o
 
 
 def substitute(precision: Precision, device: torch.device) -> str:
-    """A line if TF32 is asked of a device that has none and computes in float32 instead; else empty."""
+    """A message if --precision is tf32 and the device has none and computes in float32 instead; else empty."""
     if precision != "tf32" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
         return ""
     name = "GPU of this kind" if device.type == "cuda" else "CPU"
@@ -50,7 +50,7 @@ class Scaler:
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divide the reduced gradients by the scale, before their norm is taken."""
+        """Divide the reduced gradients by the scale, before their norm is computed."""
         multiply([p.grad for p in parameters if p.grad is not None], self.scale.reciprocal())
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class Scaler:
 
     @torch.no_grad()
     def update(self, overflow: Tensor, good: Tensor) -> None:
-        """Choose the next step's scale. A step that neither overflowed nor was good leaves it as it is."""
+        """Choose the next step's scale. A step that neither overflowed nor was good does not change it."""
         scale, steps = self.scale.clone(), self._good.clone()
         torch._amp_update_scale_(scale, steps, overflow.float(), 2.0, 0.5, self.interval)
         judged = overflow | good
@@ -74,6 +74,6 @@ class Scaler:
         return {"scale": self.scale, "good": self._good, "overflows": self.overflows}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Load what :meth:`state_dict` gave."""
+        """Load the result of :meth:`state_dict`."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(saved[name])

@@ -1,4 +1,4 @@
-"""A task's predictions for all samples of a set, in their order, whatever the number of ranks."""
+"""A task's predictions for all samples of a set, in order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .evaluation import Evaluation
 
 
 def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
-    """What the task's `predict` returns, on the CPU of every rank, row i being that of sample i.
+    """The results of the task's `predict`, on the CPU of every rank; row i is that of sample i.
 
-    "probabilities", [samples, classes], is replaced by the `top` likeliest classes, "prediction", and their
-    probabilities, "confidence", both [samples, top]. Each rank computes its own micro-batches and nothing twice.
+    "probabilities", [samples, classes], is replaced by the `top` most likely classes, "prediction", and their
+    probabilities, "confidence", both [samples, top]. Each rank computes its own micro-batches; none is computed twice.
 
     Raises:
-        Ended: on all ranks, if a sample of any rank cannot be read or `predict` returns something else.
+        Ended: on all ranks, if a sample of any rank cannot be read or `predict` returns another type or shape.
     """
     parts: list[dict[str, Tensor]] = []
     mine: dict[str, Tensor] | Ended

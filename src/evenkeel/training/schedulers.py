@@ -1,8 +1,8 @@
 """torch's learning rate schedulers, as a part of the committed state.
 
-Whether a step counts is decided on the device, and the host learns of it while the next step is computed
-(`State.commit`). So the device counts the steps that were taken, and the host those that its schedulers know of. A copy
-of the state holds both numbers, and who loads it steps the schedulers as often as they differ: by one at most.
+The device decides whether a step counts, and the host learns of it while the next step is computed
+(`State.commit`). So the device counts the steps taken, and the host the steps that its schedulers know of. A copy of
+the state has both numbers; loading it steps the schedulers as often as they differ, which is at most once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..config import Config
 from .nonfinite import Verdict
 
 Scheduler: TypeAlias = LRScheduler | tuple[LRScheduler, Literal["step", "evaluation"]]
-"""What a task returns: a scheduler, and after what it is stepped."""
+"""A task returns these: a scheduler, perhaps with the event after which it is stepped."""
 
 CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
-"""What a scheduler holds that is no state: the task makes it again."""
+"""Attributes of a scheduler that are not state: the task creates them again."""
 
 
 class Made(NamedTuple):
@@ -37,17 +37,17 @@ class Made(NamedTuple):
     name: str
     """For messages: "schedulers()[0], a OneCycleLR"."""
     scheduler: Any
-    """An LRScheduler; their `step` differ in what they take."""
+    """An LRScheduler; the arguments of `step` differ."""
     by_evaluation: bool
     """Stepped after each evaluation, instead of each optimizer step."""
 
 
 class Schedulers:
-    """Steps a task's schedulers, and keeps their state.
+    """Steps a task's schedulers, and has their state.
 
     Args:
         made: as :func:`checked_schedulers` returns them.
-        best: the metric that decides, with "max" or "min", for those that take one.
+        best: the metric that decides, with "max" or "min", for schedulers that need one.
         last_step: of the run; the rates of schedulers depend on it.
         every: steps between two evaluations.
     """
@@ -55,13 +55,13 @@ class Schedulers:
     def __init__(self, made: Sequence[Made], best: tuple[str, str] | None, last_step: int, every: int) -> None:
         self.made, self.best, self.every = made, best, every
         self.taken = torch.zeros((), dtype=torch.int64)
-        """Steps that were not left out, as the device counts them; `State` moves it there."""
+        """Steps that were not skipped, counted on the device; `State` moves it there."""
         self.known = 0
-        """Those of them that the schedulers know of."""
+        """The number of these steps that the schedulers know of."""
         self.evaluated = 0
-        """The step of the last evaluation that they know of."""
+        """The step of the last evaluation that the schedulers know of."""
         self._evaluates = any(each.by_evaluation for each in made)
-        # what the rates depend on besides the schedulers' state; another one would be another run
+        # the rates also depend on these; if one differed, it would be another run
         self._fixed = {
             "kinds": [type(each.scheduler).__name__ for each in made],
             "last_step": 0 if all(each.by_evaluation for each in made) else last_step,
@@ -71,16 +71,16 @@ class Schedulers:
         self._clean()
 
     def commit(self, bad: Tensor) -> None:
-        """Count a step, unless it is left out: a boolean scalar on the device of :attr:`taken`."""
+        """Count a step, unless ``bad``, a boolean scalar on the device of :attr:`taken`, is true."""
         self.taken += ~bad
         self._left_out = self._left_out or Verdict(self.taken.device)
         self._left_out.ask(bad)
         self.pending = True
 
     broken = False
-    """Whether one has failed in the midst of its step, so that their state is that of half a step."""
+    """Whether one has failed in the middle of a step, so that their state is that of half a step."""
     pending = False
-    """Whether there is a step of which the schedulers do not know yet."""
+    """Whether there is a step that the schedulers do not know of yet."""
 
     def settle(self) -> None:
         """Step the schedulers if the last step was taken. The host waits for the device."""
@@ -96,11 +96,11 @@ class Schedulers:
                 self._take(each)
 
     def owes(self, step: int) -> bool:
-        """Whether they must hear of an evaluation after this step, and have not."""
+        """Whether they must be stepped by an evaluation after this step, and have not been."""
         return self._evaluates and 0 < step != self.evaluated and step % self.every == 0
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in an evaluation. One after the last step, between two regular ones, does not count."""
+        """Step the schedulers after an evaluation. An extra evaluation after the last step does not count."""
         if not self.owes(step):
             return
         self.check(metrics)
@@ -111,26 +111,26 @@ class Schedulers:
                 self._take(each, *([metrics[self.best[0]]] if plateau and self.best else []))
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """End the run if an evaluation lacks the metric that a scheduler takes."""
+        """End the run if an evaluation lacks the metric that a scheduler needs."""
         name = self.best[0] if self.best else ""
         for each in self.made:
             if isinstance(each.scheduler, ReduceLROnPlateau) and name not in metrics:
                 raise Ended(
-                    f"{each.name}, takes the metric {name!r}, and the evaluation has only "
+                    f"{each.name}, needs the metric {name!r}, and the evaluation has only "
                     f"{', '.join(metrics) or 'none at all'}; set the task's `best`"
                 )
 
     def _take(self, each: Made, *metric: float) -> None:
         try:
             each.scheduler.step(*metric)
-            plain(each.scheduler.state_dict(), each.name)  # or the run could not be saved any more
+            plain(each.scheduler.state_dict(), each.name)  # otherwise the run could no longer be saved
         except Exception as error:
             self.broken = True
-            raise Ended(f"{each.name}, cannot take its step: {type(error).__name__}: {error}") from error
+            raise Ended(f"{each.name}, fails in step(): {type(error).__name__}: {error}") from error
         self._clean()
 
     def _clean(self) -> None:
-        """Make NumPy's numbers plain ones, which a checkpoint can hold: a LambdaLR multiplies by what it is given."""
+        """Turn NumPy's numbers into plain ones, which a checkpoint can store: a LambdaLR's function may return them."""
         for each in self.made:
             for group in each.scheduler.optimizer.param_groups:
                 group |= {name: plain(group[name], each.name) for name in ("lr", "momentum", "betas") if name in group}
@@ -143,20 +143,20 @@ class Schedulers:
         }  # fmt: skip
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, after the optimizers.
+        """Load the result of :meth:`state_dict`, after the optimizers.
 
         Raises:
-            Ended: it is of other schedulers, or the run has another length or evaluates at other steps.
+            Ended: it has other schedulers, or the run has another length or evaluates at other steps.
         """
         told = {"kinds": "schedulers", "last_step": "length (--epochs, --max-steps)", "every": "--eval-every"}
         for fact, now in self._fixed.items():
             if (then := saved[fact]) != now:
                 raise Ended(
                     f"the run's {told[fact]} was {_said(then)} and is {_said(now)} now: the schedulers would set other "
-                    "learning rates; continue with what it was, or start over with --fresh"
+                    "learning rates; restore it, or start over with --fresh"
                 )
         for each, state in zip(self.made, saved["states"], strict=True):
-            each.scheduler.load_state_dict(plain(state, each.name))  # a copy, for some of torch's change it
+            each.scheduler.load_state_dict(plain(state, each.name))  # a copy, because some of torch's change it
             _count_milestones(each.scheduler)
         self.taken.fill_(int(saved["taken"]))
         self.known, self.evaluated = saved["known"], saved["evaluated"]
@@ -169,8 +169,8 @@ def load_schedulers(schedulers: Schedulers | None, saved: Mapping[str, Any] | No
     if (schedulers is None) != (saved is None):
         has, lacks = ("checkpoint", "task") if saved else ("task", "checkpoint")
         raise Ended(
-            f"the {has} has schedulers and the {lacks} has none: learning rates would go on from nowhere; bring back "
-            "the task's schedulers() as it was, or start over with --fresh"
+            f"the {has} has schedulers and the {lacks} has none: the learning rates cannot continue; restore "
+            "the task's schedulers(), or start over with --fresh"
         )
     if schedulers and saved:
         schedulers.load_state_dict(saved)
@@ -184,7 +184,7 @@ def checked_schedulers(
     best: tuple[str, str] | None,
     own_rates: bool,
 ) -> list[Made]:
-    """What a task's `schedulers()` returned, as a list.
+    """The result of a task's `schedulers()`, as a list.
 
     Args:
         returned: a scheduler, or a list of them and of pairs (scheduler, "step" or "evaluation").
@@ -195,7 +195,7 @@ def checked_schedulers(
         own_rates: the task defines `rates()` too.
 
     Raises:
-        Refusal: they cannot be stepped, or not be saved, or something else sets the learning rates too.
+        Refusal: they cannot be stepped or saved, or something else sets the learning rates too.
     """
     listing = returned if isinstance(returned, (list, tuple)) else [returned]
     made = []
@@ -207,19 +207,19 @@ def checked_schedulers(
             raise Refusal(f"{name}: it must be a torch.optim.lr_scheduler.LRScheduler")
         if when not in (None, "step", "evaluation") or (plateau and when == "step"):
             can = '"evaluation"' if plateau else '"step" (the default) or "evaluation"'
-            raise Refusal(f"{name}, is to be stepped by {when!r}: it can be {can}")
+            raise Refusal(f"{name}, is paired with {when!r}: it can be {can}")
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
-            raise Refusal(f"{name}, has an optimizer of its own: make it from the `optimizers` that the method gets")
+            raise Refusal(f"{name}, has its own optimizer: build it from the `optimizers` that the method gets")
         if plateau and best is None:
             raise Refusal(
-                f"{name}, takes a metric, and the task has no test data, or no `best` that names it: give both"
+                f"{name}, needs a metric, and the task has no test data, or no `best` that names it: add both"
             )
         if plateau and best and mode != best[1]:
             why = f"`best` is {best[0]!r}, whose {best[1]} counts"
-            raise Refusal(f"{name}, has mode={mode!r}, and {why}: make them the same, for it is given that metric")
+            raise Refusal(f"{name}, has mode={mode!r}, and {why}: make them the same, because it gets that metric")
         if isinstance(scheduler, OneCycleLR) and when != "evaluation" and scheduler.total_steps < last_step:
             raise Refusal(
-                f"{name}, has total_steps={scheduler.total_steps}, and the run has {last_step} steps: give it "
+                f"{name}, has total_steps={scheduler.total_steps}, and the run has {last_step} steps: use "
                 "config.max_steps, which is that number in schedulers()"
             )
         plain(scheduler.state_dict(), name)
@@ -233,10 +233,10 @@ def checked_schedulers(
 
 
 def plain(value: Any, name: str, where: str = "", drop: tuple[type, ...] = CODE) -> Any:
-    """A copy of a state without what is to be dropped, in types that load with ``weights_only=True``.
+    """A copy of a state without values of the types in ``drop``, in types that load with ``weights_only=True``.
 
     Raises:
-        Refusal: ``where`` it holds something else, and so could not be saved. ``name`` says whose it is.
+        Refusal: the value at ``where`` has another type, so it could not be saved. ``name`` is the owner.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -248,13 +248,13 @@ def plain(value: Any, name: str, where: str = "", drop: tuple[type, ...] = CODE)
     if type(value) in (list, tuple):
         return type(value)(plain(each, name, where, drop) for each in value)
     raise Refusal(
-        f"{name}, keeps {kind_of(value)} as {where!r}, which cannot be loaded from a checkpoint: keep numbers, texts, "
+        f"{name}, has {kind_of(value)} as {where!r}, which cannot be loaded from a checkpoint: use numbers, strings, "
         "tensors, lists and dicts, or leave it out of its state_dict()"
     )
 
 
 def _count_milestones(scheduler: Any) -> None:
-    """Make the milestones a Counter again, which is saved as a plain dict."""
+    """Turn the milestones, saved as a plain dict, into a Counter again."""
     if isinstance(scheduler, MultiStepLR):
         scheduler.milestones = Counter(scheduler.milestones)
     for part in getattr(scheduler, "_schedulers", ()):

@@ -1,9 +1,9 @@
-"""A sequence lock, as in the Linux kernel: tells whether a copy of the state, taken beside the training, is whole.
+"""A sequence lock, as in the Linux kernel: tells whether a copy of the state, taken during training, is consistent.
 
-A GPU is often a step or more behind the host, and never gets past a collective whose peer is dead. Its compute stream
-cannot be asked then. But that stream writes two numbers to the device: ``begun`` before each commit and ``done`` after
-it. A reader that copies ``done``, then the state, then ``begun``, and finds them equal, has the whole state of that
-step: its commit was over before the copy, and the next one had not begun after it.
+A GPU is often a step or more behind the host, and never finishes a collective whose peer is dead. The host cannot wait
+for its compute stream then. But that stream writes two numbers to the device: ``begun`` before each commit and ``done``
+after it. If a reader copies ``done``, then the state, then ``begun``, and the numbers are equal, it has the complete
+state of that step: its commit was over before the copy, and the next one had not begun after it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from ..common.deadlines import FOREVER, left
 
 STUCK = 3.0
-"""Seconds that a rescue waits for the end of the last commit before it takes a GPU to hang."""
+"""Seconds that a rescue waits for the end of the last commit before it assumes that the GPU hangs."""
 
 
 class Torn(Exception):  # noqa: N818
-    """There is no whole state to save."""
+    """There is no consistent state to save."""
 
 
 class Seqlock:
     """Guards a state on one or more devices. On a CPU, which has finished when a call returns, it is a plain lock.
 
-    Each device has its own two numbers; the state is whole if all of them are equal.
+    Each device has its own two numbers; the state is consistent if all of them are equal.
     """
 
     def __init__(self, *devices: torch.device) -> None:
         self.begun, self.done = ([torch.zeros((), dtype=torch.int64, device=d) for d in devices] for _ in range(2))
         self.asked = 0
-        """The last step that the host has asked the devices for."""
+        """The last step that the host has queued on the devices."""
         self._host = threading.Lock()
         self._ends = {d: torch.cuda.Event() for d in devices if d.type == "cuda"}  # type: ignore[no-untyped-call]
 
@@ -45,7 +45,7 @@ class Seqlock:
 
         Args:
             step: the number of the step.
-            undone: a boolean scalar on a device; where it is true nothing changes, and the step stays the one before.
+            undone: a boolean scalar on a device; if it is true nothing changes, and the step number stays the previous.
         """
         with self._host:
             self.asked = step
@@ -61,12 +61,12 @@ class Seqlock:
 
     @contextmanager
     def hold(self, until: float, final: bool = False) -> Iterator[None]:
-        """Keep the host from beginning a commit; with ``final`` for ever, because the process is ending.
+        """Keep the host from beginning a commit; with ``final`` forever, because the process is ending.
 
         Raises:
-            Torn: a commit was still in progress at the moment ``until``. With a GPU that is no reason to give up: the
-                host may be waiting for room in the queue of a stuck stream, and the device's numbers tell what is
-                whole.
+            Torn: a commit was still in progress at the moment ``until``. With a GPU this does not raise: the
+                host may be waiting for room in the queue of a stuck stream, and the device's numbers tell whether a
+                copy is consistent.
         """
         held = self._host.acquire(timeout=left(until))
         if not held and not self._ends:
@@ -78,12 +78,12 @@ class Seqlock:
                 self._host.release()
 
     def lags(self, step: int, asked: int) -> bool:
-        """Whether a GPU is at another step than the host asked it for."""
+        """Whether a GPU is at another step than the one the host has queued."""
         return bool(self._ends) and step != asked
 
     def wait(self, until: float) -> None:
-        """Wait until the devices have finished the last commit, unless they hang: at most :data:`STUCK` seconds, or as
-        long as it takes if ``until`` is never."""
+        """Wait until the devices have finished the last commit, unless they hang: at most :data:`STUCK` seconds, or
+        without a limit if ``until`` is FOREVER."""
         until = until if until == FOREVER else min(until, time.monotonic() + STUCK)
         while not all(end.query() for end in self._ends.values()) and left(until):  # type: ignore[no-untyped-call]
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Shares of a step for ranks of different speed (--shares): the faster a rank, the more micro-batches it computes.
+"""Shares of a step for ranks of different speed (--shares): a faster rank computes more micro-batches.
 
 All ranks wait for the slowest in every step. Which rank computes a micro-batch changes neither samples nor random
 numbers, and with --reduce tree no bit of the result; so shares may change between any two steps.
@@ -24,22 +24,22 @@ log = logging.getLogger(__name__)
 EVERY = 32
 """Steps between two decisions."""
 GAIN = 1.1
-"""Shares change if the step would be this many times as long without, ..."""
+"""Shares change if the step takes at least this many times as long with the old ones, ..."""
 TIMES = 3
-"""... by the measurements before so many decisions in a row: one alone may be chance."""
+"""... in this many decisions in a row: a single measurement may be chance."""
 LEAST, BETTER = 2, 4
-"""Micro-batches for each rank below which there is a warning, and as many as that recommends."""
+"""Below this many micro-batches per rank there is a warning; the number that it recommends."""
 
 
 class Shares:
     """How many micro-batches each rank computes of a full step.
 
-    With `auto` rank 0 decides, by the times of all ranks (`arrivals`), and tells the others.
+    With `auto` rank 0 decides, by the times of all ranks (`arrivals`), and broadcasts its decision.
 
     Args:
         config: its --shares.
         plan: a step has `plan.max_world_size` micro-batches.
-        world: who takes part.
+        world: the ranks.
     """
 
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
@@ -56,15 +56,15 @@ class Shares:
         if self._world.rank or config.shares == "equal" or ranks == 1:
             return
         if numbers and len(numbers) != ranks:
-            log.warning("%s: is for %d processes, and there are %d; all get equal shares", typed, len(numbers), ranks)
+            log.warning("%s: is for %d processes, but there are %d; all get equal shares", typed, len(numbers), ranks)
         elif self._count < (sum(numbers) or LEAST * ranks):
             log.warning(
-                "%s: a step has %d micro-batches for %d processes, too few to divide well; a new run with "
-                "--micro-batches %d can do so", typed, self._count, ranks, sum(numbers) or BETTER * ranks,
+                "%s: a step has %d micro-batches for %d processes, too few to divide well; start a new run with "
+                "--micro-batches %d", typed, self._count, ranks, sum(numbers) or BETTER * ranks,
             )  # fmt: skip
 
     def _nothing(self) -> list[list[float]]:
-        """Of each rank: seconds, micro-batches, steps."""
+        """For each rank: seconds, micro-batches, steps."""
         return [[0.0, 0.0, 0.0] for _ in range(self._world.world_size)]
 
     def take(self, rows: Sequence[Sequence[float]]) -> None:
@@ -75,7 +75,7 @@ class Shares:
             sums[2] += row[STEPS]
 
     def decide(self, step: int) -> bool:
-        """Whether the shares change after this step; the same on all ranks, which all call it after each step."""
+        """Whether the shares change after this step. All ranks call this after each step and get the same answer."""
         if not self._auto or step % EVERY:
             return False
         decided = torch.tensor(self.wanted() if self._world.rank == 0 else self.sizes)
@@ -84,7 +84,7 @@ class Shares:
         return self.sizes != before
 
     def wanted(self) -> tuple[int, ...]:
-        """The shares from now on, on rank 0, by what was measured since it was asked last."""
+        """The shares from now on, on rank 0, by the measurements since the last call."""
         measured = [(seconds / count, steps) for seconds, count, steps in self._sums if count]
         if len(measured) < len(self._sums) or min(steps for _, steps in measured) < EVERY / 4:
             return self.sizes
@@ -99,7 +99,7 @@ class Shares:
 
 
 def first_shares(config: Config, plan: Plan, world_size: int) -> tuple[int, ...]:
-    """The shares with which a job begins: those that are typed, if they are for so many ranks, or equal ones."""
+    """The initial shares of a job: the typed ones, if they are for this number of ranks, else equal ones."""
     count, numbers = plan.max_world_size, shares_of(config)
     if numbers and len(numbers) == world_size <= count:
         return apportioned(count, [1 / number for number in numbers])
@@ -107,7 +107,7 @@ def first_shares(config: Config, plan: Plan, world_size: int) -> tuple[int, ...]
 
 
 def refuse_unequal(task: Task, config: Config) -> None:
-    """Refuse --shares where ranks must have equally many micro-batches."""
+    """Refuse --shares if ranks must have equally many micro-batches."""
     if task.collectives and config.shares != "equal":
         raise Refusal(
             f"--shares {config.shares}: loss() of {type(task).__name__} may call collectives, for which "
@@ -116,5 +116,5 @@ def refuse_unequal(task: Task, config: Config) -> None:
 
 
 def _longest(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds that the ranks' slowest needs for its share."""
+    """Seconds that the slowest rank needs for its share."""
     return max(number * each for number, each in zip(sizes, seconds, strict=True))

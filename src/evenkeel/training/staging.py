@@ -1,7 +1,7 @@
 """Host memory for copies of the state, allocated once and reused.
 
 Fresh memory costs more than the copy into it, because the kernel has to find and clear every page. So a checkpoint is
-copied into the memory of the one before, and written from there while the training goes on.
+copied into the memory of the previous one, and written from there while the training goes on.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Staging:
     """Memory for one copy. Take it, copy, read the copy, give it back; a second thread may do the last two.
 
     Args:
-        devices: where the tensors are. Those on a GPU are copied on a stream of their own, beside a compute stream that
+        devices: where the tensors are. Those on a GPU are copied on a separate stream, because the compute stream
             may be stuck in a collective.
-        still: nothing changes the state any more, so host tensors need no copy. Otherwise the last save of a run would
-            be the peak of its memory.
+        still: the state no longer changes, so host tensors are not copied. Otherwise the last save of a run would
+            be its peak of memory.
     """
 
     def __init__(self, *devices: torch.device, still: bool = False) -> None:
@@ -55,8 +55,8 @@ class Staging:
     def pin(self, tree: Any) -> None:
         """Allocate page-locked memory for the tensors on a GPU, which are then copied at full speed.
 
-        Never while a GPU may hang: this may wait for all its queued work. torch's own pinned memory comes in powers of
-        two and would be up to twice as large.
+        Do not call this while a GPU may hang: it may wait for all queued work. torch's own pinned memory has sizes of
+        powers of two and would be up to twice as large.
         """
         self.pinned = True
         sources: dict[Path, Tensor] = {}
@@ -78,14 +78,14 @@ class Staging:
             ends: how many tensors are copied before all others, and how many after them.
 
         Returns:
-            The copy, and the function that fills in its tensors. Any thread may call that. It hands all tensors to
-            torch in three calls, so it hardly competes with the training for the interpreter.
+            The copy, and the function that fills in its tensors. Any thread may call it. It passes all tensors to
+            torch in three calls, so it rarely competes with the training for the interpreter.
         """
         buffers: dict[Path, Tensor] = {}
         sources: list[Tensor] = []
 
         def buffer_for(source: Tensor, path: Path) -> Tensor:
-            # torch.save writes all the memory that a view looks into, so a view is copied even if nothing changes
+            # torch.save writes the whole storage of a view, so a view is copied even if nothing changes
             whole = source.device.type == "cpu" and source.untyped_storage().nbytes() == source.nbytes
             if self._still and whole:
                 return source.detach()
@@ -116,9 +116,9 @@ class Staging:
 
 
 def in_one_piece(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Host memory for copies of tensors, as bytes, and its parts in their types, shapes and strides.
+    """Host memory for copies of tensors, as bytes, and its parts in their dtypes, shapes and strides.
 
-    Each part has a storage of its own, because `torch.save` writes whole storages.
+    Each part has its own storage, because `torch.save` writes whole storages.
     """
     ends = list(accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors))
     memory, parts = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8), []
@@ -133,8 +133,8 @@ def in_one_piece(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:
-    """Nested dicts, lists and tuples with each tensor replaced by ``change(tensor, path)``; torch's pytree takes seven
-    times as long."""
+    """Nested dicts, lists and tuples with each tensor replaced by ``change(tensor, path)``. torch's pytree would take
+    seven times as long."""
     if isinstance(tree, Tensor):
         return change(tree, path)
     if isinstance(tree, dict):

@@ -1,9 +1,9 @@
-"""The committed state: all that a run is between two optimizer steps.
+"""The committed state: the complete state of a run between two optimizer steps.
 
-Model, optimizers and one integer, the step; where the options or the task ask for them, float16's loss scale, the
-average of the weights, the memory of early stopping, the task's schedulers and what it remembers itself. Everything
+Model, optimizers and one integer, the step; if the options or the task need them, float16's loss scale, the
+average of the weights, the memory of early stopping, the task's schedulers and its own state. Everything
 else (sample order, random numbers, the learning rate of a task without schedulers) is a pure function of the options
-and the step. There is no world size and no rank in it, so a state written by eight ranks is the state of a run on one.
+and the step. It has no world size and no rank, so one rank can continue a state that eight ranks have written.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from .task_state import TaskState, load_task_state
 class State:
     """The live objects that a step changes, the same on every rank after each step.
 
-    A step works on gradients and, where the model has them, on buffers (BatchNorm's statistics); parameters and
-    optimizers change in :meth:`commit` alone. So between two commits, even in the middle of a step and from another
-    thread, :meth:`capture` gives the state of the last finished step.
+    A step changes gradients and, if the model has them, buffers (BatchNorm's statistics); parameters and
+    optimizers change only in :meth:`commit`. So between two commits, even in the middle of a step and from another
+    thread, :meth:`capture` returns the state of the last finished step.
 
     Args:
-        model: the bare model, not its DDP wrapper, so that saved names carry no `module.` prefix. On its device.
-        optimizers: all that step together.
-        skip_nonfinite: leave a step out whose gradient is not finite, and go on, instead of raising an error.
-        origin: where the first weights are from, in a line, if they are from a file.
+        model: the bare model, not its DDP wrapper, so that saved names have no `module.` prefix. On its device.
+        optimizers: all of them; they step together.
+        skip_nonfinite: skip a step whose gradient is not finite, instead of raising an error.
+        origin: the source of the initial weights, in a line, if they are from a file.
         scaler: the loss scaling of float16.
         ema: the decay of an average of the weights; 0: there is none.
         stopping: says when the run is over; None: never.
         placed: how the model is spread over several devices, in a line, if it is.
         schedulers: the task's, which set the learning rates instead of :meth:`set_rates`.
-        own: what the task remembers, and does in a commit. The host then waits for each step.
+        own: the task's own state, which changes in a commit. The host then waits for each step.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class State:
         self.step = 0
         """Optimizer steps done."""
         self.skipped = 0
-        """Steps left out since this process began."""
+        """Steps skipped since this process began."""
         self.last_skipped = 0
-        """The number of the last of them, counted from 1."""
-        saved = model.state_dict(keep_vars=True).keys()  # leaves out constants, which models do not save
+        """The number of the last skipped step, counted from 1."""
+        saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
         self.parameters = list(model.parameters())
-        """The model's, once and for all: to walk through a model takes as long as to compute a layer."""
+        """The model's parameters, listed once: listing them takes as long as computing a layer."""
         self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
         self.average = Average(model, ema, self.buffers) if ema else None
-        # the scaler's is the first, where it is decided whether a step counts
+        # the scaler's device is the first; it decides whether a step counts
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
         self._devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
         self._seqlock = Seqlock(*self._devices)
@@ -92,12 +92,12 @@ class State:
             schedulers.taken = schedulers.taken.to(self._devices[0])
 
     def clear_gradients(self) -> None:
-        """Forget the last step's gradients, also of parameters that no optimizer has: they would count in the norm."""
+        """Clear the last step's gradients, also of parameters that no optimizer has: they would count in the norm."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def set_rates(self, factors: float | Sequence[float]) -> None:
-        """Set the learning rates of the next step, unless the task has schedulers, which have done so.
+        """Set the learning rates of the next step, unless the task's schedulers have already done so.
 
         Args:
             factors: on each optimizer's peak rates: one for all, or one for each.
@@ -114,18 +114,18 @@ class State:
         return self.average.model if self.average else self.model
 
     def commit(self, norm: Tensor, buffers: Sequence[Tensor] = (), loss: Tensor | None = None) -> None:
-        """Take the step that the gradients say, if they are finite. Afterwards every rank holds the same state again.
+        """Take an optimizer step, if the gradients are finite. Afterwards every rank has the same state again.
 
-        A GPU decides by itself, and the host learns of it while the next step is computed: it waits for the step
-        before, never for the present one, so that the GPU does not run out of work.
+        A GPU decides by itself, and the host learns of it while the next step is computed: it waits for the previous
+        step, never for the current one, so that the GPU does not run out of work.
 
         Args:
             buffers: new values of the buffers, flat, for each of :attr:`Buffers.groups`.
-            norm: the gradient's norm, a scalar that is the same on every rank; not finite: nothing is changed.
-            loss: the step's, which a scaler needs: an overflow at its scale is no failure, and only lowers the scale.
+            norm: the gradient's norm, a scalar that is the same on every rank; if not finite, nothing is changed.
+            loss: the step's loss, for a scaler: an overflow at its scale is not a failure, and only lowers the scale.
 
         Raises:
-            NonFinite: this step, or on a GPU the one before, was not finite; `step` is back at the one before it.
+            NonFinite: this step, or on a GPU the previous one, was not finite; `step` is back at the one before it.
         """
         self.settle()
         norm = norm.to(self._devices[0])
@@ -136,11 +136,11 @@ class State:
             overflow = self.scaler.overflow(norm, loss)
             broken = bad & ~overflow
         on = {device: bad.to(device) for device in self._devices}
-        # a CPU has the answer, and where the host must wait for a GPU's, it does so before it takes the lock, for a
-        # rescue would wait as well
+        # a CPU knows the answer; if the host must wait for a GPU, it does so before it takes the lock, because a
+        # rescue would wait too
         on_device = bad.device.type != "cpu" and not self.own and all(map(decides_on_device, self.optimizers))
         known = bad if on_device else bool(bad)
-        activity.enter(CHECKPOINT)  # which may be copying the state just now
+        activity.enter(CHECKPOINT)  # the lock waits if a checkpoint is being copied
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
             activity.enter(COMMIT)
             for name, optimizer in zip(self._rate_names, self.optimizers, strict=True):
@@ -169,7 +169,7 @@ class State:
 
     @property
     def owes_evaluation(self) -> bool:
-        """Whether a run that comes back at this step must evaluate before it goes on."""
+        """Whether a run that resumes at this step must evaluate before it goes on."""
         return self.stopping.owed(self.step) or bool(self.schedulers and self.schedulers.owes(self.step))
 
     @property
@@ -181,7 +181,7 @@ class State:
         return due
 
     def note(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Remember an evaluation of the present state; hands it on."""
+        """Record an evaluation of the current state; returns its metrics."""
         self.stopping.note(self.step, metrics)
         if self.schedulers:
             with self._seqlock.hold(FOREVER):
@@ -213,12 +213,12 @@ class State:
         self.last_skipped = self.step
 
     def capture(self, until: float = FOREVER, staging: Staging | None = None, final: bool = False) -> dict[str, Any]:
-        """A copy of the committed state on the host, as nested dicts of tensors and plain data. Any thread may ask.
+        """A copy of the committed state on the host, as nested dicts of tensors and plain data. Any thread may call it.
 
         Args:
-            until: the moment to which to wait for a commit in progress, on the host and on its devices.
+            until: the moment until which to wait for a commit in progress, on the host and on its devices.
             staging: memory for the tensors, taken by the caller; None: new memory.
-            final: the process is ending. No step is committed any more: it would not be in what is saved, and lost.
+            final: the process is ending. No further step is committed: it would not be saved, and so be lost.
 
         Raises:
             Torn: the state is that of half a step, because a commit hangs or has failed.
@@ -228,15 +228,15 @@ class State:
     def hold(
         self, until: float = FOREVER, staging: Staging | None = None, final: bool = False
     ) -> Callable[[], dict[str, Any]]:
-        """Keep the state as it is until the function returned has captured it. Any thread may call that, once.
+        """Block commits until the returned function has captured the state. Any thread may call that function, once.
 
-        So a copy is made beside the forward and backward passes of the next step, and only its commit waits. The
-        arguments are those of :meth:`capture`, which is this and the call; the function raises Torn as well.
+        So the state is copied during the forward and backward passes of the next step, and only its commit waits. The
+        arguments are those of :meth:`capture`, which is this and the call; the function raises Torn too.
         """
         with ExitStack() as stack:
             stack.enter_context(self._seqlock.hold(until, final))
             if self.schedulers and self.schedulers.broken:
-                raise Torn("a scheduler has failed in the midst of its step")
+                raise Torn("a scheduler has failed in the middle of its step")
             asked, live = self._seqlock.asked, self._live()
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             held = stack.pop_all()
@@ -248,7 +248,7 @@ class State:
             done, begun = ([number.item() for number in captured.pop(name)] for name in ("done", "begun"))
             step = min(done)
             if len({*done, *begun}) != 1:
-                raise Torn(f"the optimizer step to {max(begun)} has not come to its end")
+                raise Torn(f"the optimizer step to {max(begun)} has not finished")
             on_host = "task" in live or any(tensor.device.type == "cpu" for tensor in named_tensors(live).values())
             if self._seqlock.lags(step, asked) and on_host:
                 raise Torn(f"the device is at step {step}, but the task or an optimizer without fused=True is ahead")
@@ -257,7 +257,7 @@ class State:
         return capture
 
     def pin(self, staging: Staging) -> None:
-        """Prepare memory for fast copies from a GPU. After the first commit, when the optimizers have their state."""
+        """Prepare memory for fast copies from a GPU. Call it after the first commit: then the optimizers have state."""
         staging.pin(self._live())
 
     def _live(self) -> dict[str, Any]:
@@ -288,8 +288,8 @@ class State:
         """The live tensors of the committed state by name, to be read between two commits.
 
         Returns:
-            "model.PARAMETER" and "model.BUFFER", and "optimizers.NUMBER.PARAMETER.NAME" of what an optimizer keeps;
-            "ema.PARAMETER" and "scaler.NAME", where there are any.
+            "model.PARAMETER" and "model.BUFFER", "optimizers.NUMBER.PARAMETER.NAME" for the state of optimizers, and
+            "ema.PARAMETER" and "scaler.NAME", if there are any.
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         kept = {
@@ -299,7 +299,7 @@ class State:
         return named_tensors({"model": self._live()["model"], "optimizers": kept, **self._options()})
 
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Become what :meth:`capture` gave, whatever device that was on."""
+        """Load the result of :meth:`capture`, whatever device it was on."""
         with self._seqlock.change(captured["step"]):
             self.model.load_state_dict(captured["model"])
             for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
@@ -329,7 +329,7 @@ def cpu_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sha256(weights: Mapping[str, Tensor]) -> str:
-    """A fingerprint of a state dict: names, types, shapes and every bit of every tensor."""
+    """A fingerprint of a state dict: names, dtypes, shapes and every bit of every tensor."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()

@@ -1,7 +1,7 @@
 """Metric objects of torchmetrics in an evaluation: those whose state is a sum over samples.
 
-Their own exchange among ranks is not used. What they add up for a micro-batch leaves them as one of the task's metrics,
-and is added up with those of all others: each sample once, and in one order.
+Their own exchange between ranks is not used. Their sums for a micro-batch are returned as metrics of the task, and
+added to those of all other micro-batches: each sample once, and in one order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..common.naming import kind_of
 class SumMetrics:
     """torchmetrics' objects by name, for `metrics` and `summarize` of a task; a MetricCollection as ``**collection``.
 
-    Nothing stays in them from one micro-batch to the next.
+    They are reset for each micro-batch.
 
     >>> own = SumMetrics(error=MeanSquaredError())
     >>> means = {name: rows.mean(0) for name, rows in own.of(torch.ones(4), torch.zeros(4)).items()}
@@ -25,7 +25,7 @@ class SumMetrics:
     {'error': tensor(1.)}
 
     Raises:
-        Refusal: a metric has a state that is no sum, or is made of other metrics.
+        Refusal: a metric has a state that is not a sum, or is made of other metrics.
     """
 
     def __init__(self, **metrics: Any) -> None:
@@ -34,7 +34,7 @@ class SumMetrics:
             _check(name, metric)
 
     def of(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
-        """What each metric adds up for n samples, by NAME.STATE: n equal rows, [n, ...], that have this sum.
+        """The sums of each metric for n samples, by NAME.STATE: n equal rows, [n, ...], that add up to the sum.
 
         The arguments are those of `update`; the first has the length n.
         """
@@ -46,14 +46,14 @@ class SumMetrics:
             for state, start in metric._defaults.items():
                 added = getattr(metric, state) - start
                 if added.is_floating_point() and not start.is_floating_point():
-                    raise EndedHere(f"{name}: adds fractions to its state '{state}', an integer: let that begin as 0.0")
+                    raise EndedHere(f"{name}: adds fractions to its integer state '{state}': initialise that to 0.0")
                 rows[f"{name}.{state}"] = added.double().div(len(first)).expand(len(first), *added.shape)
         return rows
 
     def computed(self, means: dict[str, Tensor], samples: int) -> dict[str, Tensor]:
-        """The means over all samples, with what each metric computes in place of its states.
+        """The means over all samples, with the result of each metric instead of its states.
 
-        ``samples``: how many there are; `summarize` is told if it has a parameter of this name.
+        ``samples``: their number; `summarize` gets it if it has a parameter of this name.
         """
         means = dict(means)
         for name, metric in self.metrics.items():
@@ -68,7 +68,7 @@ class SumMetrics:
 
 
 def _check(name: str, metric: Any) -> None:
-    """Refuse what is no metric with states of its own, or has one that is not joined by adding."""
+    """Refuse an object that is not a single metric with states, or has a state that is not combined by a sum."""
     if not getattr(metric, "_defaults", None) or sum(hasattr(part, "_defaults") for part in metric.modules()) > 1:
         raise Refusal(
             f"{name}: SumMetrics takes single metrics of torchmetrics, not {kind_of(metric)}; name each of them"
@@ -77,6 +77,6 @@ def _check(name: str, metric: Any) -> None:
         how = getattr(metric._reductions[state], "__name__", "none").removeprefix("dim_zero_")
         if how != "sum" or not isinstance(start, Tensor):
             raise Refusal(
-                f"{name}: the state '{state}' of {kind_of(metric)} is joined by {how}, not by sum; choose options with "
-                "which it only counts or adds (thresholds=200, for example), or return rows for it from metrics()"
+                f"{name}: the state '{state}' of {kind_of(metric)} is combined by {how}, not by sum; choose options "
+                "that make it count or add only (for example thresholds=200), or return rows for it from metrics()"
             )

@@ -16,14 +16,14 @@ from .task_data import TaskData
 from .task_training import TaskTraining
 
 Losses: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Tensor | float]]
-"""What a task's loss returns: the loss, or the loss and its parts by name."""
+"""The result of a task's loss: the loss, or the loss and its parts by name."""
 
 
 class Task(TaskData, TaskTraining):
-    """What is trained on what. Its methods run on every rank and need not know about ranks.
+    """Data, model, loss and metrics. The methods run on every rank and need not know about ranks.
 
     Make a subclass a dataclass, and its fields become command-line options, with their docstrings as help.
-    A *batch* is what `collate` makes of a micro-batch, on the device of the model.
+    A *batch* is the result of `collate` for a micro-batch, on the device of the model.
 
     >>> class Line(Task):
     ...     def train_dataset(self): return TensorDataset(torch.rand(64, 1))
@@ -35,21 +35,21 @@ class Task(TaskData, TaskTraining):
     """
 
     best: ClassVar[tuple[str, Literal["max", "min"]] | None] = ("accuracy", "max")
-    """The metric that decides which checkpoint is the best; None: keep no best checkpoint."""
+    """The metric that decides which checkpoint is the best; None: store no best checkpoint."""
 
     unused_parameters: ClassVar[bool] = False
-    """Whether some parameters get no gradient in some steps; DDP then looks for them, which takes time."""
+    """Whether some parameters get no gradient in some steps; DDP then searches for them, which takes time."""
 
     collectives: ClassVar[bool] = False
     """Whether loss and metrics may call collectives of torch.distributed. Their result then depends on the number of
-    ranks, and a job in which a rank has a micro-batch more than another breaks."""
+    ranks, and the job fails if a rank has a micro-batch more than another."""
 
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Options of the task, as config.toml names them, that may change when a run is continued because they do not
     change the result. `data_dir` always may."""
 
     earlier: ClassVar[Mapping[str, Any]] = {}
-    """Values that newer options have in runs begun before they existed, where that is not None."""
+    """Values of newer options in runs that began before the options existed, if not None."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -58,27 +58,27 @@ class Task(TaskData, TaskTraining):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """The network, on the CPU, with random weights (the generators are seeded). Several networks: an
-        `nn.ModuleDict` of them."""
+        """The network, on the CPU, with random weights (the generators are seeded). For several networks return an
+        `nn.ModuleDict`."""
 
     def loss(self, model: nn.Module, batch: Any) -> Losses:
-        """Mean loss over a batch, a scalar with a gradient. Several losses: their sum. With parts of it to be logged,
-        or what else is a mean over samples: (loss, {"kl": ...}). One with a parameter `step=0` is given the step's
-        number. Default: that of `embed` and `batch_loss`, which a task may define in its place."""
+        """Mean loss over a batch, a scalar with a gradient; of several losses the sum. To log parts of it, or other
+        means over samples, return (loss, {"kl": ...}). With a parameter `step=0` it gets the step's number. Default:
+        computed by `embed` and `batch_loss`, which a task may define instead."""
         return self.batch_loss(self.embed(model, batch))
 
     def embed(self, model: nn.Module, batch: Any) -> Tensor | Mapping[str, Tensor]:
-        """For a loss that is no mean over micro-batches, as contrastive ones: what it needs of each sample, a tensor of
-        shape [samples, ...] or a dict of such. Is called twice for each batch."""
+        """The embeddings of a batch, for a loss that is not a mean over micro-batches, such as a contrastive loss: a
+        tensor of shape [samples, ...] or a dict of such tensors. Called twice for each batch."""
         raise NotImplementedError
 
     def batch_loss(self, embeddings: Any) -> Losses:
-        """The loss of a step, in float32, from the embeddings of all its samples, in their order. Returns what `loss`
-        does, may have a parameter `step=0` too, and may draw random numbers."""
+        """The loss of a step, in float32, from the embeddings of all its samples, in order. Returns the same as `loss`,
+        may have a parameter `step=0` too, and may draw random numbers."""
         raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Values for each sample, each tensor of shape [samples, ...], or a scalar, their mean; default: the loss.
+        """Values for each sample, as tensors of shape [samples, ...], or scalars, their mean; default: the loss.
 
         `summarize` gets their means over all samples. Runs without gradients, with the model in evaluation mode; also
         once on test data before the first step.
@@ -87,28 +87,28 @@ class Task(TaskData, TaskTraining):
         return {"loss": loss, **parts}
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """The numbers to report, from the means over all test samples (float64). One with a parameter `samples=0` is
-        given their number."""
+        """The numbers to report, from the means over all test samples (float64). With a parameter `samples=0` it gets
+        the number of samples."""
         return {name: one_number(name, mean) for name, mean in means.items()}
 
     def tokens(self, batch: Any) -> int:
-        """Tokens in a batch, for tokens/s; 0: they are not counted. One batch is asked for and taken for the mean."""
+        """Tokens in a batch, for tokens/s; 0: tokens are not counted. Called for one batch, which counts as typical."""
         return 0
 
     def show(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """What to log of the first batch of each evaluation, as `Run.log` takes it: {"samples": picture}. On rank 0
+        """Values to log for the first batch of each evaluation, as for `Run.log`: {"samples": picture}. On rank 0
         only, in evaluation mode without gradients; default: nothing."""
         return {}
 
     def after_evaluation(self, metrics: Mapping[str, float], step: int) -> None:
-        """Called on all ranks after each evaluation, with the same metrics by full names; perhaps twice for a step at
-        which the run was stopped. For messages to the outside, not for changes of what is trained."""
+        """Called on all ranks after each evaluation, with the same metrics by full names; possibly twice for a step at
+        which the run was stopped. For notifications only: it must not change the training."""
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """What `evenkeel predict` writes of each sample: tensors of shape [samples] or [samples, numbers], by column.
+        """The columns that `evenkeel predict` writes, by name: tensors of shape [samples] or [samples, numbers].
 
-        "probabilities", [samples, classes], becomes the likeliest class and its probability. For image files the target
-        is what `read_image` has put in its place, and is not written.
+        "probabilities", [samples, classes], becomes the most likely class and its probability. For image files the
+        target is the placeholder of `read_image`, and is not written.
         """
         raise Refusal(
             f'the task {type(self).__name__} has no predict(model, batch): define it and return {{"probabilities": '
@@ -116,10 +116,10 @@ class Task(TaskData, TaskTraining):
         )
 
     def resolved(self, recorded: Mapping[str, Any] | None) -> Task:
-        """The task with its open options settled; by default itself.
+        """The task with values for its open options, such as "auto"; by default the task itself.
 
         Args:
-            recorded: all options of the run that is continued; None for a new run.
+            recorded: all options of the run to continue; None for a new run.
         """
         return self
 
@@ -131,7 +131,7 @@ class Task(TaskData, TaskTraining):
 
 
 def secret() -> Any:
-    """The field of an option that is not saved, compared, sent or shown anywhere.
+    """The field of an option that is never saved, compared, sent or shown.
 
     >>> @dataclass
     ... class Private(Classification):
@@ -168,7 +168,7 @@ class Classification(Task):
 
 
 def constants(module: nn.Module) -> dict[str, Tensor]:
-    """A network's parameters by name, detached, so that a loss through it does not train it.
+    """A network's parameters by name, detached, so that a loss computed through it does not train it.
 
     For `torch.func.functional_call(network, constants(network), inputs)` in the loss of another network.
 
@@ -177,7 +177,7 @@ def constants(module: nn.Module) -> dict[str, Tensor]:
     """
     detached: dict[int, Tensor] = {}
     found: dict[str, Tensor] = {}
-    # a parameter with two names stays one tensor, as `functional_call` demands
+    # a parameter with two names stays one tensor, as `functional_call` requires
     for prefix, part in module.named_modules(remove_duplicate=False):
         # --strategy dp gives the loss a replica, whose `_parameters` is empty
         for name, parameter in getattr(part, "_former_parameters", part._parameters).items():
@@ -193,5 +193,5 @@ def defines(task: type[Task], method: str) -> bool:
 
 
 def option_name(field: str) -> str:
-    """The option of a field. A field whose name a method has ends in an underscore, the option does not."""
+    """The option of a field. A field with the name of a method ends in an underscore; the option does not."""
     return field.rstrip("_")

@@ -1,4 +1,4 @@
-"""The data of a task: what its methods return, and what a run makes of that, the same on every rank."""
+"""The data of a task: its methods, and how a run prepares their data sets, the same on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class TaskData(ABC):
-    """The part of a task that gives the samples."""
+    """The part of a task that defines the samples."""
 
     @abstractmethod
     def train_dataset(self) -> SizedDataset:
@@ -32,32 +32,32 @@ class TaskData(ABC):
         Python's generator."""
 
     def validation_dataset(self) -> SizedDataset | None:
-        """The data by which `best` and --patience decide; the test data then waits for the end. None: there is none."""
+        """The data that decides `best` and --patience; the test data is then used only at the end. None: no data."""
         return None
 
     def unchanged_train_dataset(self) -> SizedDataset:
-        """The training data without augmentation, of which --validation keeps a share; by default `train_dataset`."""
+        """The training data without augmentation, from which --validation takes a share; default: `train_dataset`."""
         return self.train_dataset()
 
     def sample_weights(self) -> ArrayLike | None:
-        """A weight for each sample of `train_dataset`, not negative: samples are drawn with replacement in proportion,
-        as many an epoch as there are. None: each comes once. See `evenkeel.tasks.balanced`."""
+        """A nonnegative weight for each sample of `train_dataset`. An epoch draws as many samples as there are, with
+        replacement, in proportion. None: each sample is used once. See `evenkeel.tasks.balanced`."""
         return None
 
     def order(self, epoch: int) -> ArrayLike | None:
-        """The numbers of the samples of an epoch in their order, as many in each epoch: a curriculum, or
+        """The sample indices of an epoch in order, equally many in each epoch: a curriculum, or
         `evenkeel.tasks.buckets`. A function of the epoch, and of the generators, which are seeded for it. None: the
         usual order."""
         return None
 
     @abstractmethod
     def test_dataset(self) -> SizedDataset | dict[str, SizedDataset] | None:
-        """The data of the evaluation; or several sets by name, of which the first decides if there is no validation.
-        None: there is none, and without validation data no evaluation."""
+        """The data of the evaluation; or several sets by name. Without validation data the first one decides.
+        None: no test data, and without validation data no evaluation."""
 
     def collate(self, samples: list[Any]) -> Any:
         """The batch of a micro-batch's samples, as `DataLoader(collate_fn=...)`: any structure, also nested tensors and
-        objects with `to(device)`. Default: `default_collate`'s. The generators are seeded by epoch and micro-batch."""
+        objects with `to(device)`. Default: `default_collate`. The generators are seeded by epoch and micro-batch."""
         return default_collate(samples)
 
     def read_image(self, path: Path) -> Any:
@@ -68,14 +68,14 @@ class TaskData(ABC):
         )
 
     def class_names(self) -> Sequence[str] | None:
-        """The names of the classes by number, for people; None: numbers will do."""
+        """The names of the classes, in the order of their numbers, for output; None: numbers are shown."""
         return None
 
 
 def training_set(task: TaskData, config: Config, unchanged: bool = False) -> SizedDataset:
-    """A task's training data in its order, the same on every rank and at every start, cut down by --limit-batches.
+    """A task's training data in its order, the same on every rank and at every start, shortened by --limit-batches.
 
-    ``unchanged``: without augmentation, and in the usual order. A stream becomes numbered samples (`streams`).
+    ``unchanged``: without augmentation, and in the usual order. A stream gets numbered samples (`streams`).
     """
     seed_task(config.seed, "data")
     whole = numbered(_data_of(task.unchanged_train_dataset if unchanged else task.train_dataset), config, unchanged)
@@ -100,11 +100,11 @@ def collated(task: TaskData, dataset: SizedDataset) -> SizedDataset:
 
 
 def _data_of(method: Callable[[], T]) -> T:
-    """What a task's method for data returns.
+    """The result of one of a task's data methods.
 
     Raises:
-        Refusal: a file or folder is missing. It names the path and the line in the task, for this is no mistake of the
-            code, whose errors keep their traceback.
+        Refusal: a file or folder is missing. It names the path and the line in the task. Other errors are mistakes in
+            the code and keep their traceback.
     """
     try:
         return method()
@@ -120,17 +120,17 @@ def _split_seed(config: Config) -> int:
 
 
 def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
-    """The sets that a task is evaluated on, likewise, by name; there may be none. The first one decides which
-    checkpoint is the best.
+    """The sets that a task is evaluated on, by name, also the same on every rank; there may be none. The first one
+    decides which checkpoint is the best.
 
     Raises:
-        Refusal: a set is empty or no map-style data set, or its name cannot be part of a metric's and a file's name.
+        Refusal: a set is empty or not map-style, or its name cannot be part of a metric's and a file's name.
     """
     seed_task(config.seed, "data")
     validation = _data_of(task.validation_dataset)
     if config.validation:
         if validation is not None:
-            raise Refusal(f"--validation {config.validation:g}: the task has a validation set of its own; leave it out")
+            raise Refusal(f"--validation {config.validation:g}: the task has its own validation set; leave it out")
         seed_task(config.seed, "data")
         validation = split(_data_of(task.unchanged_train_dataset), config.validation, _split_seed(config))[1]
     seed_task(config.seed, "data")
@@ -142,8 +142,8 @@ def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
         fits = type(name) is str and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)
         if not fits or name in (TRAIN, TRAINING, VALIDATION):
             raise Refusal(
-                f"test_dataset() returned a set named {name!r}: a name has letters, digits, _, . and -, and is none of "
-                f"{TRAIN}, {TRAINING} and {VALIDATION}; rename it"
+                f"test_dataset() returned a set named {name!r}: a name has letters, digits, _, . and -, and must not "
+                f"be {TRAIN}, {TRAINING} or {VALIDATION}; rename it"
             )
         sets[name] = dataset
     for name, dataset in sets.items():

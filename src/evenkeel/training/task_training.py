@@ -1,4 +1,4 @@
-"""How a task's steps are taken, if not as usual: its optimizers, their rates, and what it remembers besides weights."""
+"""How a task overrides its steps: its optimizers, their rates, and its own state besides the weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .schedulers import Scheduler
 
 
 class TaskTraining:
-    """The part of a task that takes steps; each method has a default."""
+    """The part of a task that defines its steps; each method has a default."""
 
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
-        """By --optimizer over all parameters, one or with muon two; a task with several networks may return
+        """Default: the one of --optimizer over all parameters (with muon two). A task with several networks may return
         one for each."""
         return build_optimizers(model, config)
 
     def schedulers(self, optimizers: list[Optimizer], config: Config) -> Sequence[Scheduler]:
-        """torch's own schedulers of these optimizers, instead of `rates`; default: none. `config.max_steps` is the
-        number of the run's steps.
+        """torch's schedulers of these optimizers, instead of `rates`; default: none. `config.max_steps` is the
+        run's number of steps.
 
-        Each is stepped after each optimizer step, or as (scheduler, "evaluation") after each evaluation, as
-        ReduceLROnPlateau always is, with the metric of `best`. Their state is saved with the step.
+        Each is stepped after each optimizer step; one returned as (scheduler, "evaluation"), and any ReduceLROnPlateau,
+        after each evaluation. ReduceLROnPlateau gets the metric of `best`. Their state is saved with the step.
         """
         return []
 
@@ -36,17 +36,17 @@ class TaskTraining:
 
     def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
         """Called after each optimizer step, before it can be saved: once on every rank with the same values, without
-        gradients, and not for a step that is left out. The place to change what `state_dict` returns.
+        gradients, and not for a skipped step. Change the state that `state_dict` returns here.
 
         Args:
-            model: with the new weights, in evaluation mode. Its modes and buffers are put back.
+            model: with the new weights, in evaluation mode. Its modes and buffers are restored afterwards.
             step: steps done.
             losses: "loss", the mean over the global batch, and its parts by name.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What the task must remember over a stop: numbers, texts, tensors, lists and dicts. Saved with each step."""
+        """State that must survive a stop: numbers, strings, tensors, lists and dicts. Saved with each step."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what `state_dict` has returned; tensors are on the CPU."""
+        """Restore what `state_dict` returned; tensors are on the CPU."""

@@ -1,16 +1,16 @@
 """Losses over all samples of a step (SimCLR, CLIP, whitening, AUC), in the memory of one micro-batch.
 
-Such a loss is no mean over micro-batches: each sample is compared with all others. Its gradient is exact if the batch
+Such a loss is not a mean over micro-batches: it compares each sample with all others. Its gradient is exact if a batch
 is embedded twice (GradCache: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
 2021, arXiv 2101.06983):
 
-1. each rank embeds its micro-batches, one after another, and forgets how;
+1. each rank embeds its micro-batches, one after another, and drops the activations;
 2. one exchange gives all ranks the embeddings of the whole step, in the order of its samples;
-3. each rank computes the loss of all of them, and its gradient by each embedding: the same on all ranks;
-4. each micro-batch is embedded again, with the same random numbers, and that gradient goes back through the network.
+3. each rank computes the loss over all of them, and its gradient by each embedding: the same on all ranks;
+4. each micro-batch is embedded again, with the same random numbers, and that gradient is backpropagated.
 
 The loss of the last pass is the inner product of the embeddings with their gradient. So the gradients of micro-batches
-and ranks are summed, and not averaged; who sums them in which order is as for any other loss.
+and ranks are summed, not averaged, in the same order as for any other loss.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .oom import note_batch
 from .task import Losses, Task, defines
 
 Layout: TypeAlias = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-"""Name, type and shape of each embedding of a sample. A tensor that is no dict's has the name ""."""
+"""Name, dtype and shape of each embedding of a sample. A tensor that is not in a dict has the name ""."""
 
 FirstPass: TypeAlias = Callable[[MicroBatch, Any], dict[str, Tensor]]
 """(micro-batch, its batch) -> its embeddings by name, of shape [samples, ...]."""
 
 NO_GRADIENT = (
     "embed() returned embeddings without a gradient: they do not depend on the model's parameters, or were made under "
-    "torch.no_grad() or from .detach(), or batch_loss() uses only those that need none"
+    "torch.no_grad() or from .detach(), or batch_loss() uses only those that require none"
 )
 
 
@@ -54,13 +54,13 @@ def of_whole_batches(task: Task) -> bool:
     """Whether a task's loss is over all samples of a step.
 
     Raises:
-        Refusal: it defines neither `loss` nor `embed` and `batch_loss`, or a half, or both.
+        Refusal: it defines neither `loss` nor `embed` and `batch_loss`, or only one of these two, or all.
     """
     name = type(task).__name__
     loss, embed, batch_loss = (defines(type(task), method) for method in ("loss", "embed", "batch_loss"))
     if loss and (embed or batch_loss):
         other = "embed()" if embed else "batch_loss()"
-        raise Refusal(f"{name} defines loss() and {other}: define loss(), or embed() and batch_loss(), and no other")
+        raise Refusal(f"{name} defines loss() and {other}: define either loss(), or embed() and batch_loss()")
     if embed != batch_loss:
         has, lacks = ("embed()", "batch_loss()") if embed else ("batch_loss()", "embed()")
         raise Refusal(f"{name} defines {has} and must define {lacks} too: a loss of whole batches needs both")
@@ -70,14 +70,14 @@ def of_whole_batches(task: Task) -> bool:
 
 
 def refuse_unfit(task: Task, config: Config) -> None:
-    """Refuse a task whose loss is not defined, as :func:`of_whole_batches`, and what losses of whole batches lack."""
+    """Refuse a task without a loss, as :func:`of_whole_batches`, and options that whole-batch losses do not support."""
     if not of_whole_batches(task):
         return
     name = type(task).__name__
     if not defines(type(task), "metrics"):
         raise Refusal(
-            f"{name} must define metrics(): its batch_loss() is of a whole step, and of the evaluation's micro-batches "
-            "it would be another number, which depends on the cut"
+            f"{name} must define metrics(): its batch_loss() is over a whole step, and over the evaluation's "
+            "micro-batches it would be another number, which depends on their size"
         )
     if config.strategy == "dp":
         raise Refusal(f"--strategy dp: divides each micro-batch, and {name} has a batch_loss() over all; use ddp")
@@ -89,29 +89,29 @@ def refuse_unfit(task: Task, config: Config) -> None:
 
 
 class WholeBatch:
-    """A loss over all samples of a step, as a loss function of `DistributedLoss`.
+    """A loss over all samples of a step, as a loss function for `DistributedLoss`.
 
     Called with a micro-batch in the second pass, it returns the loss of the whole step, with the gradient of the
     micro-batch's part.
 
     Args:
         embed: (model, batch) -> tensors of shape [samples, ...], one or a dict: a task's `embed`.
-        batch_loss: (embeddings of all samples) -> the loss, perhaps with its parts; a parameter `step` is given too,
-            if there is one: a task's `batch_loss`.
+        batch_loss: (embeddings of all samples) -> the loss, perhaps with its parts: a task's `batch_loss`. With a
+            parameter `step` it gets the step's number.
     """
 
     def __init__(self, embed: Callable[..., Any], batch_loss: Callable[..., Losses]) -> None:
         self._embed, self._batch_loss = embed, batch_loss
         self._told = takes(batch_loss, "step")
         self._layout: Layout | None = None
-        self._agreed = False  # on the layout, with the other ranks
-        self._sizes: dict[Any, list[int]] = {}  # samples of each rank, by those of the step and the ranks' runs
-        self._rows = slice(0)  # of all samples of the step, those of the micro-batch in its second pass
+        self._agreed = False  # whether the ranks have exchanged the layout
+        self._sizes: dict[Any, list[int]] = {}  # samples of each rank, by the step's samples and the ranks' ranges
+        self._rows = slice(0)  # the samples, within the step, of the micro-batch in its second pass
         self._gradients: dict[str, Tensor] = {}  # of the loss by all embeddings
         self._found: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}  # the loss, and its parts
 
     def embed(self, model: nn.Module, batch: Any, samples: int) -> dict[str, Tensor]:
-        """A micro-batch's embeddings by name, a row for each sample; raises EndedHere if they are something else."""
+        """A micro-batch's embeddings by name, a row per sample; raises EndedHere if they have another type or shape."""
         found = checked_embeddings(self._embed(model, batch), samples)
         layout = tuple((name, value.dtype, tuple(value.shape[1:])) for name, value in found.items())
         self._layout = self._layout or layout
@@ -141,17 +141,17 @@ class WholeBatch:
 
         `runs`: numbers of the micro-batches of each rank.
 
-        `first_pass` is :meth:`embed` on the device, with a micro-batch's random numbers. It computes with a gradient,
-        which is dropped: without, other kernels and compiled graphs may draw other dropout, and round in another way.
+        `first_pass` is :meth:`embed` on the device, with a micro-batch's random numbers. It computes with autograd, and
+        the graph is dropped: without it, other kernels and compiled graphs may draw other dropout, or round otherwise.
 
         Returns:
-            The batches again, for the second pass. They stay on the host meanwhile.
+            The batches again, for the second pass. They stay on the host until then.
         """
         batches: deque[Any] = deque()
         rows: list[Tensor] = []
         for micro_batch, batch in zip(step.micro_batches, step.batches, strict=True):
             batches.append(batch)
-            # on the CPU nothing is moved, and a task may change its batch
+            # on the CPU the batch is not copied, and a task may change it
             again = _cloned(batch) if world.device.type == "cpu" else batch
             rows.append(_packed(first_pass(micro_batch, again)).to(world.device))
             activity.enter(DATA)
@@ -169,7 +169,7 @@ class WholeBatch:
             yield batches.popleft()
 
     def _agreed_layout(self, world: World) -> Layout:
-        """The layout, which the ranks tell each other once: one without a micro-batch knows none."""
+        """The layout, which the ranks exchange once: a rank without a micro-batch does not know it."""
         if not self._agreed:
             told = [layout for layout in world.gather(self._layout) if layout]
             for layout in told:
@@ -210,14 +210,14 @@ class WholeBatch:
 def _cloned(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.clone()
-    # of an object that moves itself the parts are not known
+    # the parts of an object with its own `to` are not known
     return copy.deepcopy(batch) if callable(getattr(batch, "to", None)) else with_parts(batch, _cloned)
 
 
 def _packed(embeddings: Mapping[str, Tensor]) -> Tensor:
-    """Bytes, of shape [samples, bytes of a sample]: one exchange for all types, and one layout in memory."""
+    """Bytes, of shape [samples, bytes of a sample]: one exchange for all dtypes, and one layout in memory."""
     rows = [value.detach().reshape(len(value), math.prod(value.shape[1:])) for value in embeddings.values()]
-    # cloned, for one sample of an expanded tensor counts as contiguous and has no stride of one
+    # cloned, because one sample of an expanded tensor counts as contiguous but has no stride of one
     dense = [row.clone(memory_format=torch.contiguous_format) for row in rows]
     return torch.cat([row.view(torch.uint8).to(dense[0].device) for row in dense], 1)
 
@@ -232,8 +232,8 @@ def _unpacked(rows: Tensor, layout: Layout) -> dict[str, Tensor]:
 
 
 def _gathered(mine: list[Tensor], sizes: list[int], layout: Layout, world: World) -> Tensor:
-    """The rows of all ranks, [samples of the step, bytes], in the order of samples: runs of micro-batches follow each
-    other as ranks do."""
+    """The rows of all ranks, [samples of the step, bytes], in the order of samples, which is also the order of
+    ranks."""
     if world.world_size == 1:
         return torch.cat(mine)
     width = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in layout)
@@ -252,5 +252,5 @@ def _differ(known: Layout, other: Layout, kind: type[Ended]) -> Ended:
 
     return kind(
         f"embed() returned rows of {shown(known)} for one batch and of {shown(other)} for another: it must return the "
-        "same names, types and shapes for all"
+        "same names, dtypes and shapes for all"
     )
