@@ -21,8 +21,8 @@ BUDGET = {
     "distributed": 1970,
     "resilience": 1520,
     "training": 4560,
-    "run": 4680,
-    "tasks": 2220,
+    "run": 4690,
+    "tasks": 2221,
     "launch": 2200,
     "cli": 6660,
 }

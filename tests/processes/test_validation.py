@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from evenkeel.run.checkpoint import read_manifest, step_folders
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish, fork_ranks, read, records, run, run_forked, torchrun, wait_until
-from tests.support.small_runs import evaluation_of, told_step, trained, weights_of
+from tests.support.small_runs import evaluation_of, refusal, told_step, trained, weights_of
 from tests.support.validated_task import TESTED, Validated
 
 TRUE = sum(range(1, TESTED + 1))
@@ -60,6 +60,11 @@ def test_the_validation_set_decides_and_each_sample_counts_once_on_any_number_of
     first, _ = trained(2, job(folders[0], "--eval-only"))
     evaluation = evaluation_of(first)
     assert (evaluation["metrics"], evaluation["samples"]) == (metrics, sum(SETS.values()))
+    for named in ("best", at):
+        first, _ = trained(2, job(folders[0], "--eval-only", "--checkpoint", named))
+        evaluation = evaluation_of(first)
+        assert (evaluation["step"], evaluation["metrics"]["validation/loss"]) == (at, told["validation/loss"])
+    assert refusal(job(folders[0], "--eval-only", "--checkpoint", 3)).startswith("--checkpoint 3: give last, best or")
 
 
 def test_killed_again_and_again_the_best_checkpoint_is_that_of_the_undisturbed_run(tmp_path: Path) -> None:

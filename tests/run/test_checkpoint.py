@@ -223,6 +223,16 @@ def test_what_is_kept(tmp_path: Path, case: str) -> None:
         assert step in steps(checkpoints)
     assert steps(checkpoints) == left
     assert best_value(checkpoints) == best
+
+
+@pytest.mark.parametrize(("keep_best", "left"), [(1, [4, 6, 7]), (2, [2, 4, 6, 7]), (3, [1, 2, 4, 6, 7])])
+def test_so_many_best_ones_are_kept_besides_the_newest(tmp_path: Path, keep_best: int, left: list[int]) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, best=("score", "max"), keep_best=keep_best)
+    for step, score in enumerate([3.0, 4.0, NAN, 5.0, 2.0, 1.0, 0.0], start=1):
+        checkpoints.save(state(step), {"score": score})
+    assert steps(checkpoints) == left
+    worst = 6.0 - keep_best
+    assert [checkpoints.improves({"score": score}) for score in (worst, worst + 0.5)] == [False, True]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"step-{step:08}" for step in left]
 
 

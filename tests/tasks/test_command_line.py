@@ -213,7 +213,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     on = (*on, "tensorboard", "csv", "save_predictions", "wandb_report", "share_gpu", "drop_last")
     switches = dict.fromkeys((*on, "channels_last"), True)
     # --compile, --place and --model-parallel exclude each other, and so do the last two
-    apart = ("task", "config", "eval_only", "strategy", "compile", "place", *switches, "micro_batches")
+    apart = ("task", "config", "eval_only", "checkpoint", "strategy", "compile", "place", *switches, "micro_batches")
     apart = (*apart, "profile", "memory_snapshot", "shares", "reduce_dtype")
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
@@ -353,7 +353,7 @@ def test_what_a_synonym_names_exists_and_the_synonym_does_not() -> None:
     assert [name for here in SYNONYMS.values() for name in re.findall(r"--[a-z-]+", here) if name not in ours] == []
     assert ours & BY_NAME.keys() == {"--model", "--dataset", "--data-dir"}, "which other tasks have not"
     asked = "--learning-rate --gradient-accumulation-steps --resume --amp --fp16 --bf16 --bs --batch --wd --output-dir "
-    asked += "--logdir --checkpoint --ckpt --local-rank --arch --data --data-path --print-freq --distributed --use-env"
+    asked += "--logdir --ckpt --local-rank --arch --data --data-path --print-freq --distributed --use-env"
     assert set(asked.split()) <= BY_NAME.keys()
     assert len(BY_NAME) == sum(len(names.split()) for names in SYNONYMS), "each once"
 

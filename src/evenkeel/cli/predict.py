@@ -122,7 +122,7 @@ class PredictCommand:
                         f"--input {self.input}: the files on rank {rank} differ from those on rank {world.rank}"
                     )
             own = TaskState.of(task, config.seed, world)
-            source = read_for_all(model, world, lambda: read_chosen(model, self.run, self.checkpoint, own), 0, own)
+            source, _ = read_for_all(model, world, lambda: read_chosen(model, self.run, self.checkpoint, own), 0, own)
             place(model, config, world.devices)
             batches = dataset if self.set else collated(task, dataset)
             rows = predictions(Evaluation(task, model, batches, config, world, self.set or "input"), self.top)

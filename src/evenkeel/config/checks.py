@@ -38,6 +38,9 @@ def validate(config: Config, samples: int | None = None) -> None:
         raise Refusal(f"--loss-scale {config.loss_scale:g}: must be a power of two from 2**-14 to 2**126, e.g. 65536")
     if config.eval_only and config.fresh:
         raise Refusal("--eval-only --fresh: one evaluates a run, the other starts over; choose one")
+    if config.checkpoint != "last" and (config.init_from or not config.eval_only):
+        other = "--init-from" if config.init_from else "without --eval-only"
+        raise Refusal(f"--checkpoint {config.checkpoint} {other}: it is for --eval-only; --init-from names weights")
     size, parts = config.batch_size, {"--micro-batch": config.micro_batch, "--micro-batches": config.micro_batches}
     if all(parts.values()):
         typed = " ".join(f"{name} {value}" for name, value in parts.items())

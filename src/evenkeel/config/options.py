@@ -66,7 +66,9 @@ class RunOptions:
     fresh: Flag = option(False, change="unsaved")
     """Start over. A run in the run directory is moved aside, not deleted."""
     eval_only: Flag = option(False, change="unsaved")
-    """Do not train: print the metrics of the run's newest checkpoint, or of --init-from. Writes nothing."""
+    """Do not train: print the metrics of --checkpoint, or of --init-from. Writes nothing."""
+    checkpoint: str = option("last", change="unsaved")
+    """With --eval-only: which checkpoint of the run; last, best or a step, e.g. 460."""
     eval_every: int = option(0, 0, change="free")
     """Evaluate every N steps, e.g. 500 (0: after each epoch)."""
     patience: int = option(0, 0)
@@ -168,7 +170,9 @@ class CheckpointOptions:
     checkpoint_every: int = option(100, 0, change="free")
     """Save a checkpoint every N steps (0: only when the run stops, which always saves one)."""
     keep: int = option(2, 1, change="free")
-    """Newest checkpoints to keep, besides the best one."""
+    """Newest checkpoints to keep, besides the best ones."""
+    keep_best: int = option(1, 1, change="free")
+    """Best checkpoints to keep, by the metric that the task's `best` names."""
     grace: float = option(25.0, 1, WEEK, change="free")
     """Maximum seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
     hang_timeout: float = option(600.0, 0, WEEK, change="free")

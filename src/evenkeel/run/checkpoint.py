@@ -84,12 +84,14 @@ class Checkpoints:
 
     folder: Path
     keep: int
-    """Newest ones to keep, besides the best."""
+    """Newest ones to keep, besides the best ones."""
     best: tuple[str, str] | None
     """(metric, "max" or "min") that decides which one is best. None: none."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """For the manifests, like the next."""
     bits_void_from: int | None = None
+    keep_best: int = 1
+    """Best ones to keep, besides the newest."""
 
     @property
     def best_by(self) -> tuple[str, str] | None:
@@ -198,9 +200,9 @@ class Checkpoints:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
-        best = self.best_path()
+        best = self.best_paths()
         for path in self.all()[: -self.keep]:
-            if path != best:
+            if path not in best:
                 self._delete(path)
         return final
 
@@ -242,13 +244,17 @@ class Checkpoints:
 
     def best_path(self) -> Path | None:
         """The checkpoint with the best metric, the newest of several; None if none has an evaluation."""
-        scores = self._scores()
-        best = max(scores, key=scores.__getitem__, default=None)
-        return best if best and scores[best] > -math.inf else None
+        return next(iter(self.best_paths()), None)
+
+    def best_paths(self) -> list[Path]:
+        """The `keep_best` checkpoints with the best metrics, the best first, of equal ones the newest first."""
+        scores = {path: score for path, score in self._scores().items() if score > -math.inf}
+        return sorted(scores, key=scores.__getitem__, reverse=True)[: self.keep_best]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than those of all checkpoints."""
-        return self._score(metrics) > max(self._scores().values(), default=-math.inf)
+        """Whether an evaluation would be among the `keep_best` best ones; one that is as good as the last is not."""
+        best = sorted(self._scores().values(), reverse=True)[: self.keep_best]
+        return self._score(metrics) > (best[-1] if len(best) == self.keep_best else -math.inf)
 
     def _scores(self) -> dict[Path, float]:
         """Newest first."""

@@ -1,4 +1,4 @@
-"""`train.py --eval-only`: the metrics of a run's newest checkpoint, or of weights in a file, on all ranks.
+"""`train.py --eval-only`: the metrics of a run's checkpoint, or of weights in a file, on all ranks.
 
 Only reads and takes no lock, so the run may be active meanwhile.
 """
@@ -34,13 +34,13 @@ from ..training.task_state import TaskState
 from .build import build_model, prepare
 from .checkpoint import Checkpoints
 from .records import read_config, recorded_options
-from .weights import read_weights
+from .weights import read_chosen, read_weights
 
 T = TypeVar("T")
 
 
 def evaluate(config: Config, task: Task) -> int:
-    """With --eval-only: print the metrics of a run's newest checkpoint, or of weights in a file. Returns 0.
+    """With --eval-only: print the metrics of a run's checkpoint, or of weights in a file. Returns 0.
 
     >>> evaluate(*parse(["--run-dir", folder, "--eval-only"]))  # after the run of `Run`
     evenkeel: ...
@@ -81,9 +81,11 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
         holder = 0 if path else steps.index(max(steps))
 
         def read() -> tuple[str, str]:
-            return (
-                read_weights(model, path, config.init_partial, own) if path else _read_newest(model, checkpoints, own)
-            )
+            if path:
+                return read_weights(model, path, config.init_partial, own)
+            if config.checkpoint != "last":
+                return read_chosen(model, run_dir, config.checkpoint, own)
+            return _read_newest(model, checkpoints, own)
 
         loaded = read_for_all(model, world, read, holder, own)
         placed = place(model, config, world.devices)

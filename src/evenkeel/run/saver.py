@@ -117,7 +117,11 @@ class Saver:
     def _leave(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
         facts = asdict(self.checkpoints.manifest(captured["step"], metrics, kind))
-        facts |= {"folder": self.checkpoints.place, "keep": self.checkpoints.keep}
+        facts |= {
+            "folder": self.checkpoints.place,
+            "keep": self.checkpoints.keep,
+            "keep_best": self.checkpoints.keep_best,
+        }
         return self._memory and memory_checkpoint.store(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
@@ -162,8 +166,8 @@ def write_memory_checkpoint(found: memory_checkpoint.MemoryCheckpoint) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
     manifest = manifest_of(found.facts)
     void = manifest.bits_void_from
-    folder, keep = Path(found.facts["folder"]), int(found.facts["keep"])
-    checkpoints = Checkpoints(folder, keep, manifest.best_by, manifest.fingerprint, void)
+    folder, keep, keep_best = Path(found.facts["folder"]), int(found.facts["keep"]), int(found.facts["keep_best"])
+    checkpoints = Checkpoints(folder, keep, manifest.best_by, manifest.fingerprint, void, keep_best)
     time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
     try:
         until = time.monotonic() + LOCK_PATIENCE

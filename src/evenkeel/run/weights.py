@@ -44,10 +44,10 @@ CONVERT = (
 CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu').state_dict(), sys.argv[2])"
 
 
-def read_chosen(model: nn.Module, run: Path, checkpoint: str, memory: TaskState | None = None) -> str:
-    """Load the checkpoint that a command's --checkpoint names (`records.chosen`); return where it is."""
+def read_chosen(model: nn.Module, run: Path, checkpoint: str, memory: TaskState | None = None) -> tuple[str, str]:
+    """As :func:`read_weights`, for the checkpoint that --checkpoint names (`records.chosen`)."""
     try:
-        return read_weights(model, chosen(run, checkpoint), memory=memory)[0]
+        return read_weights(model, chosen(run, checkpoint), memory=memory)
     except Refusal as refusal:
         raise Refusal(str(refusal).replace("--init-from", f"--checkpoint {checkpoint}:", 1)) from None
 

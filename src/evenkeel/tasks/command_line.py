@@ -266,7 +266,7 @@ SYNONYMS = {
     "--do-train --do-eval --validation.enable": "not needed: it trains and evaluates (--eval-only does not train)",
     "--training.seq-len": "an option of --task lm, by its bare name",
     "--start-epoch --resume --resume-from --resume-from-checkpoint --auto-resume --continue": CONTINUES,
-    "--ckpt --checkpoint --ckpt-path --checkpoint-path --load --weights --pretrained-weights --finetune "
+    "--ckpt --ckpt-path --checkpoint-path --load --weights --pretrained-weights --finetune "
     "--initial-checkpoint --checkpoint.initial-load-path": "--init-from for weights to start from; a run of your own "
     "continues by the same command",
     "--restart --overwrite --overwrite-output-dir --no-resume": "--fresh",
@@ -275,6 +275,7 @@ SYNONYMS = {
     "--checkpoint.interval": "--checkpoint-every",
     "--checkpoint.enable --checkpoint.async-mode": "not needed: they are always on, in the background",
     "--save-total-limit --keep-last --max-checkpoints --checkpoint-hist --checkpoint.keep-latest-k": "--keep",
+    "--save-top-k": "--keep-best",
     "--load-best-model-at-end --metric-for-best-model --greater-is-better --eval-metric": "no option: the best "
     "checkpoint stays; the task's `best` names the metric",
     "--log-interval --logging-steps --print-freq -p --log-freq --log-steps --print-every "
