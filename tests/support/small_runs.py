@@ -10,7 +10,7 @@ import subprocess
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -342,5 +342,14 @@ def locked(run_dir: Path) -> Iterator[Path]:
 
 def bytes_in_memory(pid: int) -> int:
     """Of all that a process has for states."""
-    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if "memfd:state" in os.path.realpath(link)]
-    return sum(link.stat().st_size for link in links)
+    return sum(states_in_memory(pid))
+
+
+def states_in_memory(pid: int) -> list[int]:
+    """The bytes of each state that a process has in memory."""
+    sizes = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if "memfd:state" in str(link.readlink()):
+                sizes.append(link.stat().st_size)
+    return sizes
