@@ -44,9 +44,9 @@ def test_bad_folders_are_refused_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, line in [
-        (("index", tmp_path), "holds no shards"),
+        (("index", tmp_path), "has no shards"),
         (("index", tmp_path / "none"), "No such file or directory"),
-        (("verify", tmp_path), "holds no shards"),
+        (("verify", tmp_path), "has no shards"),
     ]:
         assert data(monkeypatch, *words) == 2
         (err,) = capsys.readouterr().err.splitlines()

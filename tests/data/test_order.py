@@ -254,20 +254,20 @@ class Stage:
 
 
 WRONG = {
-    "weights of another length": (lambda: weighted([1.0, 2.0], 5), r"list of shape \[2\], and train_dataset.* 5 sam"),
+    "weights of another length": (lambda: weighted([1.0, 2.0], 5), r"list of shape \[2\], but train_dataset.* 5 sam"),
     "no numbers": (lambda: weighted("abc", 3), r"returned a str of shape \[\]"),
     "a table": (lambda: weighted(np.ones((3, 1))), r"of shape \[3, 1\]"),
-    "below 0": (lambda: weighted([1, -2.5, 1]), "sample 1 has the weight -2.5; give one from 0 on"),
+    "below 0": (lambda: weighted([1, -2.5, 1]), "sample 1 has the weight -2.5; it must be 0 or more"),
     "NaN": (lambda: weighted([1, 2, math.nan]), "sample 2 has the weight nan"),
     "nothing to draw": (lambda: weighted([0, 0]), "all weights are 0"),
-    "both": (lambda: ordered(range(2), 2, None, lambda: [1, 1], lambda _: [0, 1], 0), "two orders; let one of them"),
+    "both": (lambda: ordered(range(2), 2, None, lambda: [1, 1], lambda _: [0, 1], 0), "the task has both sample_w"),
     "fractions": (lambda: with_order(3, lambda _: [0.0, 1.0]), r"order\(0\) returned a list of shape .* float64; ret"),
     "flags": (lambda: with_order(3, lambda _: np.ones(3, bool)), "and type bool"),
     "nothing": (lambda: with_order(3, lambda _: []), r"order\(0\) returned a list"),
     "ragged": (lambda: with_order(3, lambda _: [[0], [1, 2]]), "of no numbers"),
-    "too large": (lambda: with_order(3, lambda _: [0, 3]), "sample 3 at position 1, and train.* numbers from 0 to 2"),
+    "too large": (lambda: with_order(3, lambda _: [0, 3]), "sample 3 at position 1, but train.* numbers from 0 to 2"),
     "below 0 in an order": (lambda: with_order(3, lambda _: [0, -1]), "sample -1 at position 1"),
-    "a state of its own": (lambda: with_order(20, Stage().order), "another order each time that it is called"),
+    "a state of its own": (lambda: with_order(20, Stage().order), "another order at each call"),
 }
 
 
@@ -335,12 +335,12 @@ def test_the_options_leave_the_right_weights_and_the_right_order() -> None:
 
 
 def test_an_order_of_which_nothing_or_another_length_is_left_is_refused() -> None:
-    with pytest.raises(Refusal, match="no sample that --validation and --limit-batches leave"):
+    with pytest.raises(Refusal, match="only samples that --validation or --limit-batches removes"):
         ordered(range(2), 5, [0, 1], none, lambda _: [3, 4], 0)
-    with pytest.raises(Refusal, match="of the samples that --validation and --limit-batches leave are 0"):
+    with pytest.raises(Refusal, match="of the samples left by --validation and --limit-batches are 0"):
         ordered(range(2), 5, [0, 1], lambda: [0, 0, 1, 1, 1], none, 0)
     listed: Any = order_of(ordered(range(2), 5, [0, 1], none, lambda epoch: [0, epoch], 0))
-    with pytest.raises(EndedHere, match=r"order\(2\) has 1 samples and order\(0\) has 2 of those that --validation"):
+    with pytest.raises(EndedHere, match=r"order\(2\) has 1 samples and order\(0\) has 2 after --validation"):
         listed.digest(2)
 
 

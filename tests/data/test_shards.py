@@ -97,7 +97,7 @@ def test_mds(tmp_path: Path) -> None:
     write_mds(tmp_path / "shard.00001.mds", columns | {"image": "pkl"}, rows[5:], 8)
     (tmp_path / "shard.00000.mds").unlink()
     write_index(tmp_path)
-    with pytest.raises(Refusal, match="image is encoded as pkl, which is not read"):
+    with pytest.raises(Refusal, match="image is encoded as pkl, which is not supported"):
         Shards(tmp_path)
     assert Shards(tmp_path, fields=["n"])[0] == {"n": -5}
 
@@ -140,7 +140,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "joined": (
         lambda it: (it / "train-001.tar").write_bytes((it / "train-001.tar").read_bytes() * 2),
-        "train-001.tar: is truncated or damaged: there is more after its end mark",
+        "train-001.tar: is truncated or damaged: there is data after its end mark",
     ),
     "missing": (rewrite(("00050", {"cls": b"1"}), after=2), "train-001.tar: sample 00050 has no seg.bin"),
     "more": (
@@ -151,7 +151,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "member twice": (rewrite(("1", {"cls": b"1", "CLS": b"1"})), "train-001.tar: sample 1 has two members cls"),
     "others": (
         rewrite(("1", {"txt": b"1"})),
-        "train-001.tar: its samples have txt, and those of train-000.tar cls, seg.bin",
+        "train-001.tar: its samples have txt, but those of train-000.tar cls, seg.bin",
     ),
     "no samples": (rewrite(), "train-001.tar: has no samples"),
     "copy": (
@@ -162,13 +162,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda it: (it / "train-001.tar").rename(it / "train-001.tar.gz"),
         "train-001.tar.gz: is compressed",
     ),
-    "formats": (lambda it: write_lines(it / "a.jsonl", [{"a": 1}]), "holds shards of several formats, jsonl, tar"),
-    "link": (big_twice, "same.cls is a link, so its bytes do not stand here; make the tar with --hard-deref"),
+    "formats": (lambda it: write_lines(it / "a.jsonl", [{"a": 1}]), "has shards of several formats, jsonl, tar"),
+    "link": (big_twice, "same.cls is a link, so its content is not here; make the tar with --hard-deref"),
     "sparse": (
         lambda it: big_twice(it, "--hard-dereference", "--sparse"),
-        "train-001.tar: big.cls is sparse, so its bytes do not stand here; make the tar without --sparse",
+        "train-001.tar: big.cls is sparse, so its content is not here; make the tar without --sparse",
     ),
-    "nothing": (lambda it: [file.unlink() for file in it.iterdir()], "holds no shards"),
+    "nothing": (lambda it: [file.unlink() for file in it.iterdir()], "has no shards"),
 }
 
 
@@ -201,22 +201,25 @@ def mds(
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (mds(samples=2**32 - 1), "damaged: it says 4,294,967,295 samples, whose offsets do not fit into its"),
-        (mds(samples=2**32 - 1)[:30], "damaged: it says 4,294,967,295 samples, whose offsets do not fit into its 30 b"),
+        (mds(samples=2**32 - 1), "damaged: its header says 4,294,967,295 samples, whose offsets do not fit into its"),
+        (
+            mds(samples=2**32 - 1)[:30],
+            "damaged: its header says 4,294,967,295 samples, whose offsets do not fit into its 30 b",
+        ),
         (b"\2\0", "damaged: error: unpack requires a buffer of 4 bytes"),
         (mds(offsets=(0, 18, 12, 24), samples=3), "damaged: its offset 2 is 1"),
         (mds(offsets=(-100, 12, 24)), "damaged: its offset 0 is "),
         (mds(offsets=(0, 12, 25)), "damaged: it should have "),
-        (mds(offsets=(0, 4, 24)), "damaged: its sample 0 has 4 bytes, its columns at least 12"),
-        (mds(names="nt"), "damaged: its names, encodings and sizes of columns are no lists"),
+        (mds(offsets=(0, 4, 24)), "damaged: its sample 0 has 4 bytes, its columns need at least 12"),
+        (mds(names="nt"), "damaged: its names, encodings and sizes of columns are not lists"),
         (mds(sizes=[8]), "damaged: zip() argument 3 is shorter"),
-        (mds(names=["n", 3]), "[3, 'str', None] is no column; make it again"),
-        (mds(names=["n", ["t"]]), "[['t'], 'str', None] is no column"),
-        (mds(encodings=["int64", ["str"]]), "['t', ['str'], None] is no column"),
-        (mds(sizes=[-8, None]), "['n', 'int64', -8] is no column"),
-        (mds(sizes=[8, 1e400]), "['t', 'str', inf] is no column"),
+        (mds(names=["n", 3]), "[3, 'str', None] is not a column; create it again"),
+        (mds(names=["n", ["t"]]), "[['t'], 'str', None] is not a column"),
+        (mds(encodings=["int64", ["str"]]), "['t', ['str'], None] is not a column"),
+        (mds(sizes=[-8, None]), "['n', 'int64', -8] is not a column"),
+        (mds(sizes=[8, 1e400]), "['t', 'str', inf] is not a column"),
         (mds(names=["n", "\ud800"]), "damaged: 'utf-8' codec can't encode character '\\ud800'"),
-        (mds(names=["n", "n"]), "two of its columns have the name 'n', and would be read as one; make it again"),
+        (mds(names=["n", "n"]), "two of its columns have the name 'n', and would be read as one; create it again"),
         (mds().replace(b'{"column_names"', b'["column_names"').replace(b"}", b"]"), "damaged: "),
     ],
 )
@@ -231,7 +234,7 @@ def test_mds_that_others_have_made_is_refused_in_a_line(tmp_path: Path, content:
 def test_nothing_is_read_outside_a_sample(tmp_path: Path, heads: Sequence[int]) -> None:
     (tmp_path / "a.mds").write_bytes(mds(heads=heads))
     write_index(tmp_path)
-    with pytest.raises(EndedByData, match=r"a.mds: sample 0 .*: its columns have \d+ bytes, and the sample 12"):
+    with pytest.raises(EndedByData, match=r"a.mds: sample 0 .*: its columns have \d+ bytes, but the sample 12"):
         Shards(tmp_path)[0]
     assert Shards(tmp_path)[1] == {"n": 7, "t": ""}
 
@@ -274,7 +277,7 @@ def test_a_tar_with_a_member_of_negative_size_is_refused(tmp_path: Path) -> None
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "its version is True": lambda index: index.update(version=True),
     "its format is ['tar']": lambda index: index.update(format=["tar"]),
-    "it is of 'mds' files, and the folder holds tar": lambda index: index.update(format="mds", fields=[["a", "b", 1]]),
+    "it is of 'mds' files, but the folder has tar": lambda index: index.update(format="mds", fields=[["a", "b", 1]]),
     "its shards is [{'name': 3": lambda index: index["shards"][0].update(name=3),
     "its shards is [{'name': {}": lambda index: index["shards"][0].update(name={}),
     "its shards is 7": lambda index: index.update(shards=7),
@@ -282,12 +285,12 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "it says 10 samples": lambda index: index.update(table=""),
     "its table is '../../x.npy'": lambda index: index.update(table="../../x.npy"),
     "its table is 3": lambda index: index.update(table=3),
-    "3 is no name of a field": lambda index: index.update(fields=[3, "cls"]),
-    "['cls'] is no name of a field": lambda index: index.update(fields=[["cls"], "x"]),
+    "3 is not a name of a field": lambda index: index.update(fields=[3, "cls"]),
+    "['cls'] is not a name of a field": lambda index: index.update(fields=[["cls"], "x"]),
     "two of its columns have the name 'cls'": lambda index: index.update(fields=["cls", "cls"]),
     "TypeError: 'int' object is not": lambda index: index.update(fields=3),
-    "is not of 10 samples of 3 fields": lambda index: index.update(fields=["a", "b", "c"]),
-    "is not of 11 samples of 2 fields": lambda index: index["shards"][0].update(samples=11),
+    "does not have 10 samples of 3 fields": lambda index: index.update(fields=["a", "b", "c"]),
+    "does not have 11 samples of 2 fields": lambda index: index["shards"][0].update(samples=11),
     "its shards is [{'name': 'train-000.tar', 'samples': -1": lambda index: index["shards"][0].update(samples=-1),
     "it says 10 samples, in row groups 10": lambda index: index["shards"][0].update(groups=[10]),
     "KeyError: 'version'": lambda index: index.pop("version"),
@@ -315,7 +318,7 @@ def test_a_table_that_leads_out_of_the_file_is_not_followed(tmp_path: Path, name
     table = np.load(path)
     table[name][3, 1] = value
     np.save(path, table)
-    with pytest.raises(EndedByData, match=r"train-000.tar: sample 3 of the file: .*: the index says bytes \["):
+    with pytest.raises(EndedByData, match=r"train-000.tar: sample 3 of the file: .*: the index has offsets \["):
         Shards(tmp_path)[3]
     assert Shards(tmp_path)[4]["cls"] == 4
 
@@ -392,7 +395,7 @@ def test_opening_checks_the_sizes(tmp_path: Path) -> None:
     write_index(tmp_path)
     assert read_index(tmp_path).samples == 20
     os.truncate(tmp_path / "train-001.tar", 5000)
-    refused(r"train-001.tar: has 5000 bytes, where the index says 30720")
+    refused(r"train-001.tar: has 5000 bytes, but the index says 30720")
     (tmp_path / "train-001.tar").unlink()
     refused(r"train-001.tar: is gone")
     write_index(tmp_path)
@@ -408,7 +411,7 @@ def test_opening_checks_the_sizes(tmp_path: Path) -> None:
     [
         ("a.tar", [{"cls": b"1"}, {"cls": b"one"}], 1, r"\(1\): cls cannot be read: ValueError"),
         ("a.tar", [{"npy": np_bytes(np.array([object()]))}], 0, "Object arrays cannot be loaded"),
-        ("a.jsonl", '{"a": 1}\n{broken}\n  \r\n[1]\n{"a": 2}\n', 2, "it is no JSON object"),  # a blank line is none
+        ("a.jsonl", '{"a": 1}\n{broken}\n  \r\n[1]\n{"a": 2}\n', 2, "it is not a JSON object"),  # a blank line is none
         ("a.jsonl", '{"a": 1}\n{broken}\n  \r\n[1]\n{"a": 2}\n', 1, "cannot be read: JSONDecodeError"),
     ],
 )

@@ -123,7 +123,7 @@ def test_sources_that_seek_or_have_a_state_are_not_read_forward(
     assert cost("state", 5988) <= 12 + 6 * 60, "the last or the one before it, and the samples that are compared"
     assert not caplog.records
     assert cost("plain", 4800) == 4812
-    assert "is read forward over 800 samples" in caplog.messages[0]
+    assert "is read from the beginning to sample 800, where the run resumes" in caplog.messages[0]
     assert len(caplog.records) == 1, "once, not for each substream"
     kept = json.loads((tmp_path / "state" / "0.json").read_text())["kept"]
     assert len(kept) < 25, "of 60"
@@ -156,7 +156,7 @@ def test_a_spoilt_or_foreign_state_is_not_used(tmp_path: Path, caplog: pytest.Lo
     data = Numbered(streams("state", 1), 4, 0, tmp_path)
     assert data.__getitems__(range(300, 310)) == read_in_order(1, 4, 310)[300:]
     assert "not used" in caplog.messages[0]
-    assert "is read forward over 300 samples" in caplog.messages[1]
+    assert "is read from the beginning to sample 300, where the run resumes" in caplog.messages[1]
     data.__getitems__(range(310, 400))
     assert Numbered(streams("state", 1), 4, 0, tmp_path)[350] == read_in_order(1, 4, 351)[350]
     assert len(caplog.messages) == 2, "it was replaced by a right one"
@@ -210,11 +210,11 @@ class Counting(Stateful):
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        (Buffered, "does not go on from its state"),
-        (Documents, "does not go on from its state"),
-        (NoJson, "its state is not kept, a resume reads forward: ValueError: it does not come back"),
-        (Large, "its state is not kept, a resume reads forward: ValueError: it has 1,048,"),
-        (Counting, "its state is not kept, a resume reads forward: TypeError"),
+        (Buffered, "does not resume at its state"),
+        (Documents, "does not resume at its state"),
+        (NoJson, "its state is not stored, a resume reads forward: ValueError: it changes when it is written"),
+        (Large, "its state is not stored, a resume reads forward: ValueError: it has 1,048,"),
+        (Counting, "its state is not stored, a resume reads forward: TypeError"),
     ],
 )
 def test_a_state_that_does_not_bring_back_the_samples_is_not_used(
@@ -272,7 +272,7 @@ def failing(k: int, turn: int) -> Iterator[int]:
     ("source", "substreams", "number", "line"),
     [
         (lambda k, turn: [k] * (turn < 2), 2, 20, "substream 0 of the training data has no samples in its turn 2"),
-        (Lying, 1, 5, r"seek_sample\(5\) returned 6; return how many samples it has skipped"),
+        (Lying, 1, 5, r"seek_sample\(5\) returned 6; return the number of skipped samples"),
         (failing, 1, 1, r"its sample 1 cannot be read: OSError: no route to host at .*test_streams"),
         (Closed, 1, 0, "its sample 0 cannot be read: GeneratorExit: the other end is closed at "),
     ],
@@ -341,7 +341,7 @@ def test_hugging_faces_own(tmp_path: Path, caplog: pytest.LogCaptureFixture, buf
     assert len({*samples[:1596]}) == 1596, "each once"
     again = Numbered(made, 12, 0, tmp_path)
     assert [(it["shard"], it["n"]) for it in again.__getitems__(range(1200, 1300))] == samples[1200:1300]
-    assert ("does not go on from its state" in caplog.text) == bool(buffer)
+    assert ("does not resume at its state" in caplog.text) == bool(buffer)
 
 
 class Whole(IterableDataset[int]):
@@ -450,13 +450,13 @@ STREAM = "train_dataset() returned a Whole, a stream, which has no epochs here; 
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: numbered(Whole(), replace(CONFIG, max_steps=0)), f"--max-steps is missing: {STREAM}say"),
+        (lambda: numbered(Whole(), replace(CONFIG, max_steps=0)), f"--max-steps is missing: {STREAM}set"),
         (lambda: numbered(Whole(), replace(CONFIG, validation=0.1)), f"--validation 0.1: {STREAM}le"),
         (lambda: numbered(Whole(), replace(CONFIG, limit_batches=2)), f"--limit-batches 2: {STREAM}"),
         (lambda: numbered(Whole(), CONFIG, unchanged=True), "--set train: "),
-        (lambda: Streams(Plain, 0), "substreams must be a whole number from 1 on, and is 0"),
-        (lambda: Streams(Plain, 2.5), "substreams must be a whole number from 1 on, and is 2.5"),  # type: ignore[arg-type]
-        (lambda: Streams([1], 2), "source must be a function of (substream, turn), and is a list"),  # type: ignore[arg-type]
+        (lambda: Streams(Plain, 0), "substreams must be an integer of at least 1, but is 0"),
+        (lambda: Streams(Plain, 2.5), "substreams must be an integer of at least 1, but is 2.5"),  # type: ignore[arg-type]
+        (lambda: Streams([1], 2), "source must be a function of (substream, turn), but is a list"),  # type: ignore[arg-type]
     ],
 )
 def test_what_has_no_number_of_samples_and_no_substreams_is_refused(make: Callable[[], Any], line: str) -> None:
@@ -477,8 +477,8 @@ def test_what_is_no_training_and_no_stream_is_let_through() -> None:
         (4, 6, 2, 2, ""),
         (6, 4, 3, 2, ""),
         (48, 12, 2, 2, ""),
-        (6, 12, 2, 2, "up to 2 processes read the same .*with --num-workers 1 one does"),
-        (4, 6, 2, 3, "with --num-workers 2 one does"),
+        (6, 12, 2, 2, "up to 2 processes read the same .*with --num-workers 1 only one does"),
+        (4, 6, 2, 3, "with --num-workers 2 only one does"),
         (6, 12, 2, 4, "up to 4 processes"),
         (5, 12, 2, 0, r"substreams \(5\) and --batch-size \(24\) should be multiples of the number of ranks \(2\)"),
     ],
@@ -496,7 +496,9 @@ def test_substreams_that_unequal_shares_divide_are_told() -> None:
     plan = Plan(len(data), 24, 6, 1, 1000)
     assert data.shared(plan, 2, 0) == data.shared(plan, 2, 0, (2, 2)) == ""
     told = data.shared(plan, 2, 0, (3, 1))
-    assert told == "up to 2 processes read the same substreams, each of them all of it; with --shares equal one does"
+    assert (
+        told == "up to 2 processes read the same substreams, each of them all of it; with --shares equal only one does"
+    )
 
 
 def test_reading_forward_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -146,7 +146,7 @@ start(gan.main)
 """
 LINE = (
     "evenkeel: --batch-size 64 --micro-batch 63: every step has 64 samples, of which a micro-batch gets only one, and "
-    "the model's BatchNorm cannot be trained on that; --micro-batch 62 leaves no single sample"
+    "the model's BatchNorm cannot train on one sample; --micro-batch 62 leaves no single sample"
 )
 
 

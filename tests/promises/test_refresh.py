@@ -67,6 +67,7 @@ def test_the_control_made_from_the_present_weights_it_is_other_data(tmp_path: Pa
     assert weights_of(run_dir) != weights_of(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_ranks_that_start_again_in_place_find_it_in_memory(tmp_path: Path, alone: Path) -> None:
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
     slow.touch()

@@ -273,16 +273,14 @@ def test_a_scheduler_is_seen_when_it_is_made(caplog: pytest.LogCaptureFixture) -
             [object(), object()],
             "a sample: TypeError: default_collate: batch must contain tensors, numpy arrays, numbers, dicts",
         ),
-        ([{"a": 1}, {"b": 1}], "a sample: KeyError: 'a'; return tensors, arrays, numbers, texts"),
+        ([{"a": 1}, {"b": 1}], "a sample: KeyError: 'a'; return tensors, arrays, numbers, strings"),
         ([np.array([object()])] * 2, "a sample: TypeError: default_collate: batch must"),
     ],
 )
 def test_samples_that_make_no_batch(samples: list[Any], expected: str) -> None:
     with pytest.raises((TypeError, RuntimeError, KeyError)) as stock:
         default_collate(samples)
-    assert explain_samples(samples, stock.value).startswith(
-        f"the data set's samples cannot be made a batch: {expected}"
-    )
+    assert explain_samples(samples, stock.value).startswith(f"the data set's samples cannot be collated: {expected}")
 
 
 def test_the_traceback_of_a_loading_process_is_taken_off() -> None:

@@ -157,7 +157,9 @@ def _scan_mds(path: Path) -> tuple[list[Any], Table]:
     if not wrong_field("mds", columns):
         least = sum(size or 4 for *_, size in columns)
         if len(short := np.flatnonzero(np.diff(ends) < least)):
-            raise ValueError(f"its sample {short[0]} has {np.diff(ends)[short[0]]} bytes, its columns need {least}")
+            raise ValueError(
+                f"its sample {short[0]} has {np.diff(ends)[short[0]]} bytes, its columns need at least {least}"
+            )
     return columns, table_of(np.stack([ends[:-1], np.diff(ends)], 1)[:, None])
 
 

@@ -197,39 +197,45 @@ def checked_schedulers(
     Raises:
         Refusal: they cannot be stepped or saved, or something else sets the learning rates too.
     """
-    listing = returned if isinstance(returned, (list, tuple)) else [returned]
     made = []
-    for number, item in enumerate(listing):
+    for number, item in enumerate(returned if isinstance(returned, (list, tuple)) else [returned]):
         scheduler, when = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
         name = f"schedulers()[{number}], {kind_of(scheduler)}"
-        plateau, mode = isinstance(scheduler, ReduceLROnPlateau), getattr(scheduler, "mode", "")
         if not isinstance(scheduler, LRScheduler):
             raise Refusal(f"{name}: it must be a torch.optim.lr_scheduler.LRScheduler")
+        plateau = isinstance(scheduler, ReduceLROnPlateau)
         if when not in (None, "step", "evaluation") or (plateau and when == "step"):
             can = '"evaluation"' if plateau else '"step" (the default) or "evaluation"'
             raise Refusal(f"{name}, is paired with {when!r}: it can be {can}")
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
             raise Refusal(f"{name}, has its own optimizer: build it from the `optimizers` that the method gets")
-        if plateau and best is None:
-            raise Refusal(
-                f"{name}, needs a metric, and the task has no test data, or no `best` that names it: add both"
-            )
-        if plateau and best and mode != best[1]:
-            why = f"`best` is {best[0]!r}, whose {best[1]} counts"
-            raise Refusal(f"{name}, has mode={mode!r}, and {why}: make them the same, because it gets that metric")
-        if isinstance(scheduler, OneCycleLR) and when != "evaluation" and scheduler.total_steps < last_step:
-            raise Refusal(
-                f"{name}, has total_steps={scheduler.total_steps}, and the run has {last_step} steps: use "
-                "config.max_steps, which is that number in schedulers()"
-            )
-        plain(scheduler.state_dict(), name)
         made.append(Made(name, scheduler, plateau or when == "evaluation"))
+        _check_fit(made[-1], best, last_step)
+        plain(scheduler.state_dict(), name)
     if made and own_rates:
         raise Refusal("the task has both rates() and schedulers(), and each would set the learning rates: keep one")
     if made and (config.warmup_steps or config.schedule not in ("cosine", "constant")):
         typed = f"--warmup-steps {config.warmup_steps}" if config.warmup_steps else f"--schedule {config.schedule}"
         raise Refusal(f"{typed}: the task's schedulers() set the learning rates; leave it out")
     return made
+
+
+def _check_fit(made: Made, best: tuple[str, str] | None, last_step: int) -> None:
+    """Raise Refusal for a scheduler that needs another metric than the run has, or fewer steps."""
+    name, scheduler = made.name, made.scheduler
+    if isinstance(scheduler, ReduceLROnPlateau):
+        if best is None:
+            raise Refusal(
+                f"{name}, needs a metric, and the task has no test data, or no `best` that names it: add both"
+            )
+        if (mode := getattr(scheduler, "mode", "")) != best[1]:
+            why = f"`best` is {best[0]!r}, whose {best[1]} counts"
+            raise Refusal(f"{name}, has mode={mode!r}, and {why}: make them the same, because it gets that metric")
+    if isinstance(scheduler, OneCycleLR) and not made.by_evaluation and scheduler.total_steps < last_step:
+        raise Refusal(
+            f"{name}, has total_steps={scheduler.total_steps}, and the run has {last_step} steps: use "
+            "config.max_steps, which is that number in schedulers()"
+        )
 
 
 def plain(value: Any, name: str, where: str = "", drop: tuple[type, ...] = CODE) -> Any:
