@@ -1,4 +1,4 @@
-"""Plant 63 small faults, one at a time, and see whether the tests find them.
+"""Plant 64 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -66,6 +66,11 @@ samples drawn by weights: the same ones in each epoch
     data/*.py | tests/data/test_order.py | tests/promises/test_order.py
     - derive(seed, "draws", epoch)
     + derive(seed, "draws", 0)
+
+data that the model makes is made from the present weights at a resume in mid-epoch
+    training/refresh.py | tests/training/test_refresh.py | tests/promises/test_refresh.py
+    - self._model.load_state_dict(saved["model"])
+    +
 
 a data set that two readers share stays at the epoch of the other one
     data/*.py | tests/data/test_order.py | tests/promises/test_order.py

@@ -22,6 +22,7 @@ REDUCTION = "gradient reduction"
 COMMIT = "optimizer step"
 CHECKPOINT = "checkpoint"
 EVALUATION = "evaluation"
+REFRESH = "refresh of the data"
 COMPILATION = "compilation"
 HANGING = "hang"
 

@@ -45,6 +45,8 @@ SIGNS = 8  # projections on random signs; different data agree in all of them on
 # How far projections may differ. Any two of 100 images differ by at least 0.5 in one of them, mostly by 2.6; saving an
 # image as JPEG, worse than any two decoders, by up to 0.2. Norm and mean may differ by TOLERANCE / WEIGHT, 6 %.
 TOLERANCE, WEIGHT = 0.25, 4
+CLOSE = 0.02
+"""The same for data that a model has made twice: more than the arithmetic of another device, less than a few steps."""
 
 
 def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[Digests, list[str]]:
@@ -111,10 +113,18 @@ def digest(batch: Any, whole: bool = False) -> Digest:
     return {"equal": hashlib.sha256("\0".join(equal).encode()).hexdigest()[:16], "near": near}
 
 
-def alike(one: Digest, other: Digest) -> bool:
+def of_tensors(dataset: SizedDataset) -> Digest | None:
+    """The digest of all samples of a data set of tensors; None for other data sets."""
+    rows = Seeded(dataset, 0, TRAIN).rows
+    if rows is None:
+        return None
+    return digest([*rows.tensors, *(torch.as_tensor(list(chosen)) for chosen in rows.subsets)])
+
+
+def alike(one: Digest, other: Digest, tolerance: float = TOLERANCE) -> bool:
     """Whether two digests may be of the same data."""
     pairs = zip(one["near"], other["near"], strict=False)
-    return one["equal"] == other["equal"] and all(abs(a - b) <= TOLERANCE for a, b in pairs)
+    return one["equal"] == other["equal"] and all(abs(a - b) <= tolerance for a, b in pairs)
 
 
 def _all_alike(digests: Sequence[Digest], exactly: bool) -> bool:

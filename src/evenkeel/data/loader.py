@@ -47,10 +47,11 @@ class Seeded(Dataset[Any]):
         self.seed, self.purpose = seed, purpose
         self._by_position = isinstance(dataset, Ordered)
         dataset = dataset.dataset if isinstance(dataset, Ordered) else dataset
-        self._rows = Rows.of(dataset)
+        self.rows = Rows.of(dataset)
+        """Fetches rows of tensors; None for other data sets."""
         self._own = dataset.collate if isinstance(dataset, Collated) else None
         self.dataset: SizedDataset = dataset.dataset if isinstance(dataset, Collated) else dataset
-        self.fetch_all = None if self._rows else whole_fetch(self.dataset, samples=self._own is not None)
+        self.fetch_all = None if self.rows else whole_fetch(self.dataset, samples=self._own is not None)
         """Fetches a whole micro-batch; None: samples are fetched one by one, or rows of tensors."""
 
     def __len__(self) -> int:
@@ -58,8 +59,8 @@ class Seeded(Dataset[Any]):
 
     def __getitems__(self, indices: Indices) -> Any:
         """Return a collated micro-batch."""
-        if self._rows:
-            return self._rows(indices)
+        if self.rows:
+            return self.rows(indices)
         try:
             with no_exit(EndedByData):  # a SystemExit would only end the loader process
                 tell_epoch(self.dataset, indices.epoch)
@@ -99,6 +100,7 @@ def loader(
     num_workers: int,
     device: torch.device,
     started: DataLoader[Any] | None = None,
+    ahead: bool = True,
 ) -> DataLoader[Any]:
     """Return a `DataLoader` of this rank's micro-batches, in order, the same for any number of workers.
 
@@ -109,13 +111,14 @@ def loader(
         num_workers: loader processes, used for all epochs. In training they begin the next epoch ahead of time.
         device: the batches' destination; batches for a GPU are in pinned memory.
         started: the loader of :func:`start_workers`, whose processes are already running.
+        ahead: False: each epoch has loader processes of its own, forked at its beginning.
     """
     if started is not None:  # it has no sampler yet
         assert isinstance(started.batch_sampler, _Endless)
         started.batch_sampler.sampler = sampler
         return started
-    endless = purpose == "train" and num_workers
-    return _made(Seeded(dataset, sampler.seed, purpose), _Endless(sampler) if endless else sampler, num_workers, device)
+    batches = _Endless(sampler) if purpose == "train" and num_workers and ahead else sampler
+    return _made(Seeded(dataset, sampler.seed, purpose), batches, num_workers, device, persistent=ahead)
 
 
 def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> DataLoader[Any] | None:
@@ -131,14 +134,16 @@ def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: to
     return made
 
 
-def _made(dataset: Seeded, sampler: Iterable[Indices], num_workers: int, device: torch.device) -> _Loader:
+def _made(
+    dataset: Seeded, sampler: Iterable[Indices], num_workers: int, device: torch.device, persistent: bool = True
+) -> _Loader:
     return _Loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_unchanged,
         pin_memory=device.type == "cuda",
-        persistent_workers=num_workers > 0,
+        persistent_workers=persistent and num_workers > 0,
         worker_init_fn=_outlive_signals,
     )
 

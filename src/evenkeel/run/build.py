@@ -30,6 +30,7 @@ from ..training.determinism import fix_arithmetic, threads_of_a_rank
 from ..training.early_stopping import Stopping
 from ..training.freezing import freeze
 from ..training.precision import Scaler
+from ..training.refresh import Refresh, refuse_unrefreshable
 from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.shares import refuse_unequal
 from ..training.state import State
@@ -57,6 +58,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     world = prepare_process(config, recorded)
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)
+    refuse_unrefreshable(task, train_set)
     validate(config, positions_in(train_set))
     if config.tensorboard and not find_spec("tensorboard"):
         raise Refusal("--tensorboard: needs the package tensorboard; pip install tensorboard")
@@ -145,4 +147,5 @@ def build_state(
     schedulers = Schedulers(made, best, plan.total_steps, every) if made else None
     skip = config.on_nonfinite == "skip"
     memory = TaskState.of(task, config.seed, world)
-    return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory)
+    refresh = Refresh.of(task, model, config, world)
+    return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory, refresh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..common.errors import Ended, Refusal
 from ..common.phases import CHECKPOINT, activity
 from ..config import Config
 from ..data.changes import Changes
-from ..data.data_digest import OFTEN, ONCE, TRAINING, TWICE, Digests, difference, look
+from ..data.data_digest import CLOSE, OFTEN, ONCE, TRAINING, TWICE, Digest, Digests, alike, difference, look, of_tensors
 from ..data.dataset import SizedDataset
 from ..data.order import Listed, order_name, order_of
 from ..distributed.world import World
@@ -132,6 +132,37 @@ class DataCheck:
         """From now on :meth:`refuse_changed` finds data that changes."""
         self._changes = Changes(self._config, self._sets, self.digests)
 
+    def refreshed(self, epoch: int, dataset: SizedDataset, before: Digest | None) -> Digest | None:
+        """Compare data that the task has made for an epoch, which is now the training data, with other ranks'.
+
+        Args:
+            epoch: for which it was made.
+            dataset: the data.
+            before: its digest when it was made for the first time, if that was before.
+
+        Returns:
+            Its digest, None if it cannot be compared.
+
+        Raises:
+            Ended: on all ranks: it differs; or `refresh` has changed the earlier data in place.
+        """
+        self.refuse_changed()
+        with activity.during(CHECKPOINT):
+            for times in (TWICE, OFTEN):  # samples that are random at each read are sometimes the same twice
+                found = look(self._config, {TRAINING: dataset}, times)[0]
+                mine = of_tensors(dataset) or found.get(TRAINING)
+                everywhere = self._world.gather(mine)
+                if not (other := _other(epoch, before, everywhere)):
+                    break
+        if other and not any(self._world.gather(self._config.other_data)):
+            raise Ended(other)
+        if other and self._changes:
+            log.warning("--other-data: %s", other.partition(";")[0])
+        if self._changes:
+            others = {name: it for name, it in self.digests.items() if name != TRAINING}
+            self._changes = Changes(self._config, {**self._sets, TRAINING: dataset}, {**others, **found})
+        return None if other else everywhere[0]
+
     def refuse_changed(self) -> None:
         """End the run on all ranks if data has changed since :meth:`watch`; with --other-data warn, once."""
         if not self._changes:
@@ -143,8 +174,22 @@ class DataCheck:
         if not any(accepted for _, accepted in everywhere):
             raise Ended(
                 f"{changed}: its result then depends on the ranks and on --num-workers, and a stop loses the change; "
-                "make the data before the job, and start another run for other data (--init-from), or, if you accept "
-                "that, add --other-data"
+                "let refresh(model, epoch) make the data (docs/tasks.md), or start another run for other data "
+                "(--init-from), or, if you accept that, add --other-data"
             )
         self._changes = None
         log.warning("--other-data: %s", changed)
+
+
+def _other(epoch: int, before: Digest | None, everywhere: Sequence[Digest | None]) -> str:
+    """Say in a line that a rank has made other data for an epoch than rank 0, or than `before`; else empty."""
+    remedy = (
+        "make it of the model, the epoch, the task's state_dict() and torch's, NumPy's or Python's global generator "
+        "alone, or add --other-data"
+    )
+    for rank, digest in enumerate(everywhere):
+        if digest and everywhere[0] and not alike(digest, everywhere[0]):
+            return f"refresh() made other data for epoch {epoch} on rank {rank} than on rank 0; {remedy}"
+        if digest and before and not alike(digest, before, CLOSE):
+            return f"refresh() made other data for epoch {epoch} than when that epoch began; {remedy}"
+    return ""

@@ -32,7 +32,8 @@ from ..training.cut import has_batchnorm, refuse_single_samples, settle
 from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss
 from ..training.loss import LossFunction
-from ..training.state import State
+from ..training.refresh import Refresh
+from ..training.state import State, begin_epoch
 from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
@@ -114,7 +115,7 @@ class Run:
             longest = max(600, config.hang_timeout) + LONGEST * config.compile
             with world.connected(timedelta(seconds=longest + 300)) as store:
                 finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
-                workers = 0 if finished else config.num_workers
+                workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, workers, world.device))
                 run.finished = finished
                 if finished:
@@ -216,15 +217,27 @@ class Run:
         return Profiler(window, self.config.memory_snapshot, self.world, self.path).around(steps, self.state)
 
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
+        made = -1
         while not self.state.is_over():
             epoch, first_step = self.plan.locate(self.state.step)
             self.attempt.begin_epoch(epoch)
+            if refresh := self.state.refresh:
+                if not first_step and refresh.due(epoch):
+                    begin_epoch(self.state, refresh, epoch)
+                if refresh.epoch != made:
+                    batches, made = self._refreshed(refresh, sampler), refresh.epoch
             sampler.set_epoch(epoch, first_step)
             sampler.sizes = self.step_log.shares.sizes
             for step in by_step(batches, sampler):
                 yield step
                 if self.state.is_over() or sampler.sizes != self.step_log.shares.sizes:
                     break
+
+    def _refreshed(self, refresh: Refresh, sampler: ElasticSampler) -> DataLoader[Any]:
+        """The loader of the data that the task makes from here on; its processes are forked when an epoch begins."""
+        dataset = refresh.data(self.attempt.sets[TRAINING], self.state.own)
+        refresh.digest = self.attempt.data.refreshed(refresh.epoch, dataset, refresh.digest)
+        return loader(dataset, sampler, "train", self.config.num_workers, self.world.device, ahead=False)
 
     def after_step(self, model: DistributedLoss, norm: Tensor | None = None) -> None:
         """Log, evaluate and save, if each is due.

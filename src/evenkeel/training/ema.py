@@ -21,13 +21,7 @@ class Average:
     """
 
     def __init__(self, model: nn.Module, decay: float, buffers: Buffers) -> None:
-        try:
-            self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        except RuntimeError as error:
-            raise Refusal(
-                f"--ema: the model cannot be copied ({str(error).split('. ')[0]}); if it uses the old "
-                "torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm, or leave --ema out"
-            ) from error
+        self.model = frozen_copy(model, "--ema")
         self.decay = decay
         self._live: list[Tensor] = list(model.parameters())
         self._mean: list[Tensor] = list(self.model.parameters())
@@ -58,3 +52,18 @@ class Average:
 def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The weights to use from a committed state: the averages, if it has any, with the model's buffers."""
     return {**captured["model"], **captured.get("ema", {})}
+
+
+def frozen_copy(model: nn.Module, what: str) -> nn.Module:
+    """A copy of a model in evaluation mode, whose parameters require no gradient.
+
+    Raises:
+        Refusal: the model cannot be copied, which `what` needs: an option or a method of the task.
+    """
+    try:
+        return copy.deepcopy(model).requires_grad_(False).eval()
+    except RuntimeError as error:
+        raise Refusal(
+            f"{what}: the model cannot be copied ({str(error).split('. ')[0]}); if it uses the old "
+            f"torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm, or leave {what} out"
+        ) from error

@@ -1,9 +1,10 @@
 """The committed state: the complete state of a run between two optimizer steps.
 
 Model, optimizers and one integer, the step; if the options or the task need them, float16's loss scale, the
-average of the weights, the memory of early stopping, the task's schedulers and its own state. Everything
-else (sample order, random numbers, the learning rate of a task without schedulers) is a pure function of the options
-and the step. It has no world size and no rank, so one rank can continue a state that eight ranks have written.
+average of the weights, the memory of early stopping, the task's schedulers, its own state, and the weights from which
+it made the epoch's data. Everything else (sample order, random numbers, the learning rate of a task without
+schedulers) is a pure function of the options and the step. It has no world size and no rank, so one rank can continue a
+state that eight ranks have written.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .ema import Average
 from .nonfinite import NonFinite, Verdict, decides_on_device, step_unless
 from .optimization import Rates, load_optimizer, rate_names
 from .precision import Scaler
+from .refresh import Refresh, load_refresh
 from .schedulers import Schedulers, load_schedulers
 from .seqlock import Seqlock, Torn
 from .staging import Staging, map_tensors
@@ -49,6 +51,7 @@ class State:
         placed: how the model is spread over several devices, in a line, if it is.
         schedulers: the task's, which set the learning rates instead of :meth:`set_rates`.
         own: the task's own state, which changes in a commit. The host then waits for each step.
+        refresh: has what the task makes the data of the present epoch from.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class State:
         placed: str = "",
         schedulers: Schedulers | None = None,
         own: TaskState | None = None,
+        refresh: Refresh | None = None,
     ) -> None:
-        self.own = own
+        self.own, self.refresh = own, refresh
         self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
         self.scaler, self.stopping, self.schedulers = scaler, stopping or Stopping(), schedulers
@@ -282,6 +286,8 @@ class State:
             parts["schedulers"] = self.schedulers.state_dict()
         if self.own and self.own.now is not None:
             parts["task"] = self.own.now
+        if self.refresh:
+            parts["refresh"] = self.refresh.state_dict()
         return parts
 
     def tensors(self) -> dict[str, Tensor]:
@@ -306,6 +312,7 @@ class State:
                 load_optimizer(optimizer, saved, self.model)
             load_schedulers(self.schedulers, captured.get("schedulers"))
             load_task_state(self.own, captured.get("task"))
+            load_refresh(self.refresh, captured.get("refresh"))
             self.buffers.accept()
             if self.average:
                 self.average.load_state_dict(captured["ema"], captured["model"])
@@ -314,6 +321,13 @@ class State:
             if "stopping" in captured:
                 self.stopping.load_state_dict(captured["stopping"])
             self.step = activity.step = captured["step"]
+
+
+def begin_epoch(state: State, refresh: Refresh, epoch: int) -> None:
+    """At an epoch's first step: keep the weights, from which the task makes the data of this epoch."""
+    state.settle()
+    with state._seqlock.hold(FOREVER):
+        refresh.take(epoch, state._live()["model"], state.own)
 
 
 def named_tensors(tree: Any) -> dict[str, Tensor]:

@@ -6,17 +6,18 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from numpy.typing import ArrayLike
+from torch import nn
 from torch.utils.data import default_collate
 
 from ..common.errors import Refusal, place_of
 from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
 from ..data.data_digest import TRAINING
-from ..data.dataset import Collated, SizedDataset, chosen_of, length, limited, split
-from ..data.order import ordered
+from ..data.dataset import Collated, Limited, Rows, SizedDataset, chosen_of, length, limited, split
+from ..data.order import Ordered, ordered
 from ..data.randomness import derive, seed_task
 from ..data.streams import numbered
 
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 class TaskData(ABC):
     """The part of a task that defines the samples."""
+
+    refresh_every: ClassVar[int] = 1
+    """Epochs from one call of `refresh` to the next."""
 
     @abstractmethod
     def train_dataset(self) -> SizedDataset:
@@ -48,6 +52,16 @@ class TaskData(ABC):
         """The sample indices of an epoch in order, equally many in each epoch: a curriculum, or
         `evenkeel.tasks.buckets`. A function of the epoch, and of the generators, which are seeded for it. None: the
         usual order."""
+        return None
+
+    def refresh(self, model: nn.Module, epoch: int) -> SizedDataset | None:
+        """Training data made by the model, such as pseudo-labels, for the epoch that begins: as many samples as
+        `train_dataset` has, on the CPU. None: the data of `train_dataset`.
+
+        Called on all ranks with a copy of the model, in evaluation mode without gradients; again at a resume in
+        mid-epoch, with the weights, and the task's state, of the epoch's first step. So make it from these, the epoch
+        and the generators, which are seeded for it, and change nothing.
+        """
         return None
 
     @abstractmethod
@@ -79,14 +93,39 @@ def training_set(task: TaskData, config: Config, unchanged: bool = False) -> Siz
     """
     seed_task(config.seed, "data")
     whole = numbered(_data_of(task.unchanged_train_dataset if unchanged else task.train_dataset), config, unchanged)
-    part = split(whole, config.validation, _split_seed(config))[0] if config.validation else whole
-    part = limited(part, config.limit_batches * config.batch_size)
+    part = _trained_on(whole, config)
     dataset = collated(task, part)
     if unchanged:
         return dataset
     chosen, size = chosen_of(whole, part), length(whole, "train_dataset")
     found: SizedDataset = ordered(dataset, size, chosen, task.sample_weights, task.order, config.seed)
     return found
+
+
+def _trained_on(whole: SizedDataset, config: Config) -> SizedDataset:
+    """The samples that --validation and --limit-batches leave of the training data."""
+    part = split(whole, config.validation, _split_seed(config))[0] if config.validation else whole
+    return limited(part, config.limit_batches * config.batch_size)
+
+
+def refreshed_set(task: TaskData, config: Config, made: Any, train_set: Any) -> SizedDataset:
+    """The result of `refresh`, with the same part of its samples, in the same order, as the training data.
+
+    Raises:
+        Refusal: it has another number of samples, or its tensors are on a GPU.
+    """
+    whole = train_set
+    while isinstance(whole, (Ordered, Collated, Limited)):
+        whole = whole.dataset
+    if (found := length(made, "refresh")) != len(whole):
+        raise Refusal(
+            f"refresh() returned {found} samples and train_dataset() has {len(whole)}: all epochs of a run have one "
+            "length; repeat or leave out samples, with torch's Subset for example"
+        )
+    if (rows := Rows.of(made)) and (device := rows.tensors[0].device).type != "cpu":
+        raise Refusal(f"refresh() returned tensors on {device}: return them on the CPU, where data is loaded")
+    dataset = collated(task, _trained_on(made, config))
+    return Ordered(dataset, train_set.order) if isinstance(train_set, Ordered) else dataset
 
 
 def has_own_collate(task: TaskData) -> bool:

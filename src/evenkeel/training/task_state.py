@@ -119,6 +119,23 @@ class TaskState:
                     f"state_dict() of {type(self._task).__name__} is not the same on rank 0 and rank {rank}: {REMEDY}"
                 )
 
+    def kept(self) -> dict[str, Any] | None:
+        """A copy of the state; None: the task has none."""
+        return None if self.now is None else map_tensors(self.now, lambda tensor, _: tensor.detach().cpu().clone())
+
+    @contextmanager
+    def at(self, earlier: Mapping[str, Any] | None) -> Iterator[None]:
+        """With the state of an earlier commit, as :meth:`kept` returned it; then go back to the present one."""
+        now = self.kept()
+        if now is None or earlier is None or digest(now) == digest(earlier):
+            with self.unchanged():
+                yield
+            return
+        self.load(earlier)
+        with self.unchanged():
+            yield
+        self.load(now)
+
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load the state of a commit, with tensors on the CPU; raises Ended if that fails."""
         try:
