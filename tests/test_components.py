@@ -15,15 +15,15 @@ COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1350,
+    "common": 1360,
     "config": 490,
     "data": 3010,
     "distributed": 1970,
     "resilience": 1520,
     "training": 4550,
-    "run": 4680,
-    "tasks": 2220,
-    "launch": 2200,
+    "run": 4700,
+    "tasks": 2230,
+    "launch": 2390,
     "cli": 6660,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
