@@ -20,7 +20,7 @@ BUDGET = {
     "data": 3010,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 4550,
+    "training": 4560,
     "run": 4700,
     "tasks": 2230,
     "launch": 2390,
