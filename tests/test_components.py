@@ -15,15 +15,15 @@ COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1350,
+    "common": 1360,
     "config": 490,
     "data": 3030,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 4800,
-    "run": 4750,
-    "tasks": 2221,
-    "launch": 2200,
+    "training": 4810,
+    "run": 4770,
+    "tasks": 2230,
+    "launch": 2380,
     "cli": 6660,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

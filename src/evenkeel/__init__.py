@@ -4,6 +4,7 @@
 
     Task            data, model, loss, metrics; the only thing that a user must write
     parse           the command line: options and the task
+    fit             train.py in one call, from Python and notebooks
     start           run a main function: exit codes, one-line errors, `python train.py -n 2 -g 4`
     Run             one run across all restarts: its steps, and what is saved and logged after them
     DistributedLoss the model and a loss on all ranks; from `Run.distribute`
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .common.display import announce
     from .config import Config
+    from .launch.fit import fit
     from .launch.start import start
     from .run.eval_only import evaluate
     from .run.run import Run
@@ -71,6 +73,7 @@ __all__ = [
     "clip_grad_norm",
     "constants",
     "evaluate",
+    "fit",
     "parse",
     "secret",
     "start",
@@ -79,6 +82,7 @@ __all__ = [
 _HOMES = {
     "common.display": ["announce"],
     "config": ["Config"],
+    "launch.fit": ["fit"],
     "launch.start": ["start"],
     "run.eval_only": ["evaluate"],
     "run.run": ["Run"],

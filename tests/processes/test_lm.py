@@ -61,4 +61,4 @@ def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
     assert sample(trained, "--checkpoint", 7, expect=2).startswith("--checkpoint 7: give last, best")
     assert sample(trained, "--temperature", -1, expect=2) == "--temperature -1.0: must be at least 0"
     assert sample(tmp_path, "x", expect=2) == f"{tmp_path}: no checkpoint there; name a run directory"
-    assert sample(digits, "x", expect=2).endswith("its task classify generates no text; name a run of --task lm")
+    assert sample(digits, "x", expect=2).startswith("the task Classify generates no text: define")

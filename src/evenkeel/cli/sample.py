@@ -1,4 +1,4 @@
-"""`python -m evenkeel sample`: continue a text with a run's language model. Only reads the run."""
+"""`python -m evenkeel sample`: continue a text with a run's model. Only reads the run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 import tyro
 
 from ..common.display import say
-from ..common.errors import Refusal
 from ..config import FINITE, SEEDS, option
 from ..run.records import chosen
 
 
 @dataclass(frozen=True)
 class SampleCommand:
-    """Continue a text with the language model of a run.
+    """Continue a text with the model of a run: --task lm, or a task of your own that defines `generate`.
 
     Example: python -m evenkeel sample runs/lm "It is a truth"
 
@@ -48,10 +47,10 @@ class SampleCommand:
         from ..tasks.command_line import parse_as_recorded
 
         config, task = parse_as_recorded(self.run, train_options)
-        if not (generate := getattr(task, "generate", None)):
-            raise Refusal(f"{self.run}: its task {config.task} generates no text; name a run of --task lm")
         model = build_model(config, task)
         read_chosen(model, self.run, self.checkpoint)
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-        say(self.text + generate(model, self.text, self.tokens, self.temperature, self.top_k, self.seed))
+        with torch.no_grad():
+            more = task.generate(model, self.text, self.tokens, self.temperature, self.top_k, self.seed)
+        say(self.text + more)
         return 0

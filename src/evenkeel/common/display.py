@@ -102,6 +102,13 @@ def stop() -> None:
         shown.stop()
 
 
+def forget() -> None:
+    """End the display; a later run in this process has its own."""
+    global shown
+    stop()
+    shown = None
+
+
 def _is_seen() -> bool:
     dumb = os.environ.get("TERM") in ("dumb", "unknown")  # where rich draws nothing, and lines are better
     return os.environ.get("RANK", "0") == "0" and sys.stdout.isatty() and not dumb

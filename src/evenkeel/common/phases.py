@@ -46,8 +46,9 @@ class Activity:
     def __init__(self) -> None:
         self.begin()
 
-    def begin(self) -> None:
-        """Reset the counts to the start of this process; also for a fork, which inherits its parent's."""
+    def begin(self, age: float | None = None) -> None:
+        """Reset the counts to the start of this process, or so many seconds ago; also for a fork, which inherits its
+        parent's."""
         self.step = 0
         """Optimizer steps done."""
         self.redo_until = 0
@@ -57,7 +58,7 @@ class Activity:
         """The part of the phase, for the display."""
         self.changes = 0
         """Marks so far. If this does not change, the process is stuck."""
-        self._since = time.monotonic() - _age()
+        self._since = time.monotonic() - (_age() if age is None else age)
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, phase: str, detail: str = "") -> None:

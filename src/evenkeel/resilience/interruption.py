@@ -125,6 +125,20 @@ class Interruption:
         _leave(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", patience=1.0)
 
 
+class Resident(Interruption):
+    """For a process that goes on after the run, such as a notebook: it takes no signals and never ends the process."""
+
+    def __init__(self, grace: float) -> None:
+        self.grace, self.reason = grace, ""
+
+    def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
+        """Only warn."""
+        log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)
+
+    def await_end(self) -> None:
+        """Nothing has ended the process."""
+
+
 def _take(number: signal.Signals) -> None:
     signal.signal(number, lambda *_: None)
     signal.siginterrupt(number, False)

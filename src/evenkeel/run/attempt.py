@@ -107,6 +107,13 @@ class Attempt:
         self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
         self.data.look({} if config.fresh else read_facts(self.path / "status.json")[0])
 
+    def __enter__(self) -> None:
+        """Hold the folder's lock, which it has, to the end of the block."""
+
+    def __exit__(self, *_: object) -> None:
+        if self.directory:
+            self.directory.release()
+
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]] | None = None) -> bool:
         """Record the start of an attempt on every rank; True if the run is finished already.
 

@@ -161,7 +161,8 @@ def _sources(task: Task) -> Iterator[tuple[str, Path]]:
         yield Path(main).name, Path(main)
     own = sys.modules[type(task).__module__]
     top = sys.modules[own.__name__.partition(".")[0]]  # of a file: that file itself
-    folder = Path(top.__file__ or own.__file__ or "").parent
+    files = (getattr(module, "__file__", None) for module in (top, own))  # a notebook has none
+    folder = Path(next(filter(None, files), "")).parent
     if folder.is_relative_to(package):
         return
     others = [package, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]

@@ -6,7 +6,7 @@ only take part in the collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -77,6 +77,7 @@ class Run:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
         self.finished = False
+        self.asked_to_stop: Callable[[], bool] = lambda: False
         self.evaluator = Evaluator(attempt, task, state)
         self.checkpointer = Checkpointer(attempt, state)
         self.step_log = StepLog(attempt, task, state)
@@ -86,17 +87,18 @@ class Run:
 
     @classmethod
     @contextmanager
-    def open(cls, config: Config, task: Task) -> Iterator[Run]:
+    def open(cls, config: Config, task: Task, interruption: Interruption | None = None) -> Iterator[Run]:
         """Start or continue a run: devices, data, model; then the process group and the newest checkpoint.
 
-        Whatever ends the block, the last finished step is saved.
+        Whatever ends the block, the last finished step is saved. `interruption`: what takes signals; default: one that
+        ends the process.
 
         Raises:
             Refusal: bad input, before the process group exists and before anything is written.
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
-        interruption = Interruption(config.grace)  # handles signals from here on
+        interruption = interruption or Interruption(config.grace)  # handles signals from here on
         with no_exit():
             recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know more
             world, sets = prepare(config, task, recorded)
@@ -113,7 +115,7 @@ class Run:
 
             # a collective's time-out explains nothing, so the watch for hangs must come earlier
             longest = max(600, config.hang_timeout) + LONGEST * config.compile
-            with world.connected(timedelta(seconds=longest + 300)) as store:
+            with attempt, world.connected(timedelta(seconds=longest + 300)) as store:
                 finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
                 workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, workers, world.device))
@@ -135,6 +137,9 @@ class Run:
                 if not self.state.is_over():
                     raise Ended(f"the training loop ended at step {self.state.step} of {self.plan.total_steps}")
                 self.ending.finish(self.evaluator.metrics)
+        except KeyboardInterrupt:  # only if the interruption is not to end the process
+            self.ending.stopped("Ctrl-C")
+            raise
         except BaseException as error:
             interruption.await_end()  # after a signal other ranks leave, which is no failure
             self.ending.failed(error)
@@ -229,6 +234,8 @@ class Run:
             sampler.set_epoch(epoch, first_step)
             sampler.sizes = self.step_log.shares.sizes
             for step in by_step(batches, sampler):
+                if self.asked_to_stop():
+                    raise KeyboardInterrupt
                 yield step
                 if self.state.is_over() or sampler.sizes != self.step_log.shares.sizes:
                     break

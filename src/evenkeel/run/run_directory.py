@@ -97,6 +97,10 @@ class RunDirectory:
         """Wall-clock seconds of all attempts that recorded theirs."""
         return round(self._seconds_before + time.monotonic() - self._claimed, 3)
 
+    def release(self) -> None:
+        """Unlock the folder, for a process that goes on after the run."""
+        self._lock.close()
+
     def start_over(self, tokens: list[str]) -> Path | None:
         """Move the run in the folder aside and return its new path; do nothing if a restart of this launch made it.
 

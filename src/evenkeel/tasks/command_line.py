@@ -90,7 +90,10 @@ def options_of(
     if not early.task and "task" not in from_file and not task:
         from_file["task"], label = default_task()
     if task:
-        from_file["task"] = f"{os.path.relpath(inspect.getfile(task))}:{task.__name__}"
+        try:
+            from_file["task"] = f"{os.path.relpath(inspect.getfile(task))}:{task.__name__}"
+        except (OSError, TypeError):  # of a notebook's cell
+            from_file["task"] = f"{task.__module__}:{task.__name__}"
     task_class = task or load_task(str(early.task or from_file["task"]), label)
     task_options = task_class if is_dataclass(task_class) else _NoOptions
     _check_options(task_class, task_options)

@@ -115,6 +115,14 @@ class Task(TaskData, TaskTraining):
             'model(batch[0]).softmax(1), "target": batch[1]}, for example'
         )
 
+    def generate(self, model: nn.Module, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
+        """The text by which `evenkeel sample` continues a prompt, from its options. In evaluation mode, without
+        gradients; the draws must come from the seed."""
+        raise Refusal(
+            f"the task {type(self).__name__} generates no text: define generate(model, prompt, tokens, temperature, "
+            "top_k, seed), or name a run of --task lm"
+        )
+
     def resolved(self, recorded: Mapping[str, Any] | None) -> Task:
         """The task with values for its open options, such as "auto"; by default the task itself.
 
