@@ -20,7 +20,7 @@ BUDGET = {
     "data": 3010,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 4550,
+    "training": 4560,
     "run": 4680,
     "tasks": 2220,
     "launch": 2200,
