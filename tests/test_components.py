@@ -24,7 +24,7 @@ BUDGET = {
     "run": 4680,
     "tasks": 2220,
     "launch": 2200,
-    "cli": 6660,
+    "cli": 6950,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 
