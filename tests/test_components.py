@@ -24,7 +24,7 @@ BUDGET = {
     "run": 4770,
     "tasks": 2230,
     "launch": 2380,
-    "cli": 6660,
+    "cli": 6940,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "report": "cli.report.command.ReportCommand",
     "profile": "cli.profile.ProfileCommand",
     "scaling": "cli.scaling.command.ScalingCommand",
+    "sweep": "cli.sweep.SweepCommand",
 }
 """The place of each command. Any of these modules may be deleted."""
 

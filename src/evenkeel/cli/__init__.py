@@ -12,6 +12,7 @@
     follow.py       follow: show one run live until it ends
     profile.py      profile: merge the traces of a run's ranks onto one clock
     scaling/        scaling: short runs on more and more ranks; the speed-up, and what limits it
+    sweep.py        sweep: a run for each combination of some options; mean and deviation of their metrics
     doctor/         doctor: check the machines, alone or on all ranks, before a job
     report/         report: an HTML page about a run or several, with pictures and numbers if asked
     check/          check: prove the promises for a user's own task
@@ -24,8 +25,8 @@ imported where it is needed, so that the help and most commands take a tenth of 
 
 To add a command: write such a file, name it in `__main__.py`, give numbers bounds by `config.option`, and
 test it in `tests/cli`. To remove one: delete its file, its line in `__main__.py` and its tests; nothing else imports
-it, except that `follow` and `report` use `status`. All but chaos, check and scaling only read (`checkpoint export`,
-`predict`, `report` and `profile` write output files, and `data index` an index).
+it, except that `follow` and `report` use `status`. All but chaos, check, scaling and sweep only read
+(`checkpoint export`, `predict`, `report` and `profile` write output files, and `data index` an index).
 
 Not here: the log of a Slurm job, which `follow` shows (`launch/slurm/follow.py`); the launchers and submit.py
 (`launch/`); the options of train.py (`config/`, `tasks/command_line.py`); the formats of what a run writes (`run/`).

@@ -47,6 +47,12 @@ def check_model(model: Any, learns: bool = True) -> None:
                 f"{returned} whose {name} is a complex parameter, whose gradients cannot be added over ranks: store "
                 "torch.view_as_real of it, and use torch.view_as_complex in forward()"
             )
+    for name, it in model.state_dict().items():
+        if not isinstance(it, Tensor) or it.is_quantized:
+            raise Refusal(
+                f"{returned} whose {name} is {kind_of(it)}, as quantised modules have, and checkpoints have plain "
+                "tensors only: train it first and quantise the exported model, or use prepare_qat (fake quantisation)"
+            )
     if learns and (sparse := [name for name, it in model.state_dict().items() if it.layout is not torch.strided]):
         raise Refusal(
             f"{returned} whose {sparse[0]} is sparse, but checkpoints have dense tensors only: register it with "

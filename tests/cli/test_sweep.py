@@ -1,0 +1,71 @@
+"""What `sweep` refuses, how runs are named and typed, and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenkeel.cli.sweep import Setting, SweepCommand, name_of, read, table, words
+from evenkeel.common.errors import Refusal
+from tests.support.processes import TRAIN
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lr = [0.1]", "lr is in no table; put options into [fixed], or as lists into [grid]"),
+        ("[fixed]\nlr = 0.1", "has no table [grid] with lists of values"),
+        ("[grid]", "has no table [grid]"),
+        ("[grid]\nlr = 0.1", "lr = 0.1 in [grid] must be a list of values"),
+        ("[fixed]\nlr = 1\n[grid]\nlr = [2]", "lr is in [fixed] and in [grid]"),
+        ("[grid]\nrun-dir = ['a']", "run_dir: sweep sets it for each run"),
+        ("[grid", "not TOML"),
+        ("[grid]\nlr = [0.1, 0.1]", "two runs would be "),
+        ("[grid]\nlrr = [0.1]", "Unrecognized options: --lrr"),
+        ("[grid]\nlr = [-1.0]", "--lr -1.0: "),
+    ],
+)
+def test_what_a_file_may_not_have_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    (file := tmp_path / "sweep.toml").write_text(text)
+    with pytest.raises(Refusal) as refused:
+        SweepCommand(file, run_dir=tmp_path / "runs", script=Path(TRAIN))()
+    assert expected in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_options_become_words_and_names() -> None:
+    assert words("batch_size", 4) == ["--batch-size=4"]
+    assert words("freeze", ["a", "*.b"]) == ["--freeze", "a", "*.b"]
+    assert [words("ema", 0.9), words("compile", True), words("compile", False)] == [["--ema=0.9"], ["--compile"], []]
+    assert words("of_a_task", False) == ["--no-of-a-task"]
+    assert name_of({"lr": 0.1, "freeze": ["a", "b"], "task": "my/file.py:T"}) == "lr=0.1,freeze=a+b,task=my_file.py_T"
+
+
+def test_the_grid_is_read_with_either_spelling(tmp_path: Path) -> None:
+    (file := tmp_path / "sweep.toml").write_text("[fixed]\nbatch-size = 8\n[grid]\nmax_steps = [1, 2]\n")
+    assert read(file) == ({"batch_size": 8}, {"max_steps": [1, 2]})
+
+
+def setting(folder: Path, lr: float, seed: int, loss: Any = None) -> Setting:
+    found = Setting({"lr": lr, "seed": seed}, folder / f"{lr}-{seed}", ())
+    if loss is not None:
+        found.run_dir.mkdir()
+        (found.run_dir / "summary.json").write_text(json.dumps({"metrics": {"test/loss": loss}}))
+    return found
+
+
+def test_the_table_has_the_mean_and_the_deviation_of_a_sample(tmp_path: Path) -> None:
+    runs = [setting(tmp_path, 0.1, 1, 1.0), setting(tmp_path, 0.1, 2, 3.0), setting(tmp_path, 0.2, 1, 5.0)]
+    rows = [line.split("  ") for line in table([*runs, setting(tmp_path, 0.2, 2)], ("seed",))]
+    cells = [[cell.strip() for cell in row if cell] for row in rows]
+    assert cells == [
+        ["setting", "runs", "test/loss"],
+        ["lr=0.1", "2/2", "2 ± 1.414"],
+        ["lr=0.2", "1/2", "5"],
+    ]
+    assert len(table(runs, ())) == 4, "the control: a line for each"
+    assert table(runs, ("seed", "lr"))[1].startswith("all      3/3")
