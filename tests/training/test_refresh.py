@@ -73,8 +73,9 @@ def test_it_is_made_from_the_weights_and_the_state_at_the_epochs_first_step() ->
     state, other = state_of(task), state_of(later := Refreshed())
     assert state.refresh
     assert state.own
-    task.past = [3.0]
-    state.own.load({"past": [3.0]})
+    torch.nn.init.ones_(state.parameters[0])  # other weights than those it begins with
+    task.past = [30.0]
+    state.own.load({"past": [30.0]})
     begin_epoch(state, state.refresh, 1)
     made = labels(state.refresh.data(task.train_dataset(), state.own))
     torch.nn.init.zeros_(state.parameters[0])
@@ -84,7 +85,7 @@ def test_it_is_made_from_the_weights_and_the_state_at_the_epochs_first_step() ->
     assert other.refresh
     assert labels(other.refresh.data(later.train_dataset(), other.own)) == made
     assert later.past == [7.0], "the present one again"
-    assert min(made) > 1
+    assert min(made) > 10, "of the state then"
     begin_epoch(other, other.refresh, 1)  # the control
     assert labels(other.refresh.data(later.train_dataset(), other.own)) != made
 
