@@ -14,7 +14,9 @@ from ..run.records import chosen
 
 @dataclass(frozen=True)
 class SampleCommand:
-    """Continue a text with the model of a run: --task lm, or a task of your own that defines `generate`.
+    """Continue a text with the model of a run.
+
+    The run is of --task lm, or of a task of your own that defines `generate`.
 
     Example: python -m evenkeel sample runs/lm "It is a truth"
 

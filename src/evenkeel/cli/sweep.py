@@ -66,7 +66,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class SweepCommand:
-    """Run a training job for each combination of the options in a file, and print mean and deviation of the metrics.
+    """Train with each combination of some options; compare the metrics.
 
     Example: python -m evenkeel sweep sweep.toml -j 2
 
