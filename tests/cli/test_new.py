@@ -111,11 +111,7 @@ REFUSED = {
     "new ../tide": "../tide: is not a package name; use small letters, digits and _, as in mytrainer",
     "new match": "match: is a word of Python; choose another, such as mytrainer",
     "new json": "json: a module of this name exists; choose another",
-    "new torch": "torch: a module of this name exists; choose another",
-    "new train": "train: a module of this name exists; choose another",
-    "new evenkeel": "evenkeel: a module of this name exists; choose another",
     "new full": "full: exists already, and nothing is overwritten; choose another name, or remove it",
-    "new file": "file: exists already, and nothing is overwritten; choose another name, or remove it",
     "new tide --from evenkeel": "--from evenkeel: give the path of a wheel or checkout, git+https://HOST/",
     "new tide --from evenkeel==1';": "--from evenkeel==1';: give the path of a wheel or checkout, git+https",
     "new tide --from git+https://host/evenkeel": "--from git+https://host/evenkeel: name the revision, as in git+https",
@@ -135,7 +131,6 @@ def test_what_is_refused_leaves_nothing(
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    (tmp_path / "file").touch()
     (tmp_path / "no.whl").touch()
     zipfile.ZipFile(tmp_path / "other-1.0-py3-none-any.whl", "w").close()
     monkeypatch.chdir(tmp_path)

@@ -26,10 +26,8 @@ QUIET, NOISY = [1.00, 1.02, 0.99], [1.00, 0.85, 1.10]  # a factor of 1.18
 @pytest.mark.parametrize(
     ("ours", "theirs", "said"),
     [
-        pytest.param([0.80, 0.85, 0.90], QUIET, "", id="within the band"),
         pytest.param([1.30, 1.28, 1.35], QUIET, "outside", id="slow"),
         pytest.param([0.10, 0.11, 0.10], QUIET, "outside", id="too fast to be true"),
-        pytest.param([1.15], NOISY, "", id="noise explains it"),
         pytest.param([1.20], NOISY, "outside", id="noise does not explain it"),
         pytest.param([0.80, 3.00, 0.90], QUIET, "", id="one bad round of three"),
         pytest.param([0.80], [2.00], "cannot tell", id="a busy machine"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -44,19 +43,6 @@ def test_a_refusal_spares_what_the_shell_before_torchrun_has_started(tmp_path: P
     assert found is not None
     assert found.state != "Z"
     assert finish(process).stderr == NONSENSE
-
-
-def test_real_help(tmp_path: Path) -> None:
-    env = {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
-    done = run([sys.executable, str(TRAIN), "--help"], cwd=tmp_path, env=env, expect=0)
-    assert "--batch-size INT" in done.stdout
-    assert done.stderr == ""
-    lines = done.stdout.splitlines()
-    assert len(lines) < 140
-    assert max(map(len, lines)) <= 100
-    assert re.findall(r"─ (\w+) options ─", done.stdout) == [
-        "run", "data", "model", "optimizer", "precision", "checkpoint", "logging", "reproducibility", "task",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("to", ["2>/dev/full", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -39,6 +39,7 @@ def test_augmented_and_mixed_the_bits_are_the_same_on_any_ranks(
     assert read(run_dir)["metrics"] == read(tmp_path / "alone")["metrics"]
 
 
+@pytest.mark.slow
 def test_the_control_mixed_by_a_generator_of_the_process_the_bits_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     for ranks in (0, 2):
         trained(ranks, small_job(tmp_path / str(ranks), "--max-steps", 2, task="OwnDice"))

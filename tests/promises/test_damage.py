@@ -90,10 +90,12 @@ def damaged(newest: Path, how: str) -> Path:
     return manifest
 
 
-DAMAGES = ["truncated", "last byte missing", "one bit flipped", "manifest missing", "half-written", "without a model"]
+DAMAGES = ["truncated", "one bit flipped", "half-written", "without a model"]
+# the first and the third show nearly the same
+DAMAGES_TOO = [pytest.param(how, marks=pytest.mark.slow) for how in ("last byte missing", "manifest missing")]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", [*DAMAGES, *DAMAGES_TOO])
 def test_a_damaged_newest_checkpoint_leaves_the_weights_the_same(copied: Path, undisturbed: str, how: str) -> None:
     folder = copied / "checkpoints"
     before, newest = step_folders(folder)[-2:]

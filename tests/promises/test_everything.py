@@ -12,7 +12,7 @@ SHAPE = "--epochs 3 --batch-size 12 --micro-batch 3 --reduce tree --log-every 1"
 job = job_of("everything_task.py:Everything", SHAPE)
 
 
-@pytest.mark.parametrize("way", ["weights", "order"])
+@pytest.mark.parametrize("way", [pytest.param("weights", marks=pytest.mark.slow), "order"])
 def test_it_goes_through_a_kill_and_a_resize_with_other_shares(tmp_path: Path, way: str) -> None:
     slow, run_dir = tmp_path / "slow", tmp_path / "run"
     words = ["--way", way, "--slow", slow, "--ema", 0.9, "--validation", 0.1, "--drop-last"]
@@ -24,6 +24,7 @@ def test_it_goes_through_a_kill_and_a_resize_with_other_shares(tmp_path: Path, w
     assert weights_of(run_dir) == weights_of(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_what_show_does_to_the_model_and_embed_to_its_batch_is_nobody_elses(tmp_path: Path) -> None:
     """On any number of ranks, of which the first alone shows."""
     trained(0, job(tmp_path / "control"))

@@ -137,6 +137,7 @@ def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, und
     assert runs.weights_of(run_dir) == undisturbed
 
 
+@pytest.mark.slow
 def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, *RARE, "--checkpoint-every", 1, "--pause", 0.02, "--epochs", 20))
     wait_for_step(run_dir, 1, process)

@@ -89,7 +89,7 @@ def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     ("way", "broken", "line"),
     [
         ("weights", "start", r"was read in 50 draws by sample_weights() ("),
-        ("order", "start", "was read in an order of 50 samples by order() ("),
+        pytest.param("order", "start", "was read in an order of 50 samples by order() (", marks=pytest.mark.slow),
         ("order", "later", "order(1) is not what it was when the run was in that epoch"),
     ],
 )
@@ -114,7 +114,7 @@ def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp
     ("broken", "line"),
     [
         ("rank-later", "order(1) is one order on rank 0 and another on rank 1"),
-        ("length", "order(1) has 49 samples and order(0) has 50"),
+        pytest.param("length", "order(1) has 49 samples and order(0) has 50", marks=pytest.mark.slow),
     ],
 )
 def test_a_later_epoch_that_is_wrong_ends_the_run_before_it(

@@ -44,7 +44,7 @@ def by_hand(ranks: int) -> tuple[dict[int, float], dict[int, float]]:
     return exact, naive
 
 
-@pytest.mark.parametrize("reduce", ["tree", "ring"])
+@pytest.mark.parametrize("reduce", ["tree", pytest.param("ring", marks=pytest.mark.slow)])
 def test_parts_are_the_same_on_any_number_of_ranks(tmp_path: Path, reduce: str) -> None:
     told = []
     for ranks in RANKS:

@@ -19,7 +19,11 @@ from tests.tasks.test_command_line import contents, once
     ("arguments", "expected"),
     [
         (["--batch-size", "0"], "evenkeel: --batch-size 0: must be at least 1\n"),
-        (["--run-dir", "../taken"], "evenkeel: --run-dir ../taken: is a file; name a folder\n"),
+        pytest.param(
+            ["--run-dir", "../taken"],
+            "evenkeel: --run-dir ../taken: is a file; name a folder\n",
+            marks=pytest.mark.slow,  # tests/run/test_run_directory.py has it in the process of pytest
+        ),
     ],
 )
 def test_a_real_refusal(tmp_path: Path, arguments: list[str], expected: str) -> None:

@@ -67,6 +67,7 @@ def test_the_control_a_scheduler_outside_of_the_state_gives_other_rates(tmp_path
     assert told[STEPS] != pytest.approx(expected[-1])
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_a_step_and_its_evaluation_steps_the_scheduler_once(tmp_path: Path) -> None:
     hold, run_dir = tmp_path / "hold", tmp_path / "run"
     words = job(run_dir, "plateau", "--hold", hold)

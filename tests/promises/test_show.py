@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from tests.support.processes import TRAIN, checked, finish, fork_ranks, read, records
@@ -40,6 +41,7 @@ def test_what_cannot_be_shown_ends_the_run_before_its_first_step(tmp_path: Path)
     assert read(tmp_path / "run", "status.json")["step"] == 0
 
 
+@pytest.mark.slow
 def test_only_the_set_that_decides_is_shown_and_nothing_without_a_run(tmp_path: Path) -> None:
     run_dir, calls = tmp_path / "run", tmp_path / "shown"
     words = options(f"{SHOWN}Counting", run_dir, *SHAPE, "--validation", 0.2, "--notes", tmp_path)

@@ -34,7 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("nan_in", [-1, 6])
+@pytest.mark.parametrize("nan_in", [-1, pytest.param(6, marks=pytest.mark.slow)])
 def test_it_goes_through_a_kill_and_a_resize(tmp_path: Path, nan_in: int) -> None:
     """Also where a step is left out, of which the task does not hear."""
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "alone"
@@ -60,6 +60,7 @@ def test_the_control_an_attribute_that_is_not_saved_is_lost_by_a_kill(tmp_path: 
     assert weights_of(run_dir) != weights_of(plain)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_keeper_has_it(tmp_path: Path, run_dir: Path, alone: Path) -> None:
     """Ranks that start again in place take the state from there, and the disk is not asked."""
     (slow := tmp_path / "slow").touch()
@@ -73,7 +74,7 @@ def test_the_memory_of_a_keeper_has_it(tmp_path: Path, run_dir: Path, alone: Pat
     assert weights_of(run_dir) == weights_of(alone)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_state_that_loss_changes_ends_the_run_in_a_line(tmp_path: Path, ranks: int) -> None:
     first, *_ = failed(ranks, job("InLoss", tmp_path / "run"))
     assert "evenkeel: the state of InLoss has changed outside after_step(): only after_step(" in first.stderr
@@ -109,6 +110,7 @@ def test_a_checkpoint_without_it_is_continued_and_one_with_it_not_without_the_me
     assert "the task no longer has state_dict(); restore it" in own("Forgetful", 6, expect=1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has("predict"), reason="this copy has left it out")
 def test_evaluation_and_predictions_of_a_run_know_it(tmp_path: Path, alone: Path) -> None:
     found = records(alone, "eval")[-1]["test/loss"]

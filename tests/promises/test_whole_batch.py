@@ -72,6 +72,7 @@ def test_ranks_with_other_embeddings_end_in_a_line(tmp_path: Path) -> None:
     assert checked(finish(second), 1).stderr.count("embed()") == 0, "one rank says it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["Contrast", "Gathered"])
 def test_with_the_ring_it_is_nearly_the_same_and_the_control_all_gather_is_not(tmp_path: Path, task: str) -> None:
     """Micro-batches of 5, so that also the control's ranks have equally many: 4, 2 and 1."""

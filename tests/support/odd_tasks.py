@@ -19,11 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image
 from recording_task import Recorded
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import IterableDataset, Subset, TensorDataset, random_split
+from torch.utils.data import Subset, TensorDataset, random_split
 
 from evenkeel.training.task import Task
 
@@ -68,12 +67,9 @@ def odd(name: str, **different: Any) -> type[Usual]:
 
 # what loss() returns
 ItemLoss = odd("ItemLoss", loss=lambda task, model, batch: task.entropy(model, batch).item(), metrics=Task.metrics)
-VectorLoss = odd("VectorLoss", loss=lambda task, model, batch: task.entropy(model, batch, "none"))
 DictLoss = odd("DictLoss", loss=lambda task, model, batch: {"loss": task.entropy(model, batch)})
 ComplexLoss = odd("ComplexLoss", loss=lambda task, model, batch: task.entropy(model, batch) * (1 + 1j))
-LossWithoutGradient = odd("LossWithoutGradient", loss=lambda task, model, batch: task.entropy(model, batch).detach())
 VectorPart = odd("VectorPart", loss=lambda task, model, batch: (task.entropy(model, batch), {"kl": batch[0]}))
-TakenPart = odd("TakenPart", loss=lambda task, model, batch: (task.entropy(model, batch), {"lr": 1.0}))
 OtherParts = odd(  # the last micro-batch, of one sample, has a part more
     "OtherParts",
     loss=lambda task, model, batch: (
@@ -114,10 +110,6 @@ ExitsInLoss = odd("ExitsInLoss", loss=lambda task, model, batch: sys.exit(0))
 ExitsInModel = odd("ExitsInModel", model=lambda task: sys.exit("no such\nnetwork"))
 OtherModel = odd("OtherModel", optimizers=lambda task, model, config: [SGD(task.model().parameters(), lr=0.1)])
 NoOptimizers = odd("NoOptimizers", optimizers=lambda task, model, config: [])
-TwiceTaken = odd(
-    "TwiceTaken",
-    optimizers=lambda task, model, config: [SGD(model.parameters(), lr=0.1), SGD([model.bias], lr=0.1)],
-)
 NoRates = odd("NoRates", rates=lambda task, config, step, total_steps: None)
 
 
@@ -273,17 +265,6 @@ class OfLength:
         return self.read(index), 0
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter([1, 2, 3])
-
-
-@dataclass
-class Sample:
-    x: Tensor
-    y: int
-
-
 # the data sets and their samples
 OtherDataOnRank1 = odd(
     "OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[int(os.environ.get("RANK", "0")) :]
@@ -292,18 +273,13 @@ Exits = odd(  # the process, at a sample that no start looks at
     "Exits",
     train_dataset=lambda task: OfLength(lambda: 13, lambda index: sys.exit() if index == 1 else torch.ones(3)),
 )
-TooLong = odd("TooLong", train_dataset=lambda task: OfLength(lambda: 100))
 NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda: -1))
 NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())
-Endless = odd("Endless", train_dataset=lambda task: Stream())
 ExhaustedSamples = odd(
     "ExhaustedSamples", train_dataset=lambda task: OfLength(lambda: 13, lambda index: next(iter(())))
 )
 NoneInside = odd("NoneInside", sample=lambda task, index: (torch.zeros(3), None))
-Images = odd("Images", sample=lambda task, index: {"image": Image.new("L", (4, 4)), "label": 0})
 ManySizes = odd("ManySizes", sample=lambda task, index: (np.zeros((3, 4 + index % 2)), 0))
-MissingKey = odd("MissingKey", sample=lambda task, index: {"x": 1.0} | ({} if index % 2 else {"y": 2}))
-DataClasses = odd("DataClasses", sample=lambda task, index: Sample(torch.ones(3), 0))
 
 
 class Bag(UserDict):  # type: ignore[type-arg]

@@ -189,7 +189,6 @@ def compare_with_pillow(count: int, path: Path, way: str) -> Counter[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_decoder_gives_pillows_pixels(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/processes/test_decoding.py has a thousand."""
     use(way, monkeypatch)
     seen = compare_with_pillow(150, tmp_path / "0.jpg", way)
     rare = ["1x1", "L", "CMYK", "progressive", "restart by block", "restart by row", "damaged", "fails", "not YCbCr"]
