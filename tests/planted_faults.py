@@ -219,7 +219,7 @@ an option that is newer than a run makes another run of it
 
 the best checkpoint is deleted when it is old
     run/checkpoint.py | tests/run | tests/processes/test_validation.py
-    - if path != best:
+    - if path not in best:
     + if path:
 
 a rank on another kind of machine is not seen

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evenkeel.cli.sweep import Setting, SweepCommand, name_of, read, table, words
+from evenkeel.cli.sweep import Setting, SweepCommand, name_of, read, table
 from evenkeel.common.errors import Refusal
 from tests.support.processes import TRAIN
 
@@ -37,11 +37,7 @@ def test_what_a_file_may_not_have_is_refused(tmp_path: Path, text: str, expected
     assert not (tmp_path / "runs").exists()
 
 
-def test_options_become_words_and_names() -> None:
-    assert words("batch_size", 4) == ["--batch-size=4"]
-    assert words("freeze", ["a", "*.b"]) == ["--freeze", "a", "*.b"]
-    assert [words("ema", 0.9), words("compile", True), words("compile", False)] == [["--ema=0.9"], ["--compile"], []]
-    assert words("of_a_task", False) == ["--no-of-a-task"]
+def test_a_run_is_named_after_its_values() -> None:
     assert name_of({"lr": 0.1, "freeze": ["a", "b"], "task": "my/file.py:T"}) == "lr=0.1,freeze=a+b,task=my_file.py_T"
 
 

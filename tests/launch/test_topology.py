@@ -228,3 +228,14 @@ def test_without_the_environment_there_is_one_line_with_the_remedy(elsewhere: Pa
         assert "type `. .venv/bin/activate`, or first `make setup`" in line
     else:
         assert line.endswith(": No module named evenkeel"), "which Python itself says"
+
+
+def test_options_by_name_become_words() -> None:
+    assert launchers.option_words("batch_size", 4) == ["--batch-size=4"]
+    assert launchers.option_words("betas", (0.9, 0.95)) == ["--betas", "0.9", "0.95"]
+    assert [launchers.option_words("compile", value) for value in (True, False)] == [["--compile"], []]
+    assert [launchers.option_words("of_a_task", value) for value in (True, False)] == [
+        ["--of-a-task"],
+        ["--no-of-a-task"],
+    ]
+    assert launchers.option_words("init_from", None) == []

@@ -38,8 +38,8 @@ from ..common.display import say
 from ..common.errors import FAILED, Refusal
 from ..common.network import Link
 from ..common.processes import count_cores, die_with_parent
-from ..config import OPTION_NAMES, Flag, MaybePath, option
-from ..launch.launchers import check_train_options
+from ..config import Flag, MaybePath, option
+from ..launch.launchers import check_train_options, option_words
 from ..launch.topology import Command, Topology, refuse_useless_gpus, torchrun
 from ..resilience.interruption import STOPPED
 from ..run.records import read_config, read_facts
@@ -115,7 +115,7 @@ class SweepCommand:
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             run_dir = folder / name_of(chosen)
-            typed = [word for name, value in (fixed | chosen).items() for word in words(name, value)]
+            typed = [word for name, value in (fixed | chosen).items() for word in option_words(name, value)]
             options = (*typed, f"--run-dir={run_dir}")
             if any(run_dir == other.run_dir for other in found):
                 raise Refusal(f"{self.file}: two runs would be {run_dir}; give each value of a list once")
@@ -198,15 +198,6 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 def _underscored(options: Any) -> dict[str, Any]:
     """A table with option names as config.toml has them; {} for what is no table."""
     return {name.replace("-", "_"): value for name, value in options.items()} if isinstance(options, dict) else {}
-
-
-def words(name: str, value: Any) -> list[str]:
-    """An option as words of a command line."""
-    if isinstance(value, bool):  # train.py's own have no --no-; a task's have
-        return [flag(name) if value else f"--no-{flag(name)[2:]}"] * (value or name not in OPTION_NAMES)
-    if isinstance(value, list):
-        return [flag(name), *map(str, value)]
-    return [f"{flag(name)}={value}"]
 
 
 def name_of(chosen: Mapping[str, Any]) -> str:

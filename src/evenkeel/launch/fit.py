@@ -9,7 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from ..common import display
-from ..common.arguments import flag
 from ..common.errors import REFUSED, Ended, Refusal
 from ..common.keyboard import CtrlC
 from ..common.network import Link
 from ..common.phases import activity
 from ..common.processes import die_with_parent
-from ..config import OPTION_NAMES, Config
+from ..config import Config
 from ..resilience.interruption import Resident
 from ..run.build import build_model
 from ..run.run import Run
@@ -32,7 +31,7 @@ from ..run.weights import read_weights
 from ..tasks.command_line import parse
 from ..tasks.registry import BUILT_IN, load_task
 from ..training.task import Task, option_name
-from .launchers import processes_of_node
+from .launchers import option_words, processes_of_node
 from .topology import Topology, torchrun
 
 OWN_LOOPS = (Path(__file__).parents[3] / "train.py", Path(__file__).parents[1] / "cli/new/templates/train.py.tmpl")
@@ -73,8 +72,8 @@ def fit(
             f"fit(processes={processes}): other processes cannot import {_shown(task)} from a notebook or the main "
             f"program; write it to a file and give task='FILE.py:{_shown(task)}', or leave processes out"
         )
-    loop, words = _loop(Path(script)), _words(load_task(name) if name else task, options)
-    words = [f"--task={name}"] * bool(name) + words
+    loop, words = _loop(Path(script)), [f"--task={name}"] * bool(name)
+    words += [word for option, value in options.items() for word in option_words(option_name(option), value)]
     config, made = parse(words) if name else parse(words, task)  # type: ignore[arg-type]
     if config.eval_only:
         raise Refusal("fit(eval_only=True): fit trains; use evaluate(*parse([...])), or leave it out")
@@ -187,18 +186,3 @@ BUILT_IN_FROM = load_task.__module__.rpartition(".")[0]
 
 def _shown(task: Any) -> str:
     return str(getattr(task, "__name__", type(task).__name__))
-
-
-def _words(task: Any, options: dict[str, Any]) -> list[str]:
-    """Options as on the command line; a flag that is off is left out."""
-    on = {it.name for it in fields(task) if it.default is True} if is_dataclass(task) else set()
-    words: list[str] = []
-    for name, value in options.items():
-        typed = flag(option_name(name))
-        if isinstance(value, bool):
-            words += [typed] if value else [f"--no-{typed[2:]}"] if name in on - OPTION_NAMES else []
-        elif isinstance(value, (list, tuple)):
-            words += [typed, *map(str, value)] if value else []
-        elif value is not None:
-            words.append(f"{typed}={value}")
-    return words

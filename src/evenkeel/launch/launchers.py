@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from ..common.arguments import one_line_errors, refuse_empty, some_options
+from ..common.arguments import flag, one_line_errors, refuse_empty, some_options
 from ..common.errors import FAILED, REFUSED, Refusal
 from ..common.keyboard import CtrlC
 from ..common.network import Link, find_link, meet
 from ..common.processes import die_with_parent
-from ..config import Config, Flag, MaybePath, check_numbers, devices_per_rank, option
+from ..config import OPTION_NAMES, Config, Flag, MaybePath, check_numbers, devices_per_rank, option
 from ..resilience.interruption import KEYBOARD
 from .topology import (
     CPU_PROCESSES,
@@ -107,6 +107,15 @@ def check_train_options(train_args: Sequence[str]) -> Config:
     from ..tasks.command_line import parse  # imports torch, which takes seconds: after the cheap refusals
 
     return parse(train_args)[0]
+
+
+def option_words(name: str, value: Any) -> list[str]:
+    """An option of train.py, by its name in config.toml, as words of a command line; none for None."""
+    if isinstance(value, bool):  # train.py's own switches have no --no-; those of a task have
+        return [flag(name) if value else f"--no-{flag(name)[2:]}"] * (value or name not in OPTION_NAMES)
+    if isinstance(value, (list, tuple)):
+        return [flag(name), *map(str, value)]
+    return [] if value is None else [f"{flag(name)}={value}"]
 
 
 def processes_of_node(config: Config | None, asked: int | None, given: int | None = None, nodes: int = 1) -> int:
