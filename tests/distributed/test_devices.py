@@ -9,9 +9,11 @@ import torch
 
 from evenkeel.common.errors import Refusal
 from evenkeel.distributed.devices import (
+    choose,
     device_name,
     explain_devices,
     explain_uneven,
+    explain_unused,
     refuse_missing,
 )
 
@@ -72,3 +74,14 @@ def test_uneven_gpus_are_told() -> None:
     assert explain_uneven([big]) == ""
     text = explain_uneven([small, big, big])
     assert text.startswith(f"the devices of this job differ (rank 0: {small}; ranks 1-2: {big}): the small")
+
+
+@pytest.mark.parametrize(("found", "line"), [("mps", "the mps device of "), ("cuda", ""), (None, "")])
+def test_an_accelerator_that_is_not_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, line: str
+) -> None:
+    device = torch.device(found) if found else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    choose([CPU])
+    assert explain_unused().startswith(line)
+    assert bool(explain_unused()) == bool(line)

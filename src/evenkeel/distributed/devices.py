@@ -117,6 +117,14 @@ def explain_uneven(kinds: Sequence[str]) -> str:
     )
 
 
+def explain_unused() -> str:
+    """Return a line if this machine has an accelerator that torch can use and Evenkeel cannot, such as Apple's MPS."""
+    found = torch.accelerator.current_accelerator(check_available=True) if own_device().type == "cpu" else None
+    if found is None or found.type == "cuda":
+        return ""
+    return f"the {found.type} device of {socket.gethostname()} is not used: only CUDA is supported; training on the CPU"
+
+
 def _visible() -> list[str]:
     """The entries of CUDA_VISIBLE_DEVICES; none if it is not set."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")

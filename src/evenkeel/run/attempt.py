@@ -25,7 +25,7 @@ from ..data.dataset import SizedDataset
 from ..data.plan import Plan
 from ..data.streams import stream_of
 from ..distributed.data_parallel import replicas
-from ..distributed.devices import describe, explain_uneven
+from ..distributed.devices import describe, explain_uneven, explain_unused
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
 from ..training import compilation
@@ -307,7 +307,7 @@ class Attempt:
         if damage := self.directory.trouble:
             log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
         note = substitute(config.precision, world.device)
-        for line in filter(None, (note, uneven, self.data.warning(), self._about_readers())):
+        for line in filter(None, (note, uneven, explain_unused(), self.data.warning(), self._about_readers())):
             log.warning("%s", line)
         if said:
             self.tracker.say(said)
