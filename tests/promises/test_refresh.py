@@ -56,6 +56,7 @@ def test_killed_in_mid_epoch_it_goes_on_with_the_same_data_on_any_ranks(tmp_path
     assert str(found["refresh"]) == str(expected["refresh"])
 
 
+@pytest.mark.slow
 def test_the_control_made_from_the_present_weights_it_is_other_data(tmp_path: Path) -> None:
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
     words = job("OfPresentWeights", run_dir, "--slow", slow, "--keeper", "off")

@@ -25,6 +25,7 @@ def changes(run_dir: Path) -> list[list[int]]:
     return [record["shares"] for record in records(run_dir, "shares")] if begun else []
 
 
+@pytest.mark.slow
 def test_a_slow_rank_computes_less_for_a_while_and_no_bit_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 def test_it_is_killed_and_finished_on_another_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:
     """Also in mid-epoch, and after the step at which an evaluation would be due."""
     run_dir, hold = tmp_path / "run", tmp_path / "hold"
