@@ -105,9 +105,14 @@ def ours(name: str) -> Any:
     return importlib.import_module(f"{NAME}.{name}")
 
 
+def locked(lock: str) -> list[str]:
+    """The packages that a requirements.lock names."""
+    return re.findall(r"^([\w-]+)==", lock, re.MULTILINE)
+
+
 def check_name(name: str, files: Texts) -> None:
     """Refuse an invalid name for the package."""
-    taken = {*folders(files), *re.findall(r"^([\w-]+)==", files.get("requirements.lock", ""), re.MULTILINE)}
+    taken = {*folders(files), *locked(files.get("requirements.lock", ""))}
     taken |= {Path(file).stem for file in files if file.endswith(".py") and not file.startswith(("src/", "tests/"))}
     if reason := ours("common.package_name").why_not(name, taken, INSTALLED):
         refuse(f"{name}: {reason}")
@@ -400,7 +405,8 @@ def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
     folder = ROOT.parent / name
     (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     try:
-        thin.check(name, folder, parts, INSTALLED)
+        # this Python may have none of them, before `make setup`
+        thin.check(name, folder, parts, INSTALLED, locked((ROOT / "requirements.lock").read_text()))
         with tempfile.TemporaryDirectory() as temporary:
             found = origin.source_of(source or str(ROOT), Path(temporary))
             answers = thin.Answers(name, task, tuple(sorted({*parts})), found.requirement, found.kind)
@@ -419,7 +425,7 @@ def main() -> None:
     thin.add_argument("--thin", action="store_true", help="write a small project beside this checkout")
     thin.add_argument("--task", choices=["classify", "lm", "empty"], help="what its task does to begin with")
     thin.add_argument("--with", dest="parts", choices=["slurm", "docker"], nargs="+", help="launchers to add")
-    thin.add_argument("--from", dest="source", help="as of evenkeel new; default: this checkout")
+    thin.add_argument("--from", dest="source", help="as for `evenkeel new` (docs/thin.md); default: this checkout")
     options = parser.parse_args()
     if options.thin and options.without:
         parser.error("--thin --without: a thin project has no components; choose its launchers by --with")

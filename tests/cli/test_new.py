@@ -155,6 +155,12 @@ def test_where_the_package_comes_from(source: str) -> None:
         assert ("install -y --no-install-recommends git" in texts["docker/Dockerfile"]) == source.startswith("git")
 
 
+def test_a_git_address_without_a_host_gets_one() -> None:
+    """pip 23.2, which Python 3.11.7 brings, ends with a traceback at git+file:///."""
+    found = source_of("git+file:///srv/evenkeel@v0.1.0", Path())
+    assert found.requirement == "evenkeel @ git+file://localhost/srv/evenkeel@v0.1.0"
+
+
 def test_a_wheel_is_copied(tmp_path: Path) -> None:
     zipfile.ZipFile(tmp_path / WHEEL, "w").close()
     source = source_of(str(tmp_path / WHEEL), tmp_path)
@@ -261,7 +267,7 @@ def test_a_newer_version_changes_a_file_and_adds_one(
     before = contents_of(folder)
     assert typed(monkeypatch, "update") == 0
     told = capsys.readouterr()
-    said = "not touched by you: .ci/run, train.py; touched by you: tests/test_task.py"
+    said = "you have not changed: .ci/run, train.py; you have changed: tests/test_task.py"
     assert told.err == f"evenkeel: 0.0.9 to {__version__}: {said}\n"
     assert contents_of(folder) == before, "nothing is overwritten"
     assert git_apply(folder, told.out) == 0
@@ -273,7 +279,7 @@ def test_a_newer_version_changes_a_file_and_adds_one(
 
     assert typed(monkeypatch, "update") == 0
     again = capsys.readouterr()
-    assert "touched by you: tests/test_task.py" in again.err
+    assert "you have changed: tests/test_task.py" in again.err
     assert "train.py" not in again.out, "it already is as it would be written"
     assert typed(monkeypatch, "update --done") == 0
     capsys.readouterr()
@@ -297,7 +303,7 @@ def test_the_control_where_the_user_has_changed_the_same_line_git_says_so(
     assert typed(monkeypatch, "update") == 0
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.endswith("deleted by you, left out: train.py\n")
+    assert told.err.endswith("you have deleted, left out: train.py\n")
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"files": 3}', '{"name": "x"}'])

@@ -20,9 +20,11 @@ from evenkeel.resilience.interruption import STOPPED
 from tests.docker.conftest import IMAGE, SECRETS, Built
 from tests.docker.engine import Engine, wait_for
 from tests.support import processes, small_runs
+from tests.support.copies import copy_of_the_template, needs_all_components
 from tests.support.processes import ROOT, TRAIN, read, torchrun
 from tests.support.readme import blocks
 from tests.support.small_runs import SUPPORT, TASK, steps_of, told_step
+from tests.support.thin import OFFLINE
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -318,3 +320,37 @@ def test_the_lines_of_the_readme(built: Built, tmp_path: Path) -> None:
         done = processes.run(["bash", "-c", typed], checkout, built.engine.env, limit=600)
     assert "finished" in done.stdout
     assert read(checkout / "runs" / "in-a-container")["world_sizes"] == [2]
+
+
+BASE_OF_THIN = f"""FROM {IMAGE}
+USER 0:0
+WORKDIR /
+RUN rm -r /app
+ENV PATH=/usr/local/bin:/usr/bin:/bin
+ENTRYPOINT []
+"""
+"""Python and the packages of the image above, so that the next one needs no network."""
+
+
+@needs_all_components
+def test_the_image_of_a_thin_project(built: Built, tmp_path: Path) -> None:
+    engine = built.engine
+    copy = copy_of_the_template(tmp_path / "copy")
+    processes.run([sys.executable, "tools/make_it_yours.py", "tide", "--thin", "--with", "docker"], copy, OFFLINE)
+    (tmp_path / "base" / "docker").mkdir(parents=True)
+    (tmp_path / "base" / "docker" / "Dockerfile").write_text(BASE_OF_THIN)
+    engine.build("base-of-thin", tmp_path / "base")
+    words = "PIP_WORDS=--no-index --no-build-isolation"
+    seconds = engine.build("tide", tmp_path / "tide", "--build-arg", "BASE_IMAGE=base-of-thin", "--build-arg", words)
+    print(f"built in {seconds:.0f} s")
+
+    look = "ls /app; python -c 'import evenkeel; print(evenkeel.__file__)'"
+    seen = engine.docker("run", "--rm", "--entrypoint", "sh", "tide", "-c", look).stdout.split()
+    assert seen[:-1] == ["data", "pyproject.toml", "runs", "tide", "train.py", "wheels"]
+    assert seen[-1].startswith("/opt/venv/lib/"), "the package of the wheel"
+
+    typed = [sys.executable, "docker/run.py", "-g", "2", "--image", "tide", "--", "--max-steps", "3"]
+    done = processes.run([*typed, "--run-dir", "runs/thin", "--wandb", "disabled"], tmp_path / "tide", engine.env)
+    assert "finished" in done.stdout
+    assert read(tmp_path / "tide" / "runs" / "thin")["world_sizes"] == [2]
+    assert 'task = "tide.task:Digits"' in (tmp_path / "tide" / "runs" / "thin" / "config.toml").read_text()

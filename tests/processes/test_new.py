@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,3 +130,16 @@ def test_the_commands(made: Made) -> None:
     made("evenkeel report runs/seen")
     assert (made.folder / "runs" / "seen" / "report.html").exists()
     assert made("evenkeel update") == ""
+
+
+def test_a_newer_wheel_of_the_same_version_is_installed(made: Made) -> None:
+    """As after `git pull` in the checkout: its version stays until the next release."""
+    (wheel,) = (made.folder / "wheels").iterdir()
+    with zipfile.ZipFile(wheel) as file:
+        contents = {name: file.read(name) for name in file.namelist()}
+    contents["evenkeel/__init__.py"] += b"\nNEWER = True\n"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name, content in contents.items():
+            file.writestr(name, content)
+    make(made.folder, "setup", PIP_FIND_LINKS=str(made.folder.parent / "index"))
+    made("python -c __import__('evenkeel').NEWER")

@@ -65,12 +65,12 @@ class Attempt:
     Attributes:
         config, plan: the options and how steps are cut, once :meth:`begin` has settled the cut.
         directory: the run's folder; None on other ranks than 0.
-        tracker: what reports, on rank 0 once the attempt has begun.
-        data: what compares the samples.
+        tracker: logs to the console, files and W&B, on rank 0 once the attempt has begun.
+        data: compares the samples among ranks and with earlier attempts.
         checkpoints: the run's on this node.
         compiled: with --compile.
-        logs: folder of this attempt's logs, once it has begun; and
-        hosts: of all ranks.
+        logs: folder of this attempt's logs, once it has begun.
+        hosts: the host name of each rank, once it has begun.
 
     Raises:
         Refusal: the run directory cannot be this run's.
@@ -131,6 +131,7 @@ class Attempt:
         known: Known = self.world.gather((launch_token(), status))
         tokens = [token for token, _ in known]
         newest = max((status for _, status in known), key=_attempts)
+        # with --fresh, unless this launch has itself begun the run and is restarted
         anew = self.config.fresh and not set(filter(None, tokens)) & set(newest.get("launch", []))
         note = self.compiled.unpack(begins=anew) if self.compiled and first_here else ""  # others wait below
         self._refuse_other_options()

@@ -77,7 +77,7 @@ class Run:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
         self.finished = False
-        self.asked_to_stop: Callable[[], bool] = lambda: False
+        self.asked_to_stop: Callable[[], bool] = lambda: False  # `fit` sets it: Ctrl-C in a notebook
         self.evaluator = Evaluator(attempt, task, state)
         self.checkpointer = Checkpointer(attempt, state)
         self.step_log = StepLog(attempt, task, state)
@@ -105,7 +105,7 @@ class Run:
             activity.enter(START_UP, "model")
             model = build_model(config, task)
             cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
-            settled = cutter(recorded)  # by what this node knows of the run; `begin` does so by what any node knows
+            settled = cutter(recorded)  # by this node's records of the run; `Attempt.begin` uses those of all nodes
             plan = Plan.of(settled, positions_in(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
@@ -176,7 +176,7 @@ class Run:
             Refusal: the cut leaves single samples, and this loss fails on them (the task's own was tried at the start).
         """
         config, own = self.config, loss not in (None, self.task.loss)
-        self.step_log.losses += 1 + own
+        self.step_log.losses += 1 + own  # FLOPs are logged for the task's loss only
         if loss and own:
             train_set = self.attempt.sets[TRAINING]
             refuse_single_samples(config, loss, self.state.model, self.plan, self.world, train_set)
@@ -222,15 +222,15 @@ class Run:
         return Profiler(window, self.config.memory_snapshot, self.world, self.path).around(steps, self.state)
 
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
-        made = -1
+        loaded = -1  # the epoch whose refreshed data `batches` has
         while not self.state.is_over():
             epoch, first_step = self.plan.locate(self.state.step)
             self.attempt.begin_epoch(epoch)
             if refresh := self.state.refresh:
                 if not first_step and refresh.due(epoch):
                     begin_epoch(self.state, refresh, epoch)
-                if refresh.epoch != made:
-                    batches, made = self._refreshed(refresh, sampler), refresh.epoch
+                if refresh.epoch != loaded:
+                    batches, loaded = self._refreshed(refresh, sampler), refresh.epoch
             sampler.set_epoch(epoch, first_step)
             sampler.sizes = self.step_log.shares.sizes
             for step in by_step(batches, sampler):

@@ -130,9 +130,9 @@ class DistributedLoss:
         self._part = torch.zeros(())  # the micro-batch's contribution to the step's mean loss
         self._named: Tensor | None = None  # the named parts of the micro-batch's loss
         self._names: tuple[str, ...] | None = None  # their names, the same on all ranks; None: not known yet
-        self._parts = Fold[Tensor](Tensor.add_)
-        self._waits: Callable[[], Tensor] | None = None
-        self._total: Tensor | None = None
+        self._parts = Fold[Tensor](Tensor.add_)  # the results of `_collect` of this rank's micro-batches
+        self._waits: Callable[[], Tensor] | None = None  # waits for their sum over all ranks
+        self._total: Tensor | None = None  # that sum
 
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """The batches of this rank's micro-batches, on its device; none on an idle rank, which takes part with zeros.
@@ -164,7 +164,7 @@ class DistributedLoss:
                 activity.enter(DATA)
             activity.enter(REDUCTION)
             if not step.micro_batches and self.reduction.hooked:
-                self.module(None).backward()
+                self.module(None).backward()  # an idle rank's exact zero, see `Loss`
             self.reduction.end()
             if not (self._unused or self._has_all()):
                 raise missing_gradients(self._network)
@@ -207,11 +207,11 @@ class DistributedLoss:
 
     def _agree_on_parts(self) -> None:
         """Exchange the names of the loss's parts: a rank without a micro-batch knows none."""
-        told = [names[0] for names in self.world.gather(self._loss.parts) if names]
-        for names in told:
-            same_parts(told[0], names, Ended)
-        self._names = told[0] if told else None
-        self._loss.parts[:] = told[:1]
+        known = [names[0] for names in self.world.gather(self._loss.parts) if names]
+        for names in known:
+            same_parts(known[0], names, Ended)
+        self._names = known[0] if known else None
+        self._loss.parts[:] = known[:1]
 
     @property
     def last_micro_batch(self) -> tuple[Any, int]:

@@ -51,7 +51,7 @@ class State:
         placed: how the model is spread over several devices, in a line, if it is.
         schedulers: the task's, which set the learning rates instead of :meth:`set_rates`.
         own: the task's own state, which changes in a commit. The host then waits for each step.
-        refresh: has what the task makes the data of the present epoch from.
+        refresh: the weights from which the task has made the data of the present epoch.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class State:
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
         self._devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
         self._seqlock = Seqlock(*self._devices)
-        self._verdict = Verdict(self._devices[0])
+        self._verdict = Verdict(self._devices[0])  # was the last step finite? A GPU answers later
         self._rates: Rates | None = None
         self.rates: dict[str, Any] = {}
         """Each optimizer's learning rate in the last step, by `rate_names`."""

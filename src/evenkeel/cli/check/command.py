@@ -10,7 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from ...common.arguments import is_typed
 from ...common.display import say
@@ -38,12 +40,12 @@ class CheckCommand:
 
     Example: python -m evenkeel check --task my_job.py:MyTask -- --batch-size 32
 
-    What follows after `--` are options of train.py. It takes about two minutes on two quiet cores. Exit code 0: all
+    Options of train.py follow `--`. A check takes about two minutes on two quiet cores. Exit code 0: all
     checks have passed, 1: some have failed. All runs are in a temporary folder.
     """
 
-    task: str = ""
-    """Task to check: a built-in one, FILE.py:CLASS or PACKAGE.MODULE:CLASS. Default: as of train.py."""
+    task: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
+    """Task to check: a built-in one, FILE.py:CLASS or PACKAGE.MODULE:CLASS. Default: that of train.py."""
     script: Path = Path("train.py")
     """The training script."""
     keep: MaybePath = None

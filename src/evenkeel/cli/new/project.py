@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,18 @@ class Answers:
     kind: str
 
 
-def check(name: str, folder: Path, parts: Sequence[str], known: Sequence[str] = ()) -> None:
+def check(
+    name: str, folder: Path, parts: Sequence[str], known: Sequence[str] = (), packages: Iterable[str] = ()
+) -> None:
     """Refuse a folder that holds something, a name that a package cannot have, and a part that is not here.
 
-    `known` are folders with installed modules, besides those of this Python.
+    `known` are folders with installed modules, besides those of this Python, and `packages` what it will install.
     """
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise Refusal(f"{folder}: exists already, and nothing is overwritten; choose another name, or remove it")
     if not folder.absolute().parent.is_dir():
         raise Refusal(f"{folder.parent}: no such folder")
-    if reason := why_not(name, IN_THE_WAY, known):
+    if reason := why_not(name, {*IN_THE_WAY, *packages}, known):
         raise Refusal(f"{name}: {reason}")
     for part in parts:
         if not _template(f"{part}/{'submit' if part == 'slurm' else 'run'}.py").is_file():

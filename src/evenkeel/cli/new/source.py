@@ -49,7 +49,8 @@ def source_of(typed: str, scratch: Path) -> Source:
             raise Refusal(f"--from {typed}: name the revision, as in git+https://HOST/evenkeel@v0.1.0")
         if ":" in host.partition("@")[0] and "@" in host:
             raise Refusal("--from: the address has a password, which would stand in files; let git ask for it")
-        return Source(f"evenkeel @ {typed}", "git")
+        # the pip that some Pythons bring takes no address without a host
+        return Source(f"evenkeel @ {typed.replace('git+file:///', 'git+file://localhost/')}", "git")
     path = Path(typed)
     if (path / "src" / "evenkeel" / "__init__.py").is_file():
         path = _build(path, scratch)

@@ -44,11 +44,11 @@ class UpdateCommand:
 
 
 def changes(folder: Path, old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, str]:
-    """The diff from what was written once to what would be written now, and a line about what the user has touched.
+    """The diff from what was written once to what would be written now, and a line about what the user has changed.
 
     It leaves out files that the user has deleted, and those that already are as they would be written.
     """
-    found: dict[str, list[str]] = {"not touched by you": [], "touched by you": [], "deleted by you, left out": []}
+    found: dict[str, list[str]] = {"you have not changed": [], "you have changed": [], "you have deleted, left out": []}
     diff = ""
     for path in sorted(path for path in {**old, **new} if old.get(path) != new.get(path)):
         before, after = old.get(path), new.get(path)
@@ -58,8 +58,8 @@ def changes(folder: Path, old: Mapping[str, str], new: Mapping[str, str]) -> tup
             now = None
         if now == after:
             continue
-        state = "deleted by you, left out" if now is None and before else "touched by you"
-        found["not touched by you" if now == before else state].append(path)
+        state = "you have deleted, left out" if now is None and before else "you have changed"
+        found["you have not changed" if now == before else state].append(path)
         if (now is None) == (before is None):  # else there is nothing to change, or a file in the way
             diff += _diff(path, before, after)
     return diff, "; ".join(f"{state}: {', '.join(paths)}" for state, paths in found.items() if paths)
