@@ -37,6 +37,9 @@ from .topology import Topology, torchrun
 OWN_LOOPS = (Path(__file__).parents[3] / "train.py", Path(__file__).parents[1] / "cli/new/templates/train.py.tmpl")
 """The same file in a checkout, and in an installed package."""
 
+BUILT_IN_FROM = load_task.__module__.rpartition(".")[0]
+"""The package of the built-in tasks, which has another name in a renamed copy."""
+
 
 def fit(
     task: str | type[Task], *, processes: int = 1, script: str | Path = "train.py", **options: Any
@@ -156,8 +159,8 @@ def _loop(script: Path) -> Path:
     Raises:
         Refusal: it is not there, or has no train(run); it is not run to see that.
     """
-    path = next((own for own in OWN_LOOPS if own.exists()), script) if str(script) == "train.py" else script
-    path = script if script.exists() else path
+    places = (script, *OWN_LOOPS) if str(script) == "train.py" else (script,)
+    path = next((place for place in places if place.exists()), script)
     try:
         text = path.read_text()
     except OSError as error:
@@ -179,9 +182,6 @@ def _name_of(task: Any) -> str:
     if module:
         return f"{task.__module__}:{task.__name__}"
     return f"{os.path.relpath(__import__(last).__file__ or '')}:{task.__name__}"
-
-
-BUILT_IN_FROM = load_task.__module__.rpartition(".")[0]
 
 
 def _shown(task: Any) -> str:
