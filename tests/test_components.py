@@ -16,12 +16,12 @@ COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training
 
 BUDGET = {
     "common": 1360,
-    "config": 490,
+    "config": 500,
     "data": 3030,
     "distributed": 1970,
     "resilience": 1520,
     "training": 4810,
-    "run": 4770,
+    "run": 4850,
     "tasks": 2230,
     "launch": 2380,
     "cli": 6940,

@@ -236,6 +236,22 @@ def test_so_many_best_ones_are_kept_besides_the_newest(tmp_path: Path, keep_best
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"step-{step:08}" for step in left]
 
 
+def test_each_nth_is_kept_for_ever_even_by_a_later_attempt_without_the_option(tmp_path: Path) -> None:
+    """The control: with --keep-every 0 from the beginning only the newest stay."""
+    for every, left in ((0, [11, 13]), (3, [3, 6, 9, 11, 13])):
+        folder = tmp_path / str(every)
+        first = Checkpoints(folder, keep=2, best=None, keep_every=every)
+        for step in range(1, 8):
+            first.save(state(step), {})
+        first.rescue(state(9))  # a snapshot is a whole state too
+        assert read_manifest(folder / "step-00000009").kept_for_ever == bool(every)
+        later = Checkpoints(folder, keep=2, best=None)
+        later.save(state(11), {})
+        later.save(state(13), {})
+        later.clear_snapshots(before=13)
+        assert steps(later) == left
+
+
 LATE = {
     "a snapshot": ("snapshot", None, {6: 0.5, 9: 0.4}, [6, 9], 0.5),
     "a snapshot, with room": ("snapshot", None, {6: 0.5}, [3, 6], 0.5),

@@ -41,7 +41,7 @@ Step = Annotated[int | None, tyro.conf.arg(metavar="N", help="Step of the checkp
 
 @dataclass(frozen=True)
 class ListCheckpoints:
-    """Print a line for each checkpoint, oldest first; the best and the newest are marked.
+    """Print a line for each checkpoint, oldest first, and why it is kept: the best, the newest, each N-th.
 
     Reads the manifests only; `verify` reads the files too. Checkpoints set aside as damaged come last.
     """
@@ -213,7 +213,8 @@ def _row(path: Path, newest: Manifest | None, best: Path | None) -> tuple[str, s
         manifest = read_manifest(path)
     except Damaged as damage:
         return str(step_of(path)), "damaged", "", "", str(damage)
-    notes = [shown(manifest.metrics), "(best)" * (path == best), "(newest)" * (manifest == newest)]
+    every = f"(each {manifest.keep_every})" * manifest.kept_for_ever
+    notes = [shown(manifest.metrics), "(best)" * (path == best), "(newest)" * (manifest == newest), every]
     return str(manifest.step), manifest.kind, _when(manifest), _size(manifest), "  ".join(filter(None, notes))
 
 

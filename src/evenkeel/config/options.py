@@ -173,6 +173,8 @@ class CheckpointOptions:
     """Newest checkpoints to keep, besides the best ones."""
     keep_best: int = option(1, 1, change="free")
     """Best checkpoints to keep, by the metric that the task's `best` names."""
+    keep_every: int = option(0, 0, change="free")
+    """Also save a checkpoint every N steps and never delete it, e.g. 1000 (0: none)."""
     grace: float = option(25.0, 1, WEEK, change="free")
     """Maximum seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
     hang_timeout: float = option(600.0, 0, WEEK, change="free")
@@ -252,6 +254,10 @@ class Config(
     def exact(self) -> bool:
         """Whether the same bits are promised: deterministic kernels, one thread."""
         return self.deterministic or self.reduce == "tree"
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        return any(every and step % every == 0 for every in (self.checkpoint_every, self.keep_every))
 
     @property
     def largest_micro_batch(self) -> int | Literal["auto"]:

@@ -101,7 +101,8 @@ class Attempt:
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
         decides = next((name for name in sets if name != TRAINING), "" if sets else TEST)
         best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
-        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, facts, keep_best=config.keep_best)
+        folder, more = self.path / "checkpoints", (None, config.keep_best, config.keep_every)
+        self.checkpoints = Checkpoints(folder, config.keep, best, facts, *more)
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)

@@ -76,6 +76,13 @@ class Manifest:
     """The step after which its bits may differ from those of an undisturbed run; None: they do not."""
     files: dict[str, WrittenFile]
     """By name; state.pt is among them."""
+    keep_every: int = 0
+    """The run's --keep-every when it was written."""
+
+    @property
+    def kept_for_ever(self) -> bool:
+        """Whether it is one of --keep-every, whatever that option is by now."""
+        return bool(self.keep_every) and self.step % self.keep_every == 0
 
 
 @dataclass
@@ -92,6 +99,8 @@ class Checkpoints:
     bits_void_from: int | None = None
     keep_best: int = 1
     """Best ones to keep, besides the newest."""
+    keep_every: int = 0
+    """Keep those whose step is a multiple of this for ever; 0: none."""
 
     @property
     def best_by(self) -> tuple[str, str] | None:
@@ -145,7 +154,9 @@ class Checkpoints:
     def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
         """Of a checkpoint that is written now; its files are not known yet."""
         host, values, void = socket.gethostname(), named(TEST, metrics), self.bits_void_from
-        return Manifest(step, time.time(), kind, host, values, self.best_by, self.fingerprint, void, {})
+        return Manifest(
+            step, time.time(), kind, host, values, self.best_by, self.fingerprint, void, {}, self.keep_every
+        )
 
     def clear_snapshots(self, before: int) -> None:
         """Delete the snapshots of this host at steps below ``before``: leftovers, once rank 0 has a later checkpoint.
@@ -154,7 +165,8 @@ class Checkpoints:
         snapshots of other hosts stay.
         """
         for path, found in self._manifests():
-            if found.step < before and (found.kind, found.host) == ("snapshot", socket.gethostname()):
+            mine = (found.kind, found.host) == ("snapshot", socket.gethostname())
+            if mine and found.step < before and not found.kept_for_ever:
                 self._delete(path)
 
     @contextlib.contextmanager
@@ -200,9 +212,9 @@ class Checkpoints:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
-        best = self.best_paths()
+        kept = {*self.best_paths(), *(path for path, found in self._manifests() if found.kept_for_ever)}
         for path in self.all()[: -self.keep]:
-            if path not in best:
+            if path not in kept:
                 self._delete(path)
         return final
 
@@ -368,6 +380,7 @@ def manifest_of(content: dict[str, Any]) -> Manifest:
         fingerprint={str(name): str(value) for name, value in content.get("fingerprint", {}).items()},
         bits_void_from=None if void_from is None else int(void_from),
         files={str(name): WrittenFile(int(f["bytes"]), str(f["sha256"])) for name, f in content["files"].items()},
+        keep_every=int(content.get("keep_every", 0)),
     )
 
 

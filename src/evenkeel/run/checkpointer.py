@@ -40,8 +40,7 @@ class Checkpointer:
             return
         saver.pin(state)
         self.record_digests()
-        every = self._attempt.config.checkpoint_every
-        due = bool(every) and state.step % every == 0
+        due = self._attempt.config.saves_at(state.step)
         self.pack_compiled(due)
         if saver.done or (saver.busy and (due or metrics)):
             with activity.during(CHECKPOINT):

@@ -40,6 +40,7 @@ from . import media
 from .attempt import Attempt
 from .build import build_model, build_state, prepare
 from .checkpointer import Checkpointer
+from .disk_needed import disk_needed
 from .ending import Ending
 from .evaluator import Evaluator
 from .records import recorded_options
@@ -151,6 +152,8 @@ class Run:
         resumed.load(self.state)
         self._unevaluated = resumed.unevaluated
         if self.attempt.directory and self.attempt.tracker:
+            if self.config.keep_every:
+                self.attempt.tracker.say(f"evenkeel: {disk_needed(self.config, self.plan.total_steps, self.state)}")
             resumed.report(self.state, self.attempt.directory, self.attempt.tracker)
 
     def watched(self, store: Store | None, interruption: Interruption) -> Watch:
@@ -261,8 +264,7 @@ class Run:
         now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR
         if now_and_then:
             self.attempt.data.refuse_changed()
-        every = self.config.checkpoint_every
-        if state.own and (now_and_then or state.due_for_evaluation or (every and state.step % every == 0)):
+        if state.own and (now_and_then or state.due_for_evaluation or self.config.saves_at(state.step)):
             state.own.compare()
         if directory and directory.fruitless:
             directory.note(fruitless=0)  # this attempt has finished a step

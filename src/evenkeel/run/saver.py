@@ -167,7 +167,8 @@ def write_memory_checkpoint(found: memory_checkpoint.MemoryCheckpoint) -> None:
     manifest = manifest_of(found.facts)
     void = manifest.bits_void_from
     folder, keep, keep_best = Path(found.facts["folder"]), int(found.facts["keep"]), int(found.facts["keep_best"])
-    checkpoints = Checkpoints(folder, keep, manifest.best_by, manifest.fingerprint, void, keep_best)
+    every = manifest.keep_every
+    checkpoints = Checkpoints(folder, keep, manifest.best_by, manifest.fingerprint, void, keep_best, every)
     time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
     try:
         until = time.monotonic() + LOCK_PATIENCE
