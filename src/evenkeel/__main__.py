@@ -37,6 +37,7 @@ COMMANDS = {
     "profile": "cli.profile.ProfileCommand",
     "scaling": "cli.scaling.command.ScalingCommand",
     "sweep": "cli.sweep.SweepCommand",
+    "replay": "time_travel.command.ReplayCommand",
 }
 """The place of each command. Any of these modules may be deleted."""
 

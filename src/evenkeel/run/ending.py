@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import time
+from importlib.util import find_spec
 from typing import Any
 
 from ..common import keeper_link
@@ -17,6 +19,7 @@ from ..common.processes import ends_with_traceback
 from ..distributed.exits import is_loss_of_a_rank
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
+from ..training.nonfinite import NonFinite
 from ..training.oom import OutOfMemory, explained
 from ..training.state import State, cpu_state_dict, sha256
 from .attempt import Attempt
@@ -184,6 +187,9 @@ class Ending:
     def _end_failed(self, error: BaseException, saved: str, what: str = "failed") -> str:
         self._end("failed", _reason(error), FAILED)
         self._attempt.print(f"{what} at step {self._state.step}; {saved}")
+        if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
+            command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(self._attempt.path))}"
+            self._attempt.print(f"to look into that step: {command} --step {self._state.step + 1}")
         return saved
 
     def _end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:

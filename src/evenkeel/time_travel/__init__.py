@@ -1,0 +1,11 @@
+"""Go back to a step of a run and look into it. Reads the run, never writes into it.
+
+    command.py     replay: the options, and what is printed
+    replay.py      run again from the newest kept checkpoint, in a folder of its own, to the steps asked for
+    look.py        what there is to see in a step: losses of samples, norms, activations
+    culprit.py     the first operation whose result is not finite
+    names.py       a sample's file or shard
+    agreement.py   whether the replay computes what the run has recorded
+
+Not here: the loop and its steps, which are those of `Run` (run/) and train.py.
+"""

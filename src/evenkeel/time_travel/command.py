@@ -1,0 +1,130 @@
+"""`python -m evenkeel replay RUN --step N`: run a step again and look into it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from ..common.display import say
+from ..common.errors import FAILED, Refusal
+from ..config import Flag
+
+if TYPE_CHECKING:
+    from .replay import Replay, Visit
+
+MOST = 8
+"""Samples and layers to print of a step; --json has all."""
+
+
+@dataclass(frozen=True)
+class ReplayCommand:
+    """Run a step of a run again and look into it.
+
+    Example: python -m evenkeel replay runs/classify --step 120
+
+    Begins at the newest kept checkpoint before that step (--keep-every keeps more), on this process, and writes nothing
+    into the run. What follows after `--` are options of train.py that differ, for example -- --data-dir /elsewhere.
+    Exit code 1: the replay does not agree with what the run has recorded.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """The run directory."""
+    step: Annotated[str, tyro.conf.arg(metavar="N[:M]")]
+    """The step, counted from 1 as in messages, or the steps N to M."""
+    script: Path = Path("train.py")
+    """The training script whose train(run) is the loop."""
+    python: Annotated[str, tyro.conf.arg(metavar="FILE.py:FUNCTION", help_behavior_hint="")] = ""
+    """Call this function with (model, batch, step) before each micro-batch of these steps."""
+    json: Flag = False
+    """Print one JSON object with all that was found."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Replay, and print what was found."""
+        first, last = self._steps()
+        if "RANK" in os.environ:
+            raise Refusal("replay: torchrun has started this process; replay runs on one, so start it without torchrun")
+        from .replay import replay  # imports torch, which the help does not need
+
+        found = replay(self.run, first, last, self.script, train_options, self._visit())
+        if self.json:
+            facts = {name: value for name, value in asdict(found).items() if name != "again"}
+            say(json.dumps(_finite(facts)))
+        else:
+            say("\n".join(told(found)))
+        return 0 if found.agrees else FAILED
+
+    def _steps(self) -> tuple[int, int]:
+        numbers = re.fullmatch("([0-9]{1,12})(?::([0-9]{1,12}))?", self.step)
+        first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
+        if not 1 <= first <= last:
+            raise Refusal(f"--step {self.step[:40]}: give a step from 1 on, or N:M with N up to M, for example 120:125")
+        return first, last
+
+    def _visit(self) -> Visit | None:
+        if not self.python:
+            return None
+        import runpy
+
+        file, _, name = self.python.rpartition(":")
+        if not Path(file).is_file():
+            raise Refusal(f"--python {self.python}: there is no file {file or self.python}; give FILE.py:FUNCTION")
+        function: Any = runpy.run_path(file).get(name)
+        if not callable(function):
+            raise Refusal(f"--python {self.python}: {file} has no function {name}; give FILE.py:FUNCTION")
+        return function  # type: ignore[no-any-return]
+
+
+def told(found: Replay) -> list[str]:
+    """The lines about a replay."""
+    lines = [f"evenkeel: replayed from {f'the checkpoint of step {found.started}' if found.started else 'the start'}"]
+    lines += [f"evenkeel: code or libraries differ from the run's: {found.other}"] * bool(found.other)
+    for step in found.steps:
+        lines += _step(step)
+    lines += [f"evenkeel: {found.ended}"] * bool(found.ended)
+    return [*lines, f"evenkeel: {found.agreement}"]
+
+
+def _step(step: dict[str, Any]) -> list[str]:
+    lines = [f"step {step['step']}: loss {step['loss']:.6g}, norm of the gradient {step['norm']:.6g}"]
+    if bad := step["nonfinite"]:
+        where = f" in {bad['module']}" * bool(bad["module"])
+        lines.append(f"  the first {bad['value']} is the result of {bad['operation']}{where}")
+        lines += [f"    {bad['line']}"] * bool(bad["line"]) + [
+            "    its input is not finite already: the data, or the weights"
+        ] * bad["given"]
+        lines += [f"    sample {_sample(it)}" for it in bad["samples"][:MOST]]
+    lines += [f"  {step['note']}"] * bool(step["note"])
+    for it in step["samples"][:MOST]:
+        loss = "" if it["loss"] is None else f"  loss {it['loss']:.6g}"
+        lines.append(f"  sample {_sample(it)}{loss}")
+    if more := len(step["samples"]) - MOST:
+        lines += [f"  and {more} samples more (--json has all)"] * (more > 0)
+    width = max((len(it["name"]) for it in step["layers"]), default=0)
+    lines.append(f"  {'layer'.ljust(width)}  gradient    update      weights")
+    for it in sorted(step["layers"], key=lambda it: -(it["gradient"] or 0.0))[:MOST]:
+        values = (
+            f"{'-' if it[name] is None else format(it[name], '.4g'):<10}" for name in ("gradient", "update", "weights")
+        )
+        lines.append(f"  {it['name'].ljust(width)}  {'  '.join(values)}".rstrip())
+    largest = ", ".join(f"{it['module']} {it['largest']:.4g}" for it in step["activations"][:4])
+    return lines + [f"  largest activations: {largest}"] * bool(largest)
+
+
+def _sample(it: dict[str, Any]) -> str:
+    return f"{it['sample']}" + f" ({it['source']})" * bool(it["source"])
+
+
+def _finite(value: Any) -> Any:
+    """The same for JSON, which has no NaN: as text."""
+    if isinstance(value, dict):
+        return {name: _finite(it) for name, it in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(it) for it in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,249 @@
+"""Run a part of a run again, in a folder of its own, on this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import runpy
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from torch import Tensor
+
+from ..common.errors import Ended, Refusal
+from ..common.files import write_json
+from ..common.phases import activity
+from ..config import Config
+from ..data.data_digest import TRAINING
+from ..data.sampler import ElasticSampler, Step
+from ..launch.fit import OWN_LOOPS
+from ..resilience.interruption import Resident
+from ..run.checkpoint import Checkpoints, step_of
+from ..run.digest import digests
+from ..run.ending import Ending
+from ..run.fingerprint import describe, differences
+from ..run.records import is_run, read_config, read_facts, read_records
+from ..run.run import Run
+from ..tasks.command_line import parse
+from ..training.nonfinite import NonFinite
+from ..training.task import Task
+from .agreement import Recorded, agreement
+from .look import Look, samples_of
+
+COPIED = ("micro_batch", "micro_batches", "threads", "samples", "order", "orders", "digests", "total_steps")
+"""Facts of status.json by which a run is continued."""
+
+OFF: dict[str, Any] = {
+    "wandb": "disabled", "tensorboard": False, "csv": False, "save_predictions": False, "wandb_report": False,
+    "checkpoint_every": 0, "keep_every": 0, "digest_every": 0, "hang_timeout": 0.0, "keeper": "off",
+    "strict_bits": False, "num_workers": 0, "shares": "equal", "on_nonfinite": "stop",
+}  # fmt: skip
+"""Options that a replay sets; none changes a bit of a step."""
+
+Visit = Callable[[Any, Any, int], object]
+"""Is called with model, batch and number of the step, for each micro-batch of the steps looked into."""
+
+
+@dataclass
+class Replay:
+    """What a replay has found."""
+
+    started: int
+    """The step of the checkpoint from which it began; 0: from the start."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """What `Look` has found in each step."""
+    agrees: bool = True
+    agreement: str = ""
+    other: str = ""
+    """How code and libraries differ from the run's, in a line."""
+    ended: str = ""
+    """Why the replay did not get to the last step, if it did not."""
+    again: Recorded = field(default_factory=Recorded)
+
+
+def replay(run_dir: Path, first: int, last: int, script: Path, words: list[str], visit: Visit | None = None) -> Replay:
+    """Run again from the newest kept checkpoint before step `first`, and look into the steps `first` to `last`.
+
+    Args:
+        run_dir: the run; nothing in it changes.
+        first, last: steps, counted from 1 as in messages and logs.
+        script: whose `train(run)` is the loop.
+        words: options of train.py that differ from the run's, such as --data-dir.
+        visit: see `Visit`.
+
+    Raises:
+        Refusal: there is no such run or step.
+        Ended: the run cannot be continued here.
+    """
+    if not is_run(run_dir):
+        raise Refusal(f"{run_dir}: is not a run directory; name the folder of a run")
+    status, options = read_facts(run_dir / "status.json")[0], read_config(run_dir / "config.toml")
+    if last > (total := status.get("total_steps", last)):
+        raise Refusal(f"--step {last}: the run has only {total} steps")
+    loop = next((path for path in (script, *OWN_LOOPS) if path.exists()), script)
+    checkpoints = Checkpoints(run_dir / "checkpoints", 1, None)
+    kept = [path for path in checkpoints.all() if step_of(path) < first]
+    result = Replay(started=max(map(step_of, kept), default=0))
+    with tempfile.TemporaryDirectory(prefix="evenkeel-replay-") as name:
+        folder = Path(name) / "run"
+        _prepare(folder, options, status, kept)
+        config, task = parse(["--run-dir", str(folder), *words], base=read_config(folder / "config.toml"))
+        config = replace(config, **OFF)
+        newest = checkpoints.newest_manifest()
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with quiet, _opened(config, task, result, range(first, last + 1), visit) as run:
+            if newest:
+                mains = {f"code:{Path(path).name}" for path in (loop, "__main__.py")}
+                other = differences(newest.fingerprint, run.attempt.checkpoints.fingerprint)
+                result.other = describe({part: it for part, it in other.items() if part not in mains})
+            _train(run, loop)
+    exact = config.reduce == "tree" and not result.other
+    recorded = Recorded.of(read_records(run_dir / "metrics.jsonl"))
+    result.agrees, result.agreement = agreement(recorded, result.again, exact)
+    if result.agrees and result.ended and result.ended in status.get("reason", ""):
+        before = f"; before it, {result.agreement}" if result.again.digests else ""
+        result.agreement = f"agrees: the run ended at that step too{before}"
+    return result
+
+
+def _prepare(folder: Path, options: dict[str, Any], status: Mapping[str, Any], kept: list[Path]) -> None:
+    """A run's folder that continues from the kept checkpoints, by links to them."""
+    (folder / "checkpoints").mkdir(parents=True)
+    for path in kept:
+        (folder / "checkpoints" / path.name).symlink_to(path.absolute())
+    if kept:  # the weights come from a checkpoint, and the file of --init-from may be gone
+        options = {name: value for name, value in options.items() if not name.startswith("init_")}
+    (folder / "config.toml").write_text(tomli_w.dumps(options))
+    facts = {name: status[name] for name in COPIED if name in status}
+    write_json(folder / "status.json", facts | {"state": "stopped", "step": 0, "world_sizes": [1], "launch": []})
+
+
+@contextlib.contextmanager
+def _opened(config: Config, task: Task, result: Replay, steps: range, visit: Visit | None) -> Iterator[Run]:
+    activity.begin(age=0)
+    logging.disable(logging.WARNING)  # what they say is about a run that goes on
+    try:
+        yield from _run(config, task, result, steps, visit)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _run(config: Config, task: Task, result: Replay, steps: range, visit: Visit | None) -> Iterator[Run]:
+    Replayed.result, Replayed.looked_into, Replayed.visit = result, steps, visit
+    with contextlib.suppress(Reached), Replayed.open(config, task, Resident(config.grace)) as run:
+        if run.finished:
+            raise Ended("the replay found the run finished; nothing was looked into")
+        yield run
+
+
+def _train(run: Run, loop: Path) -> None:
+    try:
+        train = runpy.run_path(str(loop), run_name="evenkeel_loop")["train"]
+    except (OSError, KeyError):
+        raise Refusal(f"--script {loop}: is not there, or has no train(run); name a file like train.py") from None
+    try:
+        train(run)
+    except NonFinite as error:
+        assert isinstance(run, Replayed)
+        run.result.ended = str(error).partition(";")[0]
+        raise Reached from None
+
+
+class Reached(Exception):  # noqa: N818
+    """The last step has been looked into."""
+
+
+class Silent(Ending):
+    """A replay saves and reports nothing at its end."""
+
+    def finish(self, metrics: dict[str, float]) -> None:
+        """Write nothing."""
+
+    def failed(self, error: BaseException) -> None:
+        """Save nothing."""
+
+    def stopped(self, reason: str) -> None:
+        """Save nothing."""
+
+
+class Replayed(Run):
+    """A run that is looked into at some steps, and stops after the last of them."""
+
+    result: Replay
+    looked_into: range
+    visit: Visit | None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.ending = Silent(self.attempt, self.state, self.checkpointer, self.step_log)
+
+    def distribute(self, *arguments: Any, **named: Any) -> Any:
+        """The model and its loss, watched."""
+        return Watched(self, super().distribute(*arguments, **named))
+
+    def after_step(self, model: Any, norm: Tensor | None = None) -> None:
+        """Record digests, loss and norm; stop after the last step asked for."""
+        step, again = self.state.step, self.result.again
+        again.digests[step] = digests(self.state.tensors())
+        again.logged[step] = (model.loss.item(), (model.norm if norm is None else norm).item())
+        if step + 1 >= self.looked_into.stop:
+            raise Reached
+        super().after_step(model, norm)
+
+    def look(self, step: Step) -> Look | None:
+        """What looks into a step, if it is one of those asked for."""
+        if step.number + 1 not in self.looked_into:
+            return None
+        config, plan, epoch = self.config, self.plan, self.plan.locate(step.number)
+        sampler = ElasticSampler(
+            self.attempt.sets[TRAINING], config.batch_size, plan.micro_batch, num_replicas=1, rank=0,
+            seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
+        )  # fmt: skip
+        return Look(self, step, samples_of(sampler, step, *epoch))
+
+
+class Watched:
+    """A `DistributedLoss` whose steps are looked into; all else is its own."""
+
+    def __init__(self, run: Replayed, model: Any) -> None:
+        self._run, self._model = run, model
+        self._look: Look | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The mean loss of a micro-batch."""
+        loss: Tensor = self._model(batch)
+        return loss
+
+    def micro_batches(self, step: Step) -> Iterator[Any]:
+        """The micro-batches, each copied for the look."""
+        self._look = self._run.look(step)
+        for batch in self._model.micro_batches(step):
+            if self._look:
+                self._look.take(batch)
+                if visit := type(self._run).visit:
+                    visit(self._run.state.model, batch, step.number + 1)
+            yield batch
+
+    def step(self, norm: Tensor | None = None) -> None:
+        """Look, then take the step."""
+        if self._look is None:
+            self._model.step(norm)
+            return
+        norm = self._norm() if norm is None else norm
+        self._look.before_commit(self._model, norm)
+        self._run.result.steps.append(self._look.facts)
+        self._model.step(norm)
+        self._look.after_commit()
+
+    def _norm(self) -> Tensor:
+        from ..training.optimization import clip_grad_norm
+
+        return clip_grad_norm(self._run.state.parameters, 0.0)

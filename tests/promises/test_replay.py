@@ -1,0 +1,109 @@
+"""A step of a run that was killed and resized, run again on one process."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenkeel.data.sampler import ElasticSampler
+from tests.support.processes import ROOT, TRAIN, records, run, run_forked, start, torchrun
+from tests.support.small_runs import options, recipe_job, stop_at
+
+TASK = f"{ROOT / 'tests' / 'time_travel' / 'nan_task.py'}:FromFiles"
+SAMPLES, BATCH, MICRO = 61, 6, 2
+BAD = random.Random(29).randrange(8, 11)
+"""The step, counted from 1, one of whose samples has NaN pixels."""
+
+
+def bad_sample() -> int:
+    sampler = ElasticSampler(range(SAMPLES), BATCH, MICRO, num_replicas=1, rank=0)
+    sampler.set_epoch(0, BAD - 1)
+    return next(iter(sampler))[1]
+
+
+def job(folder: Path, *more: object) -> list[str]:
+    """A run of two epochs; its samples are files in `folder`/data."""
+    data = folder / "data"
+    if not data.exists():
+        data.mkdir(parents=True)
+        generator = torch.Generator().manual_seed(0)
+        for number in range(SAMPLES):
+            torch.save(torch.randn(4, generator=generator), data / f"{number:03}.pt")
+        torch.save(torch.full((4,), torch.nan), data / f"{bad_sample():03}.pt")
+    shape = f"--epochs 2 --batch-size {BATCH} --micro-batch {MICRO} --log-every 1 --digest-every 1 --reduce tree"
+    return options(TASK, folder / "run", "--data-dir", data, *shape.split(), "--keep-every", 5, *more)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def replay(run_dir: Path, step: object, *more: object, expect: int = 0) -> dict[str, Any]:
+    done = run_forked("-m", "evenkeel", "replay", run_dir, "--step", step, "--json", *more, expect=expect)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_sample_of_nan_is_named_on_one_process_after_a_kill_on_three_ranks_and_an_end_on_two(tmp_path: Path) -> None:
+    """Digests agree in every bit at each step before, and nothing in the run changes."""
+    stop_at(tmp_path / "run", 3, start(torchrun(3, TRAIN, *job(tmp_path, "--pause", 0.1))), signal.SIGKILL)
+    assert len(records(tmp_path / "run", "digest")) < BAD
+    done = run(torchrun(2, TRAIN, *job(tmp_path)), expect=1)
+    command = f"replay {tmp_path / 'run'} --step {BAD}"
+    assert command in done.stdout
+    before = contents(tmp_path)
+    found = replay(tmp_path / "run", BAD)
+    assert contents(tmp_path) == before
+    assert found["agreement"] == "agrees: the run ended at that step too"
+    (step,) = found["steps"]
+    culprit = step["nonfinite"]
+    file = str(tmp_path / "data" / f"{bad_sample():03}.pt")
+    assert culprit["samples"] == [{"sample": bad_sample(), "source": file}]
+    assert (culprit["operation"], culprit["value"], culprit["given"]) == ("aten.add", "nan", True)
+    assert "model(features + 0.1 * noise)" in culprit["line"]
+    assert {it["sample"] for it in step["samples"] if it["loss"] == "nan"} == {bad_sample()}
+    assert found["started"] == BAD - 1
+    earlier = replay(tmp_path / "run", f"1:{BAD - 1}")
+    assert earlier["agreement"] == f"agrees in every bit (steps 1 to {BAD - 1} compared)"
+    assert [it["step"] for it in earlier["steps"]] == [*range(1, BAD)]
+    assert all(it["nonfinite"] is None for it in earlier["steps"])
+    assert replay(tmp_path / "run", BAD - 1)["started"] == 5, "--keep-every 5"
+
+
+def test_batchnorm_and_a_function_of_ones_own(tmp_path: Path) -> None:
+    """Losses of samples use the running statistics, which stay as they are: the bits agree after the look."""
+    run_forked(TRAIN, *recipe_job(tmp_path / "run", "--digest-every", 1, "--keep-every", 4, "--reduce", "tree"))
+    (tmp_path / "see.py").write_text(
+        "def see(model, batch, step):\n    print(step, len(batch[0]), file=open('seen', 'a'))\n"
+    )
+    words = ["-m", "evenkeel", "replay", tmp_path / "run", "--step", "6:8", "--python", f"{tmp_path / 'see.py'}:see"]
+    done = run([sys.executable, *words, "--script", TRAIN], cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "evenkeel: agrees in every bit (steps 5 to 8 compared)"
+    assert done.stdout.count("losses of samples use BatchNorm's running statistics") == 3
+    assert (tmp_path / "seen").read_text().split("\n")[:4] == ["6 3"] * 4
+    assert "sample" in done.stdout
+
+
+def test_what_cannot_be_meant_is_refused_in_a_line(tmp_path: Path) -> None:
+    for words, line in {
+        ("--step", "0"): "--step 0: give a step from 1 on",
+        ("--step", "5:4"): "--step 5:4: give a step from 1 on",
+        ("--step", "5", "--python", "no.py:f"): "--python no.py:f: there is no file no.py",
+        ("--step", "5"): f"{tmp_path}: is not a run directory",
+    }.items():
+        done = run_forked("-m", "evenkeel", "replay", tmp_path, *words, expect=2)
+        assert line in done.stderr
+        assert done.stdout == ""
+
+
+def test_the_control_a_replay_with_a_generator_that_goes_on_does_not_agree(tmp_path: Path) -> None:
+    run_forked(TRAIN, *job(tmp_path, "--ordinary"), expect=1)
+    found = replay(tmp_path / "run", 7, expect=1)
+    assert found["started"] == 5
+    assert found["agreement"].startswith("differs: from step 6 on, "), found["agreement"]
