@@ -11,19 +11,8 @@ import pytest
 from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "src" / "evenkeel"
-COMPONENTS = [
-    "common",
-    "config",
-    "data",
-    "distributed",
-    "resilience",
-    "training",
-    "run",
-    "tasks",
-    "launch",
-    "cli",
-    "time_travel",
-]
+COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training", "run", "tasks", "launch", "cli"]
+COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may leave it out
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
@@ -37,7 +26,7 @@ BUDGET = {
     "tasks": 2230,
     "launch": 2380,
     "cli": 6940,
-    "time_travel": 1300,
+    "time_travel": 870,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 
