@@ -26,7 +26,7 @@ BUDGET = {
     "tasks": 2230,
     "launch": 2380,
     "cli": 6940,
-    "time_travel": 870,
+    "time_travel": 920,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

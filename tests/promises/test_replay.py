@@ -83,7 +83,8 @@ def test_batchnorm_and_a_function_of_ones_own(tmp_path: Path) -> None:
         "def see(model, batch, step):\n    print(step, len(batch[0]), file=open('seen', 'a'))\n"
     )
     words = ["-m", "evenkeel", "replay", tmp_path / "run", "--step", "6:8", "--python", f"{tmp_path / 'see.py'}:see"]
-    done = run([sys.executable, *words, "--script", TRAIN], cwd=tmp_path)
+    done = run([sys.executable, *words, "--script", TRAIN, "--save-samples", tmp_path / "saved"], cwd=tmp_path)
+    assert len([*(tmp_path / "saved").glob("step-7-sample-*-0.pt")]) == 12
     assert done.stdout.splitlines()[-1] == "evenkeel: agrees in every bit (steps 5 to 8 compared)"
     assert done.stdout.count("losses of samples use BatchNorm's running statistics") == 3
     assert (tmp_path / "seen").read_text().split("\n")[:4] == ["6 3"] * 4

@@ -4,6 +4,7 @@
     replay.py      run again from the newest kept checkpoint, in a folder of its own, to the steps asked for
     look.py        what there is to see in a step: losses of samples, norms, activations
     culprit.py     the first operation whose result is not finite
+    save.py        --save-samples: pictures, text, tensors
     names.py       a sample's file or shard
     agreement.py   whether the replay computes what the run has recorded
 

@@ -14,7 +14,7 @@ import tyro
 
 from ..common.display import say
 from ..common.errors import FAILED, Refusal
-from ..config import Flag
+from ..config import Flag, MaybePath
 
 if TYPE_CHECKING:
     from .replay import Replay, Visit
@@ -42,6 +42,8 @@ class ReplayCommand:
     """The training script whose train(run) is the loop."""
     python: Annotated[str, tyro.conf.arg(metavar="FILE.py:FUNCTION", help_behavior_hint="")] = ""
     """Call this function with (model, batch, step) before each micro-batch of these steps."""
+    save_samples: MaybePath = None
+    """Write the samples of these steps into this folder: pictures as PNG, text as text, all else for torch.load."""
     json: Flag = False
     """Print one JSON object with all that was found."""
 
@@ -52,7 +54,7 @@ class ReplayCommand:
             raise Refusal("replay: torchrun has started this process; replay runs on one, so start it without torchrun")
         from .replay import replay  # imports torch, which the help does not need
 
-        found = replay(self.run, first, last, self.script, train_options, self._visit())
+        found = replay(self.run, first, last, self.script, train_options, self._visit(), self._folder())
         if self.json:
             facts = {name: value for name, value in asdict(found).items() if name != "again"}
             say(json.dumps(_finite(facts)))
@@ -66,6 +68,16 @@ class ReplayCommand:
         if not 1 <= first <= last:
             raise Refusal(f"--step {self.step[:40]}: give a step from 1 on, or N:M with N up to M, for example 120:125")
         return first, last
+
+    def _folder(self) -> Path | None:
+        if self.save_samples:
+            if self.save_samples.resolve().is_relative_to(self.run.resolve()):
+                raise Refusal(f"--save-samples {self.save_samples}: is in the run, which replay leaves as it is")
+            try:
+                self.save_samples.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise Refusal(f"--save-samples {self.save_samples}: {error.strerror}; name another folder") from None
+        return self.save_samples
 
     def _visit(self) -> Visit | None:
         if not self.python:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import Ended
 from ..data.data_digest import TRAINING
 from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import Step
@@ -21,6 +23,7 @@ from ..run.run import Run
 from ..training.whole_batch import of_whole_batches
 from .culprit import Culprit, Finder, watched_modules
 from .names import source_of
+from .save import save_sample
 
 NORMS = nn.modules.batchnorm._NormBase
 
@@ -96,7 +99,7 @@ class Look:
             for part, batch in enumerate(self.batches):
                 for row in range(len(self.samples[part])):
                     self._seed(part)
-                    single = _row(batch, row, len(self.samples[part]))
+                    single = row_of(batch, row, len(self.samples[part]))
                     found[part, row] = _scalar(model.module(single)).item()
         except Exception as error:
             self.facts["note"] = f"this loss is not defined for one sample ({type(error).__name__}: {error})"[:200]
@@ -138,6 +141,16 @@ class Look:
         if finder.found and not self.facts["nonfinite"]:
             self.facts["nonfinite"] = self._told(finder.found, part)
 
+    def save(self, folder: Path) -> None:
+        """Write the samples, as the model gets them, into a folder."""
+        for part, numbers in enumerate(self.samples):
+            for row, sample in enumerate(numbers):
+                try:
+                    single = row_of(self.batches[part], row, len(numbers))
+                except TypeError as error:
+                    raise Ended(f"--save-samples: a sample cannot be taken out of its batch: {error}") from None
+                save_sample(folder, self.step.number + 1, sample, single)
+
     def _told(self, found: Culprit, part: int) -> dict[str, Any]:
         numbers, dataset = self.samples[part], self.run.attempt.sets[TRAINING]
         bad = [numbers[row] for row in found.rows if row < len(numbers)]
@@ -161,18 +174,18 @@ def samples_of(sampler: Any, step: Step, epoch: int, first: int) -> list[list[in
     return [list(each) for each in islice(iter(sampler), len(step.micro_batches))]
 
 
-def _row(batch: Any, row: int, size: int) -> Any:
+def row_of(batch: Any, row: int, size: int) -> Any:
     """A batch of one sample out of a batch of tensors, dicts, lists and tuples; raises a TypeError for others."""
     if isinstance(batch, Tensor):
         if not batch.dim() or len(batch) != size:
             raise TypeError(f"a tensor of shape {list(batch.shape)} does not have {size} rows")
         return batch[row : row + 1].clone()
     if isinstance(batch, Mapping):
-        return {name: _row(value, row, size) for name, value in batch.items()}
+        return {name: row_of(value, row, size) for name, value in batch.items()}
     if isinstance(batch, (list, tuple)):
         if batch and all(isinstance(it, str) for it in batch) and len(batch) == size:
             return type(batch)([batch[row]])
-        return type(batch)([_row(value, row, size) for value in batch])
+        return type(batch)([row_of(value, row, size) for value in batch])
     raise TypeError(f"a batch has a {type(batch).__name__}")
 
 

@@ -66,7 +66,15 @@ class Replay:
     again: Recorded = field(default_factory=Recorded)
 
 
-def replay(run_dir: Path, first: int, last: int, script: Path, words: list[str], visit: Visit | None = None) -> Replay:
+def replay(
+    run_dir: Path,
+    first: int,
+    last: int,
+    script: Path,
+    words: list[str],
+    visit: Visit | None = None,
+    save_samples: Path | None = None,
+) -> Replay:
     """Run again from the newest kept checkpoint before step `first`, and look into the steps `first` to `last`.
 
     Args:
@@ -75,20 +83,18 @@ def replay(run_dir: Path, first: int, last: int, script: Path, words: list[str],
         script: whose `train(run)` is the loop.
         words: options of train.py that differ from the run's, such as --data-dir.
         visit: see `Visit`.
+        save_samples: write the samples of these steps into this folder, which exists.
 
     Raises:
         Refusal: there is no such run or step.
         Ended: the run cannot be continued here.
     """
-    if not is_run(run_dir):
-        raise Refusal(f"{run_dir}: is not a run directory; name the folder of a run")
-    status, options = read_facts(run_dir / "status.json")[0], read_config(run_dir / "config.toml")
-    if last > (total := status.get("total_steps", last)):
-        raise Refusal(f"--step {last}: the run has only {total} steps")
+    status, options = _read(run_dir, last)
     loop = next((path for path in (script, *OWN_LOOPS) if path.exists()), script)
     checkpoints = Checkpoints(run_dir / "checkpoints", 1, None)
     kept = [path for path in checkpoints.all() if step_of(path) < first]
     result = Replay(started=max(map(step_of, kept), default=0))
+    Replayed.save_samples = save_samples
     with tempfile.TemporaryDirectory(prefix="evenkeel-replay-") as name:
         folder = Path(name) / "run"
         _prepare(folder, options, status, kept)
@@ -109,6 +115,16 @@ def replay(run_dir: Path, first: int, last: int, script: Path, words: list[str],
         before = f"; before it, {result.agreement}" if result.again.digests else ""
         result.agreement = f"agrees: the run ended at that step too{before}"
     return result
+
+
+def _read(run_dir: Path, last: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run's facts and options; refused if it is none, or has fewer steps than `last`."""
+    if not is_run(run_dir):
+        raise Refusal(f"{run_dir}: is not a run directory; name the folder of a run")
+    status = read_facts(run_dir / "status.json")[0]
+    if last > (total := status.get("total_steps", last)):
+        raise Refusal(f"--step {last}: the run has only {total} steps")
+    return status, read_config(run_dir / "config.toml")
 
 
 def _prepare(folder: Path, options: dict[str, Any], status: Mapping[str, Any], kept: list[Path]) -> None:
@@ -177,6 +193,7 @@ class Replayed(Run):
     result: Replay
     looked_into: range
     visit: Visit | None
+    save_samples: Path | None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -238,6 +255,8 @@ class Watched:
             self._model.step(norm)
             return
         norm = self._norm() if norm is None else norm
+        if folder := self._run.save_samples:
+            self._look.save(folder)
         self._look.before_commit(self._model, norm)
         self._run.result.steps.append(self._look.facts)
         self._model.step(norm)
