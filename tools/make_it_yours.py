@@ -45,6 +45,8 @@ COMPONENTS = {
     "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
     "scaling": "src/evenkeel/cli/scaling tests/*/test_scaling.py docs/scaling.*",
     "sweep": "src/evenkeel/cli/sweep.py tests/*/test_sweep.py docs/sweep.md",
+    "trackers": "src/evenkeel/run/own_trackers.py tests/run/test_own_trackers.py tests/promises/test_own_trackers.py "
+    "tests/support/note_tracker.py tests/support/mlflow_stand_in.py",
     "report": "src/evenkeel/cli/report src/evenkeel/assets/report.css tests/cli/report tests/support/reports.py "
     "docs/report.*",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",

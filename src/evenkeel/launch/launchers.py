@@ -114,6 +114,8 @@ def option_words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):  # train.py's own switches have no --no-; those of a task have
         return [flag(name) if value else f"--no-{flag(name)[2:]}"] * (value or name not in OPTION_NAMES)
     if isinstance(value, (list, tuple)):
+        if name == "tracker":  # may be given several times, while other lists follow one flag
+            return [f"{flag(name)}={item}" for item in value]
         return [flag(name), *map(str, value)]
     return [] if value is None else [f"{flag(name)}={value}"]
 
