@@ -362,6 +362,11 @@ merged traces: clocks are put wrong, not right
     - (since - facts["clock_ahead_ns"])
     + (since + facts["clock_ahead_ns"])
 
+a step that is done again is logged again by a tracker of one's own
+    run/own_trackers.py | tests/run/test_own_trackers.py | tests/promises/test_own_trackers.py
+    - if step > self._before.get(name, -1)
+    + if step >= 0
+
 names of runs and metrics act on a terminal
     common/display.py | tests/cli/test_terminal.py
     - return UNSEEN.sub(lambda it: it[0].encode("unicode_escape").decode(), text)
