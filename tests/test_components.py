@@ -24,7 +24,7 @@ BUDGET = {
     "run": 4960,
     "tasks": 2180,
     "launch": 2380,
-    "cli": 6940,
+    "cli": 7180,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

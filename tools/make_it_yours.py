@@ -35,7 +35,8 @@ NAME = "evenkeel"
 
 COMPONENTS = {
     "plan": "src/evenkeel/cli/plan.py",
-    "checkpoint": "src/evenkeel/cli/checkpoint.py tests/cli/test_checkpoint.py tests/*/test_checkpoint_command.py",
+    "checkpoint": "src/evenkeel/cli/checkpoint.py src/evenkeel/cli/export.py tests/cli/test_checkpoint.py "
+    "tests/cli/test_export.py tests/*/test_checkpoint_command.py",
     "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
     "status": "src/evenkeel/cli/status.py src/evenkeel/cli/follow.py tests/cli/test_status.py "
     "tests/processes/test_follow.py",

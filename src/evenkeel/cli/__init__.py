@@ -3,6 +3,7 @@
     new/            new: a small project with this package as a dependency; update: compare it with a newer version
     plan.py         plan: which rank would compute what, without running it
     checkpoint.py   checkpoint: list, inspect, verify and export the checkpoints of a run
+    export.py       what checkpoint exports with the task's model: .onnx files, folders of transformers
     data.py         data: index a folder of shards, or verify it
     compare.py      compare: the first step and the tensors in which two runs differ
     digests.py      what compare and check share: the first step at which digests differ
