@@ -15,7 +15,7 @@ COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1430,
+    "common": 1440,
     "config": 500,
     "data": 3030,
     "distributed": 1970,
@@ -24,7 +24,7 @@ BUDGET = {
     "run": 4960,
     "tasks": 2180,
     "launch": 2380,
-    "cli": 7180,
+    "cli": 7320,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

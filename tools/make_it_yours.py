@@ -37,7 +37,8 @@ COMPONENTS = {
     "plan": "src/evenkeel/cli/plan.py",
     "checkpoint": "src/evenkeel/cli/checkpoint.py src/evenkeel/cli/export.py tests/cli/test_checkpoint.py "
     "tests/cli/test_export.py tests/*/test_checkpoint_command.py",
-    "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
+    "compare": "src/evenkeel/cli/compare.py src/evenkeel/cli/compare_metrics.py tests/cli/test_compare.py "
+    "tests/cli/test_compare_metrics.py tests/processes/test_compare.py",
     "status": "src/evenkeel/cli/status.py src/evenkeel/cli/follow.py tests/cli/test_status.py "
     "tests/processes/test_follow.py",
     "new": "src/evenkeel/cli/new tests/cli/test_new.py tests/processes/test_new.py docs/thin.md",

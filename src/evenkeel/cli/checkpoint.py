@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.filesize import decimal
 
-from ..common.display import say
+from ..common.display import aligned, say
 from ..common.errors import Ended, Refusal
 from ..common.files import write_atomically
 from ..common.naming import shown
@@ -57,9 +57,8 @@ class ListCheckpoints:
         newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
         best = Checkpoints(checkpoints.folder, 1, newest.best_by if newest else None).best_path()
         rows = [("STEP", "KIND", "WRITTEN", "SIZE", ""), *(_row(path, newest, best) for path in paths)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for step, *cells in rows:
-            say("  ".join([step.rjust(widths[0]), *map(str.ljust, cells, widths[1:])]).rstrip())
+        width = max(len(step) for step, *_ in rows)
+        say("\n".join(aligned([(step.rjust(width), *cells) for step, *cells in rows])))
         return 0
 
 
