@@ -96,7 +96,8 @@ def test_an_error_costs_a_line_and_the_others_go_on(
         time.sleep(0.05)
     ours.close()
     error = "SystemExit: 0" if where == "exit" else "OSError: the server is gone"
-    assert caplog.text.count(f"{name} is off from here on: {error} at {ROOT / 'tests/support/note_tracker.py'}:") == 1
+    off = "is off" if where == "__init__" else "is off from here on"
+    assert caplog.text.count(f"{name} {off}: {error} at {ROOT / 'tests/support/note_tracker.py'}:") == 1
     assert len(caplog.text.splitlines()) == 1
     assert steps(tmp_path) == [1, 2, 3]
 
@@ -128,6 +129,20 @@ def test_one_that_is_far_behind_is_off(
         ours.train(step, 1.5, 2.5, 0.1)
     assert caplog.text.count(f"{MODULE}:Stuck is off from here on: 3 reports wait for it") == 1
     note_tracker.Stuck.answer.set()
+
+
+def test_a_start_waits_for_it_only_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_trackers, "INIT_TIMEOUT", 0.1)
+    monkeypatch.setattr(note_tracker.Stuck, "answer", threading.Event())
+    name = f"{MODULE}:StuckStart"
+    ours = tracker(tmp_path, 0, name, NOTES)
+    ours.train(1, 1.5, 2.5, 0.1)
+    note_tracker.Stuck.answer.set()
+    ours.close()
+    assert steps(tmp_path) == [1]
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("damage", ["{", '{"train/loss": "x"}', "[]"])

@@ -64,6 +64,13 @@ class Stuck:
         pass
 
 
+class StuckStart(Stuck):
+    """The same when it is made."""
+
+    def __init__(self, *_: Any) -> None:
+        self.answer.wait(60)
+
+
 class NoClose:
     def __init__(self, name: str, directory: Path, config: Mapping[str, Any]) -> None: ...
 

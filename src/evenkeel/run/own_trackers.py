@@ -24,7 +24,7 @@ from typing import Any
 from ..common.errors import Ended, Refusal, place_of
 from ..common.files import alike, read_json
 from ..common.user_code import load_name
-from .trackers import FINISHED, MetricsTracker, Opener
+from .trackers import FINISHED, INIT_TIMEOUT, MetricsTracker, Opener
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,12 @@ class OwnTracker:
         self._given = _Given(directory / "trackers" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}.json")
         self._reports = queue.Queue[tuple[int, dict[str, float | Path]] | str](MOST_WAITING)
         self._error: Ended | None = None
+        self._made = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker {label}", daemon=True)
         self._thread.start()
+        # like W&B; and a process that is forked while a module is imported could not import it any more
+        self._made.wait(INIT_TIMEOUT)
+        self._raise()
 
     def log(self, metrics: Mapping[str, float | Path], step: int) -> None:
         """Leave a report to the thread."""
@@ -117,6 +121,7 @@ class OwnTracker:
     def _run(self) -> None:
         try:
             theirs = self._make()
+            self._made.set()
             while not isinstance(report := self._reports.get(), str):
                 step, metrics = report
                 if new := self._given.new(step, metrics):
@@ -125,6 +130,7 @@ class OwnTracker:
         except BaseException as error:  # sys.exit as well: it would end this thread without a line
             place = place_of(error.__traceback__)
             self._error = Ended(f"{type(error).__name__}: {error}{place}".replace("\n", " "))
+            self._made.set()
 
 
 class _Given:

@@ -27,7 +27,8 @@ from ..resilience.interruption import STOPPED as INTERRUPTED
 log = logging.getLogger(__name__)
 
 INIT_TIMEOUT = 20.0
-"""Seconds that wandb waits for its server (plus 10 to give up); WANDB_INIT_TIMEOUT overrides it."""
+"""Seconds that wandb waits for its server (plus 10 to give up; WANDB_INIT_TIMEOUT overrides it), and a start for a
+tracker of one's own."""
 
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"

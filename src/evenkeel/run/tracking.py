@@ -87,7 +87,12 @@ class Tracker:
         """Start at a step; `evaluated`: an earlier attempt has reported its evaluation."""
         self._evaluated = step if evaluated else -1
         self._trackers |= in_the_folder(self.config, self.path, step)
-        self._trackers |= {name: make() for name, make in self.own.items()}
+        for name, make in self.own.items():
+            activity.enter(START_UP, name)
+            try:
+                self._trackers[name] = make()
+            except Ended as error:
+                log.warning("%s is off: %s", name, error)
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
