@@ -157,6 +157,13 @@ def test_onnx_computes_the_same(runs: Path, tmp_path: Path, task: str) -> None:
 
 
 @needs_onnx
+def test_what_torch_cannot_export_is_a_line(runs: Path, tmp_path: Path) -> None:
+    line = refusal(own(runs, "Branching"), "--onnx", tmp_path / "model.onnx", code=1)
+    assert line.startswith(f"--onnx {tmp_path / 'model.onnx'}: torch cannot export this model: GuardOnDataDependent")
+    assert not list(tmp_path.iterdir())
+
+
+@needs_onnx
 def test_the_control_other_outputs_end_the_export(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, file = own(runs, "Line"), tmp_path / "model.onnx"
     config, task, model = export.built(run_dir, model_of(run_dir), [])

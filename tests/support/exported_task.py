@@ -78,6 +78,19 @@ class Keywords(Line):
         return loss
 
 
+class Branches(nn.Linear):
+    """Python decides by a value."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = super().forward(input)
+        return output if output.sum().item() > 1 else 2 * output
+
+
+class Branching(Line):
+    def model(self) -> nn.Module:
+        return Branches(4, 1)
+
+
 class Parts(Line):
     """Two networks."""
 

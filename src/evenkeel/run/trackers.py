@@ -44,6 +44,13 @@ class MetricsTracker(Protocol):
     Yours needs not derive from this. It is made once in each attempt, on rank 0, as CLASS(name, directory, config): the
     run's name, its directory, and all options but secret ones. It is made and called in a thread, so it may be slow. If
     it raises an error, it is off for the rest of the attempt, with a warning.
+
+    >>> class Prints:
+    ...     def __init__(self, name, directory, config): self.name = name
+    ...     def log(self, metrics, step): print(self.name, step, metrics)
+    ...     def close(self, status): print(status)
+    >>> Prints("mine", "runs/mine", {"lr": 0.1}).log({"train/loss": 0.5}, 10)
+    mine 10 {'train/loss': 0.5}
     """
 
     def log(self, metrics: Mapping[str, float | Path], step: int) -> None:
