@@ -21,7 +21,7 @@ BUDGET = {
     "distributed": 1970,
     "resilience": 1520,
     "training": 4810,
-    "run": 4980,
+    "run": 5010,
     "tasks": 2180,
     "launch": 2380,
     "cli": 7320,

@@ -81,7 +81,29 @@ def test_steps_that_are_done_again_are_not_logged_again(tmp_path: Path) -> None:
 
     shutil.rmtree(tmp_path / "trackers")  # the control
     attempt(4, 5, 6)
-    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 5, 6]
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
+
+
+def test_what_it_has_missed_comes_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was off, or too slow, or is new."""
+    name = f"{MODULE}:Notes"
+    ours = tracker(tmp_path, 0)
+    for step in (1, 2, 3, 4, 5):
+        ours.train(step, float("nan") if step == 2 else step / 2, 1.0, 0.1)
+    ours.evaluation(3, {"test/accuracy": 0.5})
+    ours = tracker(tmp_path, 3, name)  # steps 4 and 5 were lost
+    ours.evaluation(3, {"test/accuracy": 0.5})
+    ours.train(4, 20.0, 1.0, 0.1)
+    ours.close(1)
+    given = [(note["step"], note["metrics"]) for note in notes(tmp_path) if "metrics" in note]
+    assert [step for step, _ in given] == [1, 2, 3, 3, 4]
+    assert [metrics.get("train/loss") for _, metrics in given][::2] == [0.5, 1.5, 20.0]
+    assert given[1][1]["train/loss"] != given[1][1]["train/loss"], "nan, as when it was logged"
+    assert given[0][1]["epoch"] == 0.1
+    assert given[3][1] == {"test/accuracy": 0.5}, "once"
+    ours = tracker(tmp_path, 4, name)
+    ours.close()
+    assert steps(tmp_path) == [1, 2, 3, 4], "the control: it has missed nothing"
 
 
 @pytest.mark.parametrize("where", ["__init__", "log", "close", "exit"])

@@ -2,7 +2,8 @@
 
 RUN/trackers/NAME.json has the last step of each metric that it was given. So a step that is done again after a kill is
 not logged twice; as with W&B, the first values stay. It is written before each call: after a `kill -9` the report that
-was on its way may be missing, and so are those that waited for a slow tracker.
+was on its way may be missing. Others that the tracker has missed, as it was slow or off, are in metrics.jsonl: it gets
+them at the next start.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -24,6 +26,7 @@ from typing import Any
 from ..common.errors import Ended, Refusal, place_of
 from ..common.files import alike, read_json
 from ..common.user_code import load_name
+from .records import read_record, values_of
 from .trackers import FINISHED, INIT_TIMEOUT, MetricsTracker, Opener
 
 log = logging.getLogger(__name__)
@@ -81,13 +84,16 @@ class OwnTracker:
     """
 
     def __init__(
-        self, label: str, make: Callable[..., MetricsTracker], name: str, directory: Path, config: Mapping[str, Any]
-    ) -> None:
+        self, label: str, make: Callable[..., MetricsTracker], name: str, directory: Path, config: Mapping[str, Any],
+        step: int,
+    ) -> None:  # fmt: skip
         self._label, self._make = label, partial(make, name, directory, dict(config))
         self._given = _Given(directory / "trackers" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}.json")
         self._reports = queue.Queue[tuple[int, dict[str, float | Path]] | str](MOST_WAITING)
         self._error: Ended | None = None
         self._made = threading.Event()
+        earlier = directory / "metrics.jsonl"
+        self._earlier = partial(_logged, earlier, earlier.stat().st_size if earlier.exists() else 0, step)
         self._thread = threading.Thread(target=self._run, name=f"tracker {label}", daemon=True)
         self._thread.start()
         # like W&B; and a process that is forked while a module is imported could not import it any more
@@ -122,6 +128,10 @@ class OwnTracker:
         try:
             theirs = self._make()
             self._made.set()
+            for step, values in self._earlier():
+                if new := self._given.new(step, values):
+                    theirs.log(new, step)
+            self._given.forbid()
             while not isinstance(report := self._reports.get(), str):
                 step, metrics = report
                 if new := self._given.new(step, metrics):
@@ -133,6 +143,20 @@ class OwnTracker:
             self._made.set()
 
 
+def _logged(path: Path, size: int, step: int) -> list[tuple[int, dict[str, float]]]:
+    """The metrics up to a step in the first `size` bytes of a metrics.jsonl, each step as last done."""
+    found: list[tuple[int, dict[str, float]]] = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        while file.tell() < size:
+            record = read_record(file.readline())
+            if record and record["kind"] == "start":  # later steps are done again, or were lost
+                found = [it for it in found if it[0] <= record["step"]]
+            elif record and (values := values_of(record)):
+                epoch = {"epoch": record["epoch"]} if "epoch" in record else {}
+                found.append((record["step"], {k: math.nan if v is None else v for k, v in (epoch | values).items()}))
+    return [it for it in found if it[0] <= step]
+
+
 class _Given:
     """Which reports the tracker was given, in this attempt and in earlier ones of the run."""
 
@@ -141,6 +165,10 @@ class _Given:
         with contextlib.suppress(OSError, ValueError):  # damaged: then steps may be logged twice
             found = read_json(path)
             self._last = found if alike(found, {"": 0}) else {}
+        self._before = dict(self._last)
+
+    def forbid(self) -> None:
+        """From here on, leave out what was given so far."""
         self._before = dict(self._last)
 
     def new(self, step: int, metrics: Mapping[str, float | Path]) -> dict[str, float | Path]:

@@ -64,8 +64,8 @@ class MetricsTracker(Protocol):
         """End the attempt: "finished", "stopped" (the same command continues), or "failed"."""
 
 
-Opener = Callable[[str, Path, Mapping[str, Any]], MetricsTracker]
-"""(run name, directory, options) -> a tracker."""
+Opener = Callable[[str, Path, Mapping[str, Any], int], MetricsTracker]
+"""(run name, directory, options, the step at which an attempt begins) -> a tracker."""
 
 
 def own_trackers(names: Sequence[str]) -> dict[str, Opener]:

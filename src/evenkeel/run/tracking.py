@@ -64,8 +64,8 @@ class Tracker:
         self.per_sample: dict[str, float] | None = None
         """Factors from samples/s to other figures (`training.flops`); None: not computed yet."""
         self._ends: list[dict[str, Any]] = []  # of attempts so far, which the goodput needs
-        self.own: dict[str, Callable[[], MetricsTracker]] = {}
-        """What makes the trackers of --tracker, by name."""
+        self.own: dict[str, Callable[[int], MetricsTracker]] = {}
+        """What makes the trackers of --tracker, by name, from the attempt's first step."""
         self._trackers: dict[str, MetricsTracker] = {}
         self._mark = (time.perf_counter(), 0, 0.0)
         self._evaluated = -1
@@ -90,7 +90,7 @@ class Tracker:
         for name, make in self.own.items():
             activity.enter(START_UP, name)
             try:
-                self._trackers[name] = make()
+                self._trackers[name] = make(step)
             except Ended as error:
                 log.warning("%s is off: %s", name, error)
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
