@@ -72,5 +72,5 @@ docs: $(INSTALLED)  ## the documentation as a searchable site in build/site; a d
 
 lock: $(INSTALLED)  ## renew requirements.lock from pyproject.toml (needs the network)
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip compile --universal --python-version 3.10 --extra dev --extra bench --no-annotate --no-header --upgrade \
-	  --constraint requirements.in --output-file requirements.lock pyproject.toml
+	$(BIN)/uv pip compile --universal --python-version 3.10 --extra dev --extra bench --extra onnx \
+	  --no-annotate --no-header --upgrade --constraint requirements.in --output-file requirements.lock pyproject.toml
