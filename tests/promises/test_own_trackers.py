@@ -34,6 +34,9 @@ def test_killed_and_resumed_it_has_each_step_once_from_rank_0(tmp_path: Path) ->
     assert sum("made" in note for note in notes(run_dir)) == 2, "once an attempt"
     assert [note["closed"] for note in notes(run_dir) if "closed" in note] == ["finished"]
 
+    trained(0, job(run_dir, *more, "--fresh"))  # another run in this folder
+    assert steps(run_dir)[-27:] == [*range(1, 28)]
+
     # the control: without the record of what it was given
     shutil.rmtree(tmp_path / "control" / "trackers")
     trained(2, job(tmp_path / "control", *more))
@@ -101,7 +104,7 @@ def test_the_example_for_mlflow_has_one_run_over_a_kill(tmp_path: Path, monkeypa
     words = options(SHOWN, run_dir, *shape, "--tracker", f"{tmp_path / 'my_tracker.py'}:MLflow")
     interrupt(0, run_dir, words, step=12)
     trained(0, words)
-    run = (run_dir / "mlflow-run").read_text()
+    run = (run_dir / "trackers" / "mlflow-run").read_text()
     found = logged_in_mlflow(tmp_path / "mlruns", run) if real else logged_in_the_stand_in(tmp_path / "calls", run)
     losses = [step for step, _ in found["train/loss"]]
     assert losses == sorted(set(losses))

@@ -126,6 +126,7 @@ class OwnTracker:
 
     def _run(self) -> None:
         try:
+            self._given.path.parent.mkdir(exist_ok=True)
             theirs = self._make()
             self._made.set()
             for step, values in self._earlier():
@@ -161,7 +162,7 @@ class _Given:
     """Which reports the tracker was given, in this attempt and in earlier ones of the run."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._last = path, dict[str, int]()
+        self.path, self._last = path, dict[str, int]()
         with contextlib.suppress(OSError, ValueError):  # damaged: then steps may be logged twice
             found = read_json(path)
             self._last = found if alike(found, {"": 0}) else {}
@@ -176,9 +177,8 @@ class _Given:
         found = {name: value for name, value in metrics.items() if step > self._before.get(name, -1)}
         if found:
             self._last |= dict.fromkeys(found, step)
-            self._path.parent.mkdir(exist_ok=True)
             # not synced: this is for kills, and a loss of power costs more steps than it could tell of
-            temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
             temporary.write_text(json.dumps(self._last))
-            temporary.replace(self._path)
+            temporary.replace(self.path)
         return found

@@ -43,7 +43,7 @@ class MetricsTracker(Protocol):
 
     Yours needs not derive from this. It is made once in each attempt, on rank 0, as CLASS(name, directory, config): the
     run's name, its directory, and all options but secret ones. It is made and called in a thread, so it may be slow. If
-    it raises an error, it is off for the rest of the attempt, with a warning.
+    it raises an error, it is off for the rest of the attempt, with a warning. DIRECTORY/trackers is for its files.
 
     >>> class Prints:
     ...     def __init__(self, name, directory, config): self.name = name
@@ -115,10 +115,10 @@ class WandB:
             self._run.log({name: self._sent(value) for name, value in metrics.items()}, step=step)
 
     def _sent(self, value: float | Path) -> Any:
-        import wandb
-
         if not isinstance(value, Path):
             return value
+        import wandb
+
         if value.suffix == ".png":
             return wandb.Image(str(value))
         head, *rows = _read_table(value)
