@@ -167,17 +167,25 @@ def test_a_start_waits_for_it_only_for_a_while(
     assert not caplog.text
 
 
+def test_a_folder_that_cannot_be_made_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "trackers").write_text("in the way")
+    ours = tracker(tmp_path, 0, NOTES)
+    ours.train(1, 1.5, 2.5, 0.1)
+    ours.close()
+    assert caplog.text.count(f"{NOTES} is off: FileExistsError: ") == 1
+
+
 @pytest.mark.parametrize("damage", ["{", '{"train/loss": "x"}', "[]"])
 def test_a_damaged_record_of_it_costs_nothing_else(tmp_path: Path, damage: str) -> None:
     tracker(tmp_path, 0, NOTES).close()
-    path = tmp_path / "trackers" / "tests.support.note-tracker-Notes.json"
+    path = tmp_path / "trackers" / "tests.support.note-tracker-Notes.jsonl"
     path.parent.mkdir(exist_ok=True)
     path.write_text(damage)
     ours = tracker(tmp_path, 0, NOTES)
     ours.train(1, 1.5, 2.5, 0.1)
     ours.close()
     assert steps(tmp_path) == [1]
-    assert json.loads(path.read_text())["train/loss"] == 1
+    assert json.loads(path.read_text().splitlines()[-1])["train/loss"] == 1
 
 
 @pytest.mark.parametrize(

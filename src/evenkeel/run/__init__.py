@@ -38,7 +38,7 @@ What a run directory holds:
     compiled/         with --compile
     profile/          with --profile: rank-R.json and operators.txt
     wandb/            with Weights & Biases; tensorboard/ and metrics.csv, if asked for
-    trackers/         the last step of each metric that a tracker of one's own was given
+    trackers/         what a tracker of one's own was given, and its files
     predictions/      with --save-predictions, SET.json of each set
     summary.json      when it has finished, and model.pt, a bare state dict
     .lock             locked by the running rank 0

@@ -1,6 +1,6 @@
 """--tracker FILE.py:CLASS: a tracker of one's own, in a thread of rank 0, so that a slow one delays no step.
 
-RUN/trackers/NAME.json has the last step of each metric that it was given. So a step that is done again after a kill is
+RUN/trackers/NAME.jsonl has the last step of each metric that it was given. So a step that is done again after a kill is
 not logged twice; as with W&B, the first values stay. It is written before each call: after a `kill -9` the report that
 was on its way may be missing. Others that the tracker has missed, as it was slow or off, are in metrics.jsonl: it gets
 them at the next start.
@@ -13,7 +13,6 @@ import inspect
 import json
 import logging
 import math
-import os
 import queue
 import re
 import threading
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import Ended, Refusal, place_of
-from ..common.files import alike, read_json
+from ..common.files import alike, append_json, write_json
 from ..common.user_code import load_name
 from .records import read_record, values_of
 from .trackers import FINISHED, INIT_TIMEOUT, MetricsTracker, Opener
@@ -88,7 +87,7 @@ class OwnTracker:
         step: int,
     ) -> None:  # fmt: skip
         self._label, self._make = label, partial(make, name, directory, dict(config))
-        self._given = _Given(directory / "trackers" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}.json")
+        self._given = _Given(directory / "trackers" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}.jsonl")
         self._reports = queue.Queue[tuple[int, dict[str, float | Path]] | str](MOST_WAITING)
         self._error: Ended | None = None
         self._made = threading.Event()
@@ -126,7 +125,7 @@ class OwnTracker:
 
     def _run(self) -> None:
         try:
-            self._given.path.parent.mkdir(exist_ok=True)
+            self._given.begin()
             theirs = self._make()
             self._made.set()
             for step, values in self._earlier():
@@ -159,14 +158,21 @@ def _logged(path: Path, size: int, step: int) -> list[tuple[int, dict[str, float
 
 
 class _Given:
-    """Which reports the tracker was given, in this attempt and in earlier ones of the run."""
+    """Which reports the tracker was given, in this attempt and in earlier ones of the run: a line of JSON for each."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._last = path, dict[str, int]()
-        with contextlib.suppress(OSError, ValueError):  # damaged: then steps may be logged twice
-            found = read_json(path)
-            self._last = found if alike(found, {"": 0}) else {}
-        self._before = dict(self._last)
+        self._path, self._last, self._before = path, dict[str, int](), dict[str, int]()
+
+    def begin(self) -> None:
+        """Read the file, and write what is known so far as one line."""
+        path = self._path
+        path.parent.mkdir(exist_ok=True)
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError, RecursionError):  # a damaged line: its report may be logged twice
+                if alike(found := json.loads(line), {"": 0}):
+                    self._last |= found
+        write_json(path, self._last, indent=None)
+        self.forbid()
 
     def forbid(self) -> None:
         """From here on, leave out what was given so far."""
@@ -176,9 +182,7 @@ class _Given:
         """The metrics that no earlier attempt has logged for this step; records them as given."""
         found = {name: value for name, value in metrics.items() if step > self._before.get(name, -1)}
         if found:
-            self._last |= dict.fromkeys(found, step)
-            # not synced: this is for kills, and a loss of power costs more steps than it could tell of
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(self._last))
-            temporary.replace(self.path)
+            given = dict.fromkeys(found, step)
+            self._last |= given
+            append_json(self._path, given)  # not synced: this is for kills
         return found

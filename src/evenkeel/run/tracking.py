@@ -91,8 +91,8 @@ class Tracker:
             activity.enter(START_UP, name)
             try:
                 self._trackers[name] = make(step)
-            except Ended as error:
-                log.warning("%s is off: %s", name, error)
+            except Exception as error:
+                log.warning("%s is off: %s", name, _described(error))
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
@@ -198,5 +198,8 @@ class Tracker:
                 do(tracker)
             except Exception as error:  # wandb's process may have been killed, the disk may be full
                 del self._trackers[name]
-                kind = "" if isinstance(error, Ended) else f"{type(error).__name__}: "
-                log.warning("%s is off from here on: %s%s", name, kind, error)
+                log.warning("%s is off from here on: %s", name, _described(error))
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, Ended) else f"{type(error).__name__}: {error}"
