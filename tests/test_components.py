@@ -15,7 +15,7 @@ COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1360,
+    "common": 1370,
     "config": 490,
     "data": 3030,
     "distributed": 1970,
@@ -23,7 +23,7 @@ BUDGET = {
     "training": 4810,
     "run": 4770,
     "tasks": 2230,
-    "launch": 2380,
+    "launch": 2960,
     "cli": 6940,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -5,6 +5,7 @@ command, so that signals reach it directly.
 
     topology.py   the topology, its checks, and the torchrun command line with its environment
     launchers.py  options of launch/single_node.py and launch/multi_node.py; also `train.py -n 2 -g 4 -nr 0`
+    limits.py     --time and --mem as people type them for a cluster
     fit.py        `evenkeel.fit`: train.py in one call, in this process or by torchrun
     start.py      the main program of a training script: from its arguments to an exit code
     agent.py      runs torchrun in its own process and turns its result into an exit code: 0, 75, 2, 137

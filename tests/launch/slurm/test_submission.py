@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from evenkeel.common.errors import Refusal
+from evenkeel.launch.limits import minutes_of, parse_time
 from evenkeel.launch.slurm import submission
-from evenkeel.launch.slurm.cluster import Partition, choose, minutes_of, parse_time
+from evenkeel.launch.slurm.cluster import Partition, choose
 from evenkeel.launch.slurm.code import LARGEST, copy_code
 from evenkeel.launch.slurm.jobs import SlurmError, slurm
 from tests.support import needs
