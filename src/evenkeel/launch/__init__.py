@@ -11,6 +11,7 @@ command, so that signals reach it directly.
     agent.py      runs torchrun in its own process and turns its result into an exit code: 0, 75, 2, 137
     slurm/        submit to Slurm and follow the job; optional: delete it with the folder slurm/ and its tests
     docker/       start a node in a container, and the container's process 1; optional: delete it with docker/
+    k8s/          submit to Kubernetes; optional: delete it with the folder k8s/ and its tests
 
 Not here: what a rank does once it runs (`distributed`, `run`), addresses and interfaces (`common.network`), and
 `python -m evenkeel status` (`cli`). The engine never imports this component; only train.py and cli do.
