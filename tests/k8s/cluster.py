@@ -45,6 +45,9 @@ class Pod:
     code: int | None = None  # None also where the node was lost with the answer
     conditions: set[str] = field(default_factory=set)
     kill_at: float = 0.0  # when its grace period is over; 0: it is not being deleted
+    probe: subprocess.Popen[Any] | None = None
+    probed: float = 0.0  # when the last one ended
+    ill: int = 0  # probes in a row that have failed
     counted: bool = False  # the Job controller has seen its end
 
     @property
@@ -138,6 +141,21 @@ class Cluster:
                 pod.code = 128 - code if code < 0 else code
                 pod.phase = "Failed" if pod.code else "Succeeded"
                 self.lab.kill_node(pod.node)  # the end of process 1 is that of the container
+            else:
+                self._check(pod)
+
+    def _check(self, pod: Pod) -> None:
+        """The liveness probe; a container that fails it gets SIGTERM and its grace period."""
+        (container,) = self.spec["template"]["spec"]["containers"]
+        now, probe = time.monotonic(), container["livenessProbe"]
+        due = max(pod.began + probe["initialDelaySeconds"], pod.probed + probe["periodSeconds"])
+        if pod.probe is None and now > due:
+            quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            pod.probe = self.lab.popen(pod.node, probe["exec"]["command"], cwd=self.app, env=self._image(pod), **quiet)
+        elif pod.probe and (code := pod.probe.poll()) is not None:
+            pod.probe, pod.probed, pod.ill = None, now, pod.ill + 1 if code else 0
+            if pod.ill >= probe["failureThreshold"]:
+                self.delete(pod)
 
     def _controller(self) -> None:
         """The Job controller."""
@@ -188,13 +206,16 @@ class Cluster:
         self.lab.run(pod.node, ["hostname", name])
         self.lab.write_hosts(pod.node, self._own_names(pod))
         variables = variables_of(container, pod.index, UID)
-        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-        env = {"PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HOME": "/", "HOSTNAME": name}
-        shared = {key: value for key, value in environment().items() if key == "OMP_NUM_THREADS"}
         with (self.app / f"pod-{pod.index}.log").open("a") as out:
             words = words_of(container, variables)
-            options: Any = {"cwd": self.app, "env": shared | env | variables, "stdout": out, "stderr": out}
+            options: Any = {"cwd": self.app, "env": self._image(pod) | variables, "stdout": out, "stderr": out}
             pod.process = self.lab.popen(pod.node, words, **options)
+
+    def _image(self, pod: Pod) -> dict[str, str]:
+        """The environment of the image and the engine."""
+        path, name = f"{Path(sys.executable).parent}:/usr/bin:/bin", self._full_name(pod).partition(".")[0]
+        own = {"PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HOME": "/", "HOSTNAME": name}
+        return own | {key: value for key, value in environment().items() if key == "OMP_NUM_THREADS"}
 
     def _dns(self) -> None:
         """The names by the Service, which come a moment after the pods; also for pods that are not ready."""

@@ -238,3 +238,17 @@ def test_crashes_are_counted(tmp_path: Path) -> None:
         it.finish("BackoffLimitExceeded")
         assert it.cluster.made(0) == 2
         assert it.cluster.ignored == 0
+
+
+def test_a_pod_with_a_frozen_rank_is_ended_by_the_probe_and_made_again(tmp_path: Path, undisturbed: str) -> None:
+    """The job's own watch for hangs is off."""
+    with trial(tmp_path / "app", "2", 2, "--hang-timeout", 0) as it:
+        it.train(2)
+        frozen = it.cluster.active[1]
+        it.cluster.lab.run(frozen.node, ["pkill", "-STOP", "-x", "trainer"])
+        it.cluster.until(lambda: it.cluster.made(1) == 2, "another pod 1")
+        assert frozen.ill >= 3
+        it.train(2)
+        it.finish()
+        it.check(undisturbed)
+        assert it.cluster.failed == 0, frozen.code
