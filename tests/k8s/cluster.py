@@ -30,7 +30,7 @@ DNS_LAG = 3.0
 DOMAIN = ".default.svc.cluster.local"
 """What follows a Service's name; kubelet tells a pod's resolver to add it."""
 
-UID = {"batch.kubernetes.io/controller-uid": "5c5e3a50-0000-4000-8000-000000000031"}
+UID = dict.fromkeys(("batch.kubernetes.io/controller-uid", "jobset.sigs.k8s.io/jobset-uid"), "5c5e3a50-31")
 
 
 @dataclass
@@ -164,7 +164,8 @@ class Cluster:
                 pod.counted = True
                 self._count(pod)
         succeeded = {pod.index for pod in self.pods if pod.phase == "Succeeded"}
-        if not self.end and len(succeeded) >= self.spec["successPolicy"]["rules"][0]["succeededCount"]:
+        policy = self.spec.get("successPolicy", {"rules": [{"succeededCount": self.spec["completions"]}]})
+        if not self.end and len(succeeded) >= policy["rules"][0]["succeededCount"]:
             self.end = "Complete"
         if not self.end and self.failed > self.spec["backoffLimit"]:
             self.end = "BackoffLimitExceeded"
@@ -178,12 +179,12 @@ class Cluster:
 
     def _count(self, pod: Pod) -> None:
         """The pod failure policy: the first rule that fits."""
-        if pod.phase == "Succeeded":
+        if pod.phase == "Succeeded" or self.end:
             return
         rules = self.spec.get("podFailurePolicy", {"rules": []})["rules"]
         rule = next((rule for rule in rules if _fits(rule, pod)), {"action": "Count"})
         if rule["action"] == "FailJob":
-            self.end = self.end or "PodFailurePolicy"
+            self.end = "PodFailurePolicy"
         elif rule["action"] == "Ignore":
             self.ignored += 1
         else:

@@ -6,11 +6,12 @@ No real API server has run it; cluster.py says what is emulated.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.k8s.cluster import Cluster, running
 from tests.support.processes import TRAIN, read, records, run
@@ -70,7 +71,14 @@ class Trial:
 
 
 @contextmanager
-def trial(app: Path, nodes: str, places: int, *more: object, submit: tuple[str, ...] = ()) -> Iterator[Trial]:
+def trial(
+    app: Path,
+    nodes: str,
+    places: int,
+    *more: object,
+    submit: tuple[str, ...] = (),
+    change: Callable[[str], str] = str,
+) -> Iterator[Trial]:
     """What k8s/submit.py prints, in a cluster with room for so many pods."""
     app.mkdir()
     (app / "train.py").symlink_to(TRAIN)
@@ -79,7 +87,7 @@ def trial(app: Path, nodes: str, places: int, *more: object, submit: tuple[str, 
     slow = ["--pause", 0.3, "--hold", app / "hold", *more]
     head = [sys.executable, "k8s/submit.py", "--image", "evenkeel", "-n", nodes, "-g", 1, "--gpu-resource", "none"]
     typed = run([*head, *submit, "--dry-run", "--", *SHAPE, "--run-dir", "runs/run", *slow])
-    with running(typed.stdout, app, places) as cluster:
+    with running(change(typed.stdout), app, places) as cluster:
         yield Trial(cluster, app)
 
 
@@ -159,6 +167,54 @@ def test_the_machine_of_pod_0_is_lost_for_good_and_it_gets_the_place_of_another(
         it.check(undisturbed)
         assert it.cluster.failed == 0, it.cluster.log(1)
         assert it.cluster.made(0) == 2
+
+
+def test_a_pod_is_deleted_without_another_place_and_the_others_go_on(tmp_path: Path, undisturbed: str) -> None:
+    """An elastic job, whose values have what Kubernetes, YAML and a shell would change."""
+    odd = "runs/a $(HOME) $$ 'größe' \"x\": #\n"
+    with trial(tmp_path / "app", "2:3", 3, "--record", odd) as it:
+        (tmp_path / "app" / odd).mkdir()
+        it.train(3)
+        it.cluster.places = 2
+        it.cluster.delete(it.cluster.active[2])
+        it.train(2)
+        assert it.cluster.active[2].phase == "Pending"
+        it.finish()
+        it.check(undisturbed)
+        assert it.cluster.made(0) == it.cluster.made(1) == 1
+        assert it.cluster.failed == 0
+        assert {path.name.rpartition("-")[0] for path in (tmp_path / "app" / odd).iterdir()} == {
+            "rank-0",
+            "rank-1",
+            "rank-2",
+        }
+
+
+def as_trainer_does(text: str) -> str:
+    """The Job that Kubeflow Trainer makes of a TrainJob, with the variables of its torch plugin, as far as they go."""
+    (wanted,) = yaml.safe_load_all(text)
+    trainer, name = wanted["spec"]["trainer"], wanted["metadata"]["name"]
+    pet = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    pet |= {"PET_NODE_RANK": "$(JOB_COMPLETION_INDEX)", "PET_MASTER_ADDR": f"{name}-node-0-0.{name}"}
+    env = [{"name": key, "value": value} for key, value in {**pet, "PET_MASTER_PORT": "29500"}.items()]
+    probe = {"livenessProbe": {"initialDelaySeconds": 600, "periodSeconds": 600}}
+    container = {**trainer, **probe, "env": [*env, *trainer["env"]]}
+    (patch,) = wanted["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"] | {"restartPolicy": "Never", "subdomain": name}
+    spec = {"completions": trainer["numNodes"], "parallelism": trainer["numNodes"], "backoffLimit": 0}
+    spec |= {"template": {"spec": pod | {"containers": [container]}}}
+    service = {"kind": "Service", "spec": {"publishNotReadyAddresses": True}}
+    return yaml.safe_dump_all([service, {"kind": "Job", "metadata": {"name": f"{name}-node-0"}, "spec": spec}])
+
+
+def test_a_trainjob_trains(tmp_path: Path, undisturbed: str) -> None:
+    submit = ("--kind", "trainjob", "--max-restarts", "1")
+    with trial(tmp_path / "app", "2", 2, submit=submit, change=as_trainer_does) as it:
+        it.train(2)
+        it.finish()
+        it.check(undisturbed)
+        assert len(it.cluster.pods) == 2
 
 
 def test_one_pod_stays_pending_and_the_job_begins_and_ends_without_it(tmp_path: Path, undisturbed: str) -> None:
