@@ -162,6 +162,13 @@ def test_no_secret_is_in_it() -> None:
     assert env["WANDB_PROJECT"]["value"] == "tide"
 
 
+def test_which_ends_of_a_pod_are_counted() -> None:
+    rules = made("-n 2 -g 1")["Job"]["spec"]["podFailurePolicy"]["rules"]
+    by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {"values": []})["values"]}
+    assert by_code == {REFUSED: "FailJob", STOPPED: "Ignore"}, "all others count"
+    assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
+
+
 def test_a_pod_has_no_rights_and_time_to_save() -> None:
     job = with_grace(100)
     pod = job["spec"]["template"]["spec"]
