@@ -23,7 +23,7 @@ BUDGET = {
     "training": 4810,
     "run": 4770,
     "tasks": 2230,
-    "launch": 2910,
+    "launch": 2920,
     "cli": 6940,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -65,7 +65,7 @@ class Cluster:
         self.spec = self.job["spec"]
         self.pods = list[Pod]()
         self.failed, self.ignored = 0, 0
-        self.dns_lag = DNS_LAG
+        self.dns_lag, self.began = DNS_LAG, time.monotonic()
         self.end = ""  # Complete, or why the Job failed
         self._free = list(lab.nodes)
 
@@ -167,6 +167,8 @@ class Cluster:
         policy = self.spec.get("successPolicy", {"rules": [{"succeededCount": self.spec["completions"]}]})
         if not self.end and len(succeeded) >= policy["rules"][0]["succeededCount"]:
             self.end = "Complete"
+        if not self.end and time.monotonic() > self.began + self.spec.get("activeDeadlineSeconds", 1e9):
+            self.end = "DeadlineExceeded"
         if not self.end and self.failed > self.spec["backoffLimit"]:
             self.end = "BackoffLimitExceeded"
         if self.end or self.spec.get("suspend"):

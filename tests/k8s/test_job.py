@@ -42,7 +42,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Trial:
     """A job in a cluster: slow until :meth:`hurry`."""
 
-    def __init__(self, cluster: Cluster, app: Path) -> None:
+    def __init__(self, cluster: Cluster, app: Path, manifest: str) -> None:
+        self.manifest = manifest
         self.cluster, self.run_dir, self.hold = cluster, app / "runs" / "run", app / "hold"
 
     def train(self, world_size: int, steps: int = 2) -> None:
@@ -88,7 +89,7 @@ def trial(
     head = [sys.executable, "k8s/submit.py", "--image", "evenkeel", "-n", nodes, "-g", 1, "--gpu-resource", "none"]
     typed = run([*head, *submit, "--dry-run", "--", *SHAPE, "--run-dir", "runs/run", *slow])
     with running(change(typed.stdout), app, places) as cluster:
-        yield Trial(cluster, app)
+        yield Trial(cluster, app, typed.stdout)
 
 
 def usual(cluster: Cluster) -> None:
@@ -266,6 +267,21 @@ def test_the_job_is_suspended_and_resumed_on_fewer_pods(tmp_path: Path, undistur
         it.finish()
         it.check(undisturbed)
         assert it.cluster.failed == 0
+
+
+def test_the_time_is_over_and_the_job_is_submitted_again(tmp_path: Path, undisturbed: str) -> None:
+    app = tmp_path / "app"
+    with trial(app, "2", 2, "--pause", 2, submit=("--time", "1m")) as it:
+        it.train(2)
+        it.cluster.until(lambda: it.cluster.end and not it.cluster.active, "the end of its time")
+        assert it.cluster.end == "DeadlineExceeded"
+        saved = read(it.run_dir, "status.json")
+        assert saved["state"] == "stopped"
+    with running(it.manifest.replace("activeDeadlineSeconds: 60", "activeDeadlineSeconds: 6000"), app, 2) as cluster:
+        again = Trial(cluster, app, it.manifest)
+        again.finish()
+        again.check(undisturbed)
+    assert starts(it.run_dir) == [0, saved["step"]]
 
 
 def test_a_refusal_fails_the_job_at_once(tmp_path: Path) -> None:

@@ -293,6 +293,9 @@ def test_follow_shows_the_log_to_the_end(cluster: Path, capfd: pytest.CaptureFix
     (cluster / "get-2").write_text(json.dumps({"status": {"conditions": [{"type": "Complete", "status": "True"}]}}))
     assert main(["--follow", *COMMAND]) == 0
     out = capfd.readouterr().out
+    logs = [words for words, _ in calls(cluster) if words[0] == "logs"]
+    assert all("--tail=-1" in words and words[-1] == "batch.kubernetes.io/job-name=big" for words in logs)
+    assert sorted({words[-3:][0] for words in logs}) == ["team"]
     assert "[pod/big-0/node] step 1/9" in out
     assert out.endswith("evenkeel: job/big: finished\n")
 

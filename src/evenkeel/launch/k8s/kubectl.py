@@ -12,6 +12,7 @@ from ...common.errors import FAILED, REFUSED, Refusal
 from ...common.keyboard import CtrlC
 from ...resilience.interruption import KEYBOARD, STOPPED
 
+RUNNING = ("ready", "jobsStatus")  # of the status of a Job and a TrainJob: changes when pods come and go
 POLL = 2.0  # seconds between two questions to the API server
 
 
@@ -34,24 +35,26 @@ def follow(name: str, pods: str, where: Sequence[str]) -> int:
         pods: the label by which kubectl finds its pods.
         where: kubectl's words for the namespace.
     """
-    log, since, said, code = None, time.time(), "", None
+    log, since, said = _log(pods, where, time.time()), time.time(), ""
+    shown: Any = None
+    code: int | None = None
     with CtrlC() as ctrl_c:
-        while not ctrl_c.wait(POLL):
-            if log is None or log.poll() is not None:  # it ends with the pods that it found at its start
-                log, since = _log(pods, where, since), time.time()
+        while code is None and not ctrl_c.wait(POLL):
             try:
-                code, trouble = verdict(name, json.loads(kubectl("get", name, *where, "--output=json"))), ""
+                job = json.loads(kubectl("get", name, *where, "--output=json"))
+                code, trouble, running = verdict(name, job), "", [job.get("status", {}).get(key) for key in RUNNING]
             except Refusal as refusal:
-                code, trouble = STOPPED if "NotFound" in str(refusal) else None, str(refusal)
+                code, trouble, running = STOPPED if "NotFound" in str(refusal) else None, str(refusal), shown
             if trouble not in ("", said):
                 print(f"evenkeel: {name}: {trouble}", flush=True)
-            said = trouble
-            if code is not None or ctrl_c.pressed:
-                break
+            if code is None and (running != shown or log.poll() is not None):  # it knows the pods of its start only
+                log.terminate()
+                log.wait()
+                log = _log(pods, where, since)
+            shown, said, since = running, trouble, time.time()
         ctrl_c.wait(POLL)  # for the rest of the log
-        if log:
-            log.terminate()
-            log.wait()
+        log.terminate()
+        log.wait()
     if code is None:
         print(f"evenkeel: {name}: continues; `kubectl delete {' '.join([name, *where])}` ends it")
     return KEYBOARD if code is None else code
@@ -59,7 +62,8 @@ def follow(name: str, pods: str, where: Sequence[str]) -> int:
 
 def _log(pods: str, where: Sequence[str], since: float) -> subprocess.Popen[bytes]:
     moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
-    words = ["logs", "--follow", "--prefix", "--ignore-errors", "--max-log-requests=1000", f"--since-time={moment}"]
+    words = ["logs", "--follow", "--prefix", "--ignore-errors", "--max-log-requests=1000"]
+    words += ["--tail=-1", f"--since-time={moment}"]  # of pods found by a label, kubectl shows ten lines only
     return subprocess.Popen(["kubectl", *words, *where, "-l", pods], stderr=subprocess.DEVNULL)  # noqa: S607
 
 

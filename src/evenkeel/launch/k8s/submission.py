@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     owner = "jobset.sigs.k8s.io/jobset-name" if typed.kind == "trainjob" else "batch.kubernetes.io/job-name"
     pods = f"{owner}={job.name}"
     print(f"  pods     {' '.join(['kubectl get pods', *where, '-l', pods])}")
-    print(f"  log      {' '.join(['kubectl logs -f --prefix', *where, '-l', pods])}")
+    print(f"  log      {' '.join(['kubectl logs -f --prefix --tail=-1', *where, '-l', pods])}")
     print(f"  cancel   {ended}", flush=True)
     return follow(name, pods, where) if typed.follow else 0
 
