@@ -423,7 +423,8 @@ def main() -> None:
     """Do it, or print one line why not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", metavar="NAME", help="name of your package, e.g. mytrainer")
-    parser.add_argument("--without", metavar="COMPONENT", nargs="+", default=[], help=", ".join(COMPONENTS))
+    known = f"{', '.join(COMPONENTS)}; docker takes k8s with it"
+    parser.add_argument("--without", metavar="COMPONENT", nargs="+", default=[], help=known)
     thin = parser.add_argument_group("with --thin")
     thin.add_argument("--thin", action="store_true", help="write a small project beside this checkout")
     thin.add_argument("--task", choices=["classify", "lm", "empty"], help="what its task does to begin with")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ def kubectl(*words: str, given: str | None = None) -> str:
     except FileNotFoundError:
         raise Refusal("kubectl: is not installed here; install it, or take the YAML from --dry-run") from None
     if done.returncode:
-        raise Refusal(f"kubectl {words[0]}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
+        said = [line for line in done.stderr.splitlines() if not re.match("[EIW][0-9]{4} ", line)]  # its own log
+        raise Refusal(f"kubectl {words[0]}: {' '.join(said) or f'exit code {done.returncode}'}")
     return done.stdout
 
 
