@@ -66,6 +66,7 @@ def _job(job: Job) -> Json:
     least, most = job.nodes
     # Kueue may start it on fewer nodes than asked for
     partial = {"job-min-parallelism": str(least), "job-completions-equal-parallelism": "true"}
+    ended_with = {"containerName": CONTAINER, "operator": "In"}
     spec = {
         "completionMode": "Indexed",
         "completions": most,
@@ -77,8 +78,8 @@ def _job(job: Job) -> Json:
         # The first rule that fits; what fits none is counted.
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [REFUSED]}},
-                {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [STOPPED]}},
+                {"action": "FailJob", "onExitCodes": {**ended_with, "values": [REFUSED]}},
+                {"action": "Ignore", "onExitCodes": {**ended_with, "values": [STOPPED]}},
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
