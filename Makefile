@@ -10,8 +10,8 @@ INSTALLED := $(VENV)/.installed
 # three files of tests at a time, also on two cores: much of their time is waiting; four with a cluster and containers
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # folders all of whose tests are slow: where none of them is run, none need be collected
-SLOW := bare cluster docker nodes processes gpu
-GATE := cluster docker nodes promises processes/test_readme.py processes/test_docs_site.py
+SLOW := bare cluster docker k8s nodes processes gpu
+GATE := cluster docker k8s nodes promises processes/test_readme.py processes/test_docs_site.py
 ARGS ?=
 
 .PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \

@@ -23,7 +23,7 @@ BUDGET = {
     "training": 4810,
     "run": 5010,
     "tasks": 2180,
-    "launch": 2380,
+    "launch": 2920,
     "cli": 7320,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
