@@ -10,8 +10,8 @@ INSTALLED := $(VENV)/.installed
 # three files of tests at a time, also on two cores: much of their time is waiting; four with a cluster and containers
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # folders all of whose tests are slow: where none of them is run, none need be collected
-SLOW := bare cluster docker nodes processes gpu
-GATE := cluster docker nodes promises processes/test_readme.py processes/test_docs_site.py
+SLOW := bare cluster docker k8s nodes processes gpu
+GATE := cluster docker k8s nodes promises processes/test_readme.py processes/test_docs_site.py
 ARGS ?=
 
 .PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
@@ -72,5 +72,5 @@ docs: $(INSTALLED)  ## the documentation as a searchable site in build/site; a d
 
 lock: $(INSTALLED)  ## renew requirements.lock from pyproject.toml (needs the network)
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip compile --universal --python-version 3.10 --extra dev --extra bench --no-annotate --no-header --upgrade \
-	  --constraint requirements.in --output-file requirements.lock pyproject.toml
+	$(BIN)/uv pip compile --universal --python-version 3.10 --extra dev --extra bench --extra onnx \
+	  --no-annotate --no-header --upgrade --constraint requirements.in --output-file requirements.lock pyproject.toml

@@ -47,7 +47,9 @@ def _signals_as_before() -> Iterator[None]:
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "blocked signals would be handed down to all processes"
 
 
-KINDS = {"promises": "promise"} | dict.fromkeys(("processes", "bare", "nodes", "cluster", "docker", "gpu"), "slow")
+KINDS = {"promises": "promise"} | dict.fromkeys(
+    ("processes", "bare", "nodes", "cluster", "docker", "k8s", "gpu"), "slow"
+)
 """The marker of the tests of a folder. Tests in any other folder run in the process of pytest alone, and fast."""
 
 

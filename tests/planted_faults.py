@@ -1,4 +1,4 @@
-"""Plant 64 small faults, one at a time, and see whether the tests find them.
+"""Plant 66 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -338,9 +338,19 @@ docker/run.py puts the value of a secret on the command line
     + f"--env={name}={environ[name]}" for name in sorted(environ)
 
 half a minute of --time is lost
-    launch/slurm/cluster.py | tests/launch/slurm/test_submission.py
+    launch/limits.py | tests/launch/test_limits.py
     - (seconds + 59) // 60
     + seconds // 60
+
+a pod that was refused is made again for ever
+    launch/k8s/manifest.py | tests/launch/k8s/test_submission.py | tests/k8s/test_job.py
+    - {"action": "FailJob",
+    + {"action": "Ignore",
+
+Kubernetes expands $(NAME) in the options of train.py
+    launch/k8s/text.py | tests/launch/k8s/test_submission.py
+    - word.replace("$", "$$")
+    + word
 
 doctor blames a whole node for one of its ranks
     cli/doctor/findings.py | tests/cli/doctor/test_findings.py
@@ -361,6 +371,11 @@ merged traces: clocks are put wrong, not right
     cli/profile.py | tests/cli/test_profile.py
     - (since - facts["clock_ahead_ns"])
     + (since + facts["clock_ahead_ns"])
+
+a step that is done again is logged again by a tracker of one's own
+    run/own_trackers.py | tests/run/test_own_trackers.py | tests/promises/test_own_trackers.py
+    - if step > self._before.get(name, -1)
+    + if step >= 0
 
 names of runs and metrics act on a terminal
     common/display.py | tests/cli/test_terminal.py

@@ -25,8 +25,8 @@ def files(made: Any) -> dict[str, str]:
 NAMES = {
     "my-trainer class True 9lives __init__ _mine mine_ MyTrainer Torch größe": "is not a package name",
     "match case type print len list": "is a word of Python",
-    "torch torchvision pil yaml test tests src train json launch slurm docker docs examples tools submit interpreter "
-    "nanogpt run": "a module of this name exists",
+    "torch torchvision pil yaml test tests src train json launch slurm docker k8s docs examples tools submit "
+    "interpreter nanogpt run": "a module of this name exists",
     "world rank model name": "which would hide the package",
 }
 

@@ -29,8 +29,9 @@ EXTREMES = ("inf", "nan", "-1", "0", "1e400", str(10**30), "9" * 5000, "", "\u00
 NUMBERS: tuple[Any, ...] = (float("inf"), float("-inf"), float("nan"), -1, 0, 1e300, 10**30)
 
 DOCKER, SLURM = optional("launch.docker.docker_run.ContainerNode"), optional("launch.slurm.submission.Submit")
+K8S = optional("launch.k8s.options.Submit")
 ACTIONS = [it for command in subcommands().values() for it in get_args(get_type_hints(command).get("action"))]
-COMMANDS = [Config, *map(load_task, built_in()), MultiNode, *DOCKER, *SLURM, *subcommands().values(), *ACTIONS]
+COMMANDS = [Config, *map(load_task, built_in()), MultiNode, *DOCKER, *SLURM, *K8S, *subcommands().values(), *ACTIONS]
 
 
 def numbers_of(options: Any) -> list[str]:
@@ -66,7 +67,7 @@ def test_the_commands_say_which_number(typed: str, said: str) -> None:
 def test_the_commands_are_all_there() -> None:
     assert not has("checkpoint") or {"InspectCheckpoint", "ExportModel"} <= {action.__name__ for action in ACTIONS}
     assert not has("plan") or "world_size" in numbers_of(subcommands()["plan"])
-    assert {"gpus", "max_restarts", "node_rank"} == set(numbers_of(MultiNode))
+    assert {"gpus", "join_timeout", "max_restarts", "node_rank"} == set(numbers_of(MultiNode))
 
 
 @pytest.mark.parametrize("options", COMMANDS, ids=lambda options: options.__name__)
@@ -132,6 +133,12 @@ def submit(*arguments: str) -> None:
     submission.main([*arguments, "--dry-run"], ROOT)
 
 
+def k8s(*arguments: str) -> None:
+    from evenkeel.launch.k8s import submission
+
+    submission.main([*arguments, "--image", "tide", "--dry-run"])
+
+
 def evenkeel(*arguments: str) -> None:
     before, sys.argv = sys.argv, ["evenkeel", *arguments]
     try:
@@ -145,6 +152,7 @@ OPTIONS: dict[Any, str] = {
     launch: "-n, -g, --max-restarts, -n 2 -nr 0 --master",
     docker: "-n 2 -nr 0 --master" if DOCKER else "",
     submit: "-n, --time, --mem, --array-seeds" if SLURM else "",
+    k8s: "-n, --time, --mem, --cpus-per-gpu" if K8S else "",
     evenkeel: "plan -w, chaos --minutes, chaos --kill-every, chaos --nodes, checkpoint inspect . --step",
 }
 LINES = [(run, words) for run, lines in OPTIONS.items() for words in map(str.split, lines.split(",")) if words]

@@ -33,10 +33,14 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "evenkeel"
 
+K8S = "src/evenkeel/launch/k8s src/evenkeel/cli/new/templates/k8s-* k8s tests/launch/k8s tests/k8s docs/kubernetes.md"
+
 COMPONENTS = {
     "plan": "src/evenkeel/cli/plan.py",
-    "checkpoint": "src/evenkeel/cli/checkpoint.py tests/cli/test_checkpoint.py tests/*/test_checkpoint_command.py",
-    "compare": "src/evenkeel/cli/compare.py tests/cli/test_compare.py tests/processes/test_compare.py",
+    "checkpoint": "src/evenkeel/cli/checkpoint.py src/evenkeel/cli/export.py tests/cli/test_checkpoint.py "
+    "tests/cli/test_export.py tests/*/test_checkpoint_command.py",
+    "compare": "src/evenkeel/cli/compare.py src/evenkeel/cli/compare_metrics.py tests/cli/test_compare.py "
+    "tests/cli/test_compare_metrics.py tests/processes/test_compare.py",
     "status": "src/evenkeel/cli/status.py src/evenkeel/cli/follow.py tests/cli/test_status.py "
     "tests/processes/test_follow.py",
     "new": "src/evenkeel/cli/new tests/cli/test_new.py tests/processes/test_new.py docs/thin.md",
@@ -46,6 +50,8 @@ COMPONENTS = {
     "scaling": "src/evenkeel/cli/scaling tests/*/test_scaling.py docs/scaling.*",
     "time_travel": "src/evenkeel/time_travel tests/time_travel tests/*/test_replay.py docs/time-travel.md",
     "sweep": "src/evenkeel/cli/sweep.py tests/*/test_sweep.py docs/sweep.md",
+    "trackers": "src/evenkeel/run/own_trackers.py tests/run/test_own_trackers.py tests/promises/test_own_trackers.py "
+    "tests/support/note_tracker.py tests/support/mlflow_stand_in.py",
     "report": "src/evenkeel/cli/report src/evenkeel/assets/report.css tests/cli/report tests/support/reports.py "
     "docs/report.*",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
@@ -55,7 +61,8 @@ COMPONENTS = {
     "slurm": "src/evenkeel/launch/slurm src/evenkeel/cli/new/templates/slurm-* "
     "slurm tests/launch/slurm tests/cluster docs/slurm.md",
     "docker": "src/evenkeel/launch/docker src/evenkeel/cli/new/templates/docker-* "
-    "docker .dockerignore tests/launch/docker tests/docker docs/docker.md",
+    f"docker .dockerignore tests/launch/docker tests/docker docs/docker.md {K8S}",  # pods run the image
+    "k8s": K8S,
     "segment": "src/evenkeel/tasks/segment.py tests/tasks/test_segment.py tests/promises/test_two_networks.py",
     "regress": "src/evenkeel/tasks/regress.py",
     "lm": "src/evenkeel/tasks/lm.py src/evenkeel/tasks/text.py src/evenkeel/tasks/transformer.py "
@@ -421,11 +428,12 @@ def main() -> None:
     """Do it, or print one line why not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", metavar="NAME", help="name of your package, e.g. mytrainer")
-    parser.add_argument("--without", metavar="COMPONENT", nargs="+", default=[], help=", ".join(COMPONENTS))
+    known = f"{', '.join(COMPONENTS)}; docker takes k8s with it"
+    parser.add_argument("--without", metavar="COMPONENT", nargs="+", default=[], help=known)
     thin = parser.add_argument_group("with --thin")
     thin.add_argument("--thin", action="store_true", help="write a small project beside this checkout")
     thin.add_argument("--task", choices=["classify", "lm", "empty"], help="what its task does to begin with")
-    thin.add_argument("--with", dest="parts", choices=["slurm", "docker"], nargs="+", help="launchers to add")
+    thin.add_argument("--with", dest="parts", choices=["slurm", "docker", "k8s"], nargs="+", help="launchers to add")
     thin.add_argument("--from", dest="source", help="as for `evenkeel new` (docs/thin.md); default: this checkout")
     options = parser.parse_args()
     if options.thin and options.without:

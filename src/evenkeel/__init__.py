@@ -11,6 +11,7 @@
     clip_grad_norm  scale the gradient down to a norm, and return the norm
     evaluate        --eval-only
     Classification, secret, constants   for tasks: see their docstrings
+    MetricsTracker  what a tracker of your own must have, for --tracker
     announce        print on a terminal that imports take seconds
 """
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .launch.start import start
     from .run.eval_only import evaluate
     from .run.run import Run
+    from .run.trackers import MetricsTracker
     from .tasks.command_line import parse
     from .training.distributed_loss import DistributedLoss
     from .training.optimization import clip_grad_norm
@@ -67,6 +69,7 @@ __all__ = [
     "Classification",
     "Config",
     "DistributedLoss",
+    "MetricsTracker",
     "Run",
     "Task",
     "announce",
@@ -86,6 +89,7 @@ _HOMES = {
     "launch.start": ["start"],
     "run.eval_only": ["evaluate"],
     "run.run": ["Run"],
+    "run.trackers": ["MetricsTracker"],
     "tasks.command_line": ["parse"],
     "training.distributed_loss": ["DistributedLoss"],
     "training.optimization": ["clip_grad_norm"],

@@ -182,6 +182,6 @@ def test_refusals(run_dir: Path, tmp_path: Path) -> None:
         (["export", run_dir, "-o", nowhere], f"--output {nowhere}: there is no folder {missing}; make it first"),
     ):
         assert refusal(*words) == line
-    assert "required" in refusal("export", run_dir)
+    assert "--output FILE is missing" in refusal("export", run_dir)
     assert "train.py" in refusal("list", run_dir, "--", "--lr", "1")
     assert not model.exists()

@@ -58,7 +58,7 @@ def test_it_is_small(task: str, parts: tuple[str, ...], tmp_path: Path) -> None:
     write(answers(task, parts), "0.1.0", tmp_path / "tide")
     files = [path for path in (tmp_path / "tide").rglob("*") if path.is_file()]
     lines = {path.name: len(path.read_text().splitlines()) for path in files}
-    assert len(files) <= 15
+    assert len(files) <= 16
     assert sum(len(path.read_text().splitlines()) for path in files) <= 600
     assert max(lines.values()) <= 100, lines
     assert {path.name for path in (tmp_path / "tide").iterdir() if path.name in PARTS} == set(parts)
@@ -80,7 +80,7 @@ def test_its_texts_are_complete(task: str, parts: tuple[str, ...], tmp_path: Pat
 def test_what_the_repository_has_too_is_the_same() -> None:
     texts = render(answers())
     same = [path for path in texts if (ROOT / path).exists() and (ROOT / path).read_text() == texts[path]]
-    launchers = {"slurm": "slurm/submit.py", "docker": "docker/run.py"}
+    launchers = {"slurm": "slurm/submit.py", "docker": "docker/run.py", "k8s": "k8s/submit.py"}
     others = ["interpreter", "multi_node", "single_node"]
     assert sorted(same) == sorted(
         ["train.py", *(f"launch/{name}.py" for name in others), *(launchers[part] for part in HERE)]
@@ -120,7 +120,7 @@ REFUSED = {
     f"new tide --from {WHEEL}": f"--from {WHEEL}: no such file",
     "new tide --from no.whl": "--from no.whl: is not a wheel",
     "new tide --from other-1.0-py3-none-any.whl": "--from other-1.0-py3-none-any.whl: is not a wheel of evenkeel; tho",
-    "new tide --with k8s": "",
+    "new tide --with nomad": "",
     "new": "",
 }
 

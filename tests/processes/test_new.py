@@ -21,7 +21,7 @@ pytestmark = [needs.tools("git", "make"), needs_all_components, pytest.mark.time
 BARE: str = sys._base_executable  # type: ignore[attr-defined]
 """The Python of which the environment of these tests is made, and which lacks the package."""
 
-PROJECTS = {"tide": ("classify", ["slurm", "docker"]), "reef": ("lm", ["slurm"]), "fell": ("empty", [])}
+PROJECTS = {"tide": ("classify", ["slurm", "docker", "k8s"]), "reef": ("lm", ["slurm"]), "fell": ("empty", [])}
 """Name of a project: its task, and its parts."""
 
 
@@ -119,7 +119,10 @@ def test_its_launchers(made: Made) -> None:
         assert "/job.sh\n" in script
     if "docker" in parts:
         assert made("docker/run.py -g 2 --dry-run --image tide -- --max-steps 2").startswith("docker run ")
-    assert {path.name for path in made.folder.iterdir()} & {"slurm", "docker"} == set(parts)
+    if "k8s" in parts:
+        text = made("k8s/submit.py -n 2 --image tide --dry-run -- --max-steps 2 --run-dir runs/pods")
+        assert text.startswith("apiVersion: v1\nkind: Service\n")
+    assert {path.name for path in made.folder.iterdir()} & {"slurm", "docker", "k8s"} == set(parts)
 
 
 def test_the_commands(made: Made) -> None:

@@ -74,12 +74,12 @@ def test_an_evaluation_that_is_done_again_is_not_told_again(tmp_path: Path) -> N
 def test_half_a_row_is_dropped_and_a_new_name_gets_a_column(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     file = CsvFile(path, 0)
-    file.log(1, {"train/loss": 1.0})
+    file.log({"train/loss": 1.0}, 1)
     with path.open("a") as torn:
         torn.write("2,0.")
     file = CsvFile(path, 5)
     assert path.read_text() == "step,train/loss\n1,1.0\n"
-    file.log(3, {"train/loss": float("nan"), 'odd "name", yes': 2.0})
+    file.log({"train/loss": float("nan"), 'odd "name", yes': 2.0}, 3)
     assert rows(path) == [
         {"step": "1", "train/loss": "1.0", 'odd "name", yes': ""},
         {"step": "3", "train/loss": "nan", 'odd "name", yes': "2.0"},

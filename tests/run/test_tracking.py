@@ -295,7 +295,7 @@ def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) ->
     it.start_wandb(None, {})
     it.train(10, 1.5, 2.5, 0.1)
     it.evaluation(10, {"test/accuracy": 0.5})
-    it.close(75, None)
+    it.close(75)
     it.close()
     assert [step for step, _ in fake.logged] == [10, 10]
     told = [{k: v for k, v in line.items() if k == "epoch" or "/" in k} for line in lines(run_dir)]
@@ -305,7 +305,8 @@ def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) ->
     assert (fake.ended, fake.summary) == ([75], {})
     it = tracker(run_dir, wandb="online")
     it.start_wandb(None, {})
-    it.close(0, {"best/step": 10, "best/validation/accuracy": 0.9})
+    it.send(10, {"best/step": 10, "best/validation/accuracy": 0.9})
+    it.close()
     assert fake.summary == {"best/step": 10, "best/validation/accuracy": 0.9}, "of a run that is finished"
 
 
@@ -315,7 +316,7 @@ def test_a_report_that_cannot_be_made_costs_a_line(
     """There is no run in this folder."""
     it = tracker(run_dir, wandb="offline", wandb_report=True)
     it.start_wandb("kept", {})
-    it.close(0, {"best/step": 10})
+    it.close()
     assert caplog.text.count("--wandb-report: no report was sent: ") == 1
     assert fake.ended == [0]
 
@@ -341,7 +342,7 @@ def test_wandb_that_dies_later_ends_no_training(
 ) -> None:
     it = tracker(run_dir, wandb="online")
     it.start_wandb("kept", {})
-    cast(Any, it._logs[0])._run.log = lambda *_, **__: 1 / 0
+    cast(Any, it._trackers["Weights & Biases"])._run.log = lambda *_, **__: 1 / 0
     it.train(10, 1.5, 2.5, 0.1)
     it.train(20, 1.5, 2.5, 0.1)
     it.close()

@@ -118,7 +118,8 @@ def dangling(left: Mapping[str, str], kept: set[str], gone: set[str]) -> list[st
     look(".ci/run", left[".ci/run"])
     folders_of_mypy = re.findall(r'"([^"]*)"', re.findall(r"^files = (.*)", left["pyproject.toml"], re.MULTILINE)[0])
     found += [f"mypy: {word}" for word in folders_of_mypy if word not in folders | kept]
-    modules = {name.removeprefix("src/")[:-3].removesuffix("/__init__").replace("/", ".") for name in gone}
+    files = [name.removesuffix(".py").removeprefix("src/") for name in gone if name.endswith(".py")]
+    modules = {name.removesuffix("/__init__").replace("/", ".") for name in files}
     for name, text in left.items():
         if name.endswith(".py") and not name.startswith("src/"):  # there imports are relative, and mypy checks them
             found += [f"{name}: import of {module}" for module in imports(text) & modules]

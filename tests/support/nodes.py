@@ -11,6 +11,7 @@ from typing import Any
 
 from evenkeel.cli.chaos import nodes
 from tests.support.processes import LIMIT, ROOT, environment
+from tests.support.small_runs import children
 
 
 class Lab(nodes.Lab):
@@ -19,6 +20,13 @@ class Lab(nodes.Lab):
     def unplug(self, node: int) -> None:
         """Cut a node's cable at the switch, as in a power failure: no reset, packets just vanish."""
         nodes.ip("-n", f"{self.prefix}-switch", "link", "set", f"p{node}", "down")
+
+    def write_hosts(self, node: int, text: str) -> None:
+        """Replace what a node knows of names."""
+        (init,) = children(self._inits[node].pid)
+        with Path(f"/proc/{init}/root/dev/shm/hosts").open("r+") as file:  # never empty for a reader
+            file.write(text)
+            file.truncate()
 
     def run(self, node: int, argv: Sequence[str], **options: Any) -> str:
         """Run a command on a node to its end and return what it printed."""

@@ -25,7 +25,7 @@ from evenkeel.common.processes import can_lose_a_node
 from evenkeel.config import GROUPS, Config, saved_options
 from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.agent import first_error
-from evenkeel.launch.launchers import MultiNode
+from evenkeel.launch.launchers import MultiNode, option_words
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.command_line import BY_NAME, SYNONYMS, parse
 from evenkeel.tasks.registry import built_in, load_task
@@ -214,7 +214,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     switches = dict.fromkeys((*on, "channels_last"), True)
     # --compile, --place and --model-parallel exclude each other, and so do the last two
     apart = ("task", "config", "eval_only", "checkpoint", "strategy", "compile", "place", *switches, "micro_batches")
-    apart = (*apart, "profile", "memory_snapshot", "shares", "reduce_dtype")
+    apart = (*apart, "profile", "memory_snapshot", "shares", "reduce_dtype", "tracker")
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
@@ -228,6 +228,9 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     assert parse(["--place", "a=0,b=1"])[0].place == "a=0,b=1"
     assert parse(["--micro-batches", "4"])[0].micro_batches == 4
     assert parse(["--shares", "2:1"])[0].shares == "2:1"
+    assert parse(["--tracker", "a.py:A", "--tracker", "b:B"])[0].tracker == ("a.py:A", "b:B")
+    assert parse(option_words("tracker", ("a.py:A", "b:B")))[0].tracker == ("a.py:A", "b:B")
+    assert parse(option_words("tracker", "a.py:A"))[0].tracker == ("a.py:A",)
     assert parse(["--reduce-dtype", "bf16"])[0].reduce_dtype == "bf16"
     config, _ = parse(["--profile", "20:25", "--memory-snapshot"])
     assert (config.profile, config.memory_snapshot) == ("20:25", True)

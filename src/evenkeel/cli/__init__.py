@@ -3,8 +3,10 @@
     new/            new: a small project with this package as a dependency; update: compare it with a newer version
     plan.py         plan: which rank would compute what, without running it
     checkpoint.py   checkpoint: list, inspect, verify and export the checkpoints of a run
+    export.py       what checkpoint exports with the task's model: .onnx files, folders of transformers
     data.py         data: index a folder of shards, or verify it
     compare.py      compare: the first step and the tensors in which two runs differ
+    compare_metrics.py  compare --metrics: the last and best metrics of several runs
     digests.py      what compare and check share: the first step at which digests differ
     predict.py      predict: a run's model on a folder of images or a data set, to CSV or Parquet
     sample.py       sample: continue a text with a run's language model

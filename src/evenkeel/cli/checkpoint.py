@@ -5,19 +5,21 @@ Nothing in the run changes: a damaged checkpoint is reported and stays where it 
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.filesize import decimal
 
-from ..common.display import say
+from ..common.display import aligned, say
 from ..common.errors import Ended, Refusal
 from ..common.files import write_atomically
 from ..common.naming import shown
-from ..config import Flag, option
+from ..config import Flag, MaybePath, option
 from ..run.checkpoint import (
     Checkpoints,
     Damaged,
@@ -55,9 +57,8 @@ class ListCheckpoints:
         newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
         best = Checkpoints(checkpoints.folder, 1, newest.best_by if newest else None).best_path()
         rows = [("STEP", "KIND", "WRITTEN", "SIZE", ""), *(_row(path, newest, best) for path in paths)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for step, *cells in rows:
-            say("  ".join([step.rjust(widths[0]), *map(str.ljust, cells, widths[1:])]).rstrip())
+        width = max(len(step) for step, *_ in rows)
+        say("\n".join(aligned([(step.rjust(width), *cells) for step, *cells in rows])))
         return 0
 
 
@@ -118,37 +119,68 @@ class ExportModel:
     Example: python -m evenkeel checkpoint export runs/classify -o model.pt
 
     torch.load("model.pt", weights_only=True) then returns the state dict, on the CPU. For a run with --ema it has the
-    averaged weights. The sha256 is that of the weights; at the last step summary.json has the same.
+    averaged weights. The sha256 is that of the weights; at the last step summary.json has the same. With --onnx and
+    --as transformers the run's task makes the model; options of train.py that differ from the run's follow after `--`.
     """
 
     path: Place
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """The file to write; it must not exist."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH", help_behavior_hint="")] = None
+    """The file to write, with --as transformers a folder; it must not exist."""
     step: Step = option(None, 0)
-    form: Annotated[Literal["bare", "dp", "safetensors"], tyro.conf.arg(name="as")] = "bare"
-    """bare: names as in the model; dp: with the prefix `module.` of DataParallel; safetensors: bare, in that format."""
+    form: Annotated[
+        Literal["bare", "dp", "safetensors", "transformers"], tyro.conf.arg(name="as", aliases=["--format"])
+    ] = "bare"
+    """bare; dp: with DataParallel's prefix `module.`; safetensors; transformers: by the model's save_pretrained."""
+    onnx: MaybePath = None
+    """Instead write the network to this .onnx file (torch.onnx), and compare its outputs by onnxruntime."""
     raw: Flag = False
     """With --ema: write the weights that the optimizer updates, not their average."""
 
-    def __call__(self) -> int:
+    def __call__(self, train_options: list[str]) -> int:
         """Write the file."""
-        path = choose(self.path, self.step)
-        if self.output.exists():
-            raise Refusal(f"--output {self.output}: exists already; name another file")
-        if not self.output.parent.is_dir():
-            raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
+        path, output = choose(self.path, self.step), self._output(train_options)
         from ..run.weights import write  # these import torch, which `list` does without
         from ..training.ema import averaged
         from ..training.state import sha256
 
         state = _load(path)
         weights = state["model"] if self.raw else averaged(state)
+        note = ""
         try:
-            write_atomically(self.output, lambda file: write(weights, self.form, file))
+            if self.onnx or self.form == "transformers":
+                note = self._with_code(path, output, weights, train_options)
+            else:
+                write_atomically(output, lambda file: write(weights, self.form, file))
         except OSError as error:
-            raise Ended(f"--output {self.output}: cannot write it: {error.strerror or error}") from None
-        say(f"{path} -> {self.output}, sha256 of the weights {sha256(weights)}")
+            raise Ended(f"--output {output}: cannot write it: {error.strerror or error}") from None
+        say(f"{path} -> {output}, sha256 of the weights {sha256(weights)}{note}")
         return 0
+
+    def _output(self, train_options: list[str]) -> Path:
+        """The path to write; refused if it exists."""
+        if self.onnx and (self.output or self.form != "bare"):
+            raise Refusal(f"--onnx {self.onnx}: writes this file alone; leave --output and --as out")
+        if train_options and not (self.onnx or self.form == "transformers"):
+            raise Refusal(f"-- {' '.join(train_options)}: only --onnx and --as transformers take options of train.py")
+        option, output = ("--onnx", self.onnx) if self.onnx else ("--output", self.output)
+        if output is None:
+            raise Refusal("export: --output FILE is missing; or give --onnx FILE")
+        if os.path.lexists(output):
+            raise Refusal(f"{option} {output}: exists already; name another file")
+        if not output.parent.is_dir():
+            raise Refusal(f"{option} {output}: there is no folder {output.parent}; make it first")
+        if missing := [name for name in ("onnx", "onnxscript") if self.onnx and not find_spec(name)]:
+            raise Refusal(f"--onnx {output}: needs the package {missing[0]}; pip install onnx onnxscript onnxruntime")
+        return output
+
+    def _with_code(self, path: Path, output: Path, weights: dict[str, Any], train_options: list[str]) -> str:
+        from . import export
+
+        config, task, model = export.built(path.parent.parent, weights, train_options)
+        if self.onnx:
+            return f"; {export.write_onnx(config, task, model, output)}"
+        export.write_pretrained(model, output)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -165,8 +197,12 @@ class CheckpointCommand:
         | Annotated[ExportModel, tyro.conf.subcommand("export")]
     ]
 
-    def __call__(self) -> int:
+    def __call__(self, train_options: list[str]) -> int:
         """Run the chosen action."""
+        if isinstance(self.action, ExportModel):
+            return self.action(train_options)
+        if train_options:
+            raise Refusal(f"-- {' '.join(train_options)}: only `checkpoint export` takes options of train.py")
         return self.action()
 
 

@@ -1,30 +1,37 @@
 """`python -m evenkeel compare`: whether two runs are equal bit for bit; if not, from which step, where and why.
 
+With --metrics: a table of the metrics of two runs or more (`compare_metrics`).
+
 Reads the files of the runs and changes nothing. Imports torch only to read checkpoints.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from ..common.arguments import flag
 from ..common.display import say
 from ..common.errors import Refusal
-from ..config import HARMLESS
+from ..config import HARMLESS, Flag
 from ..run.checkpoint import Checkpoints, Damaged, load, step_folders, step_of
 from ..run.fingerprint import describe, differences
 from ..run.records import read_config, read_facts, read_records
+from . import compare_metrics
 from .digests import Digests, Verdict, compare_digests, last_digests, name_tensors
 
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """Find the first step and the tensors in which two runs differ.
+    """Find where two runs first differ, or compare metrics of several.
 
     Example: python -m evenkeel compare runs/a runs/b
+
+    Example: python -m evenkeel compare --metrics runs/a runs/b runs/c
 
     Train both with --digest-every 1; otherwise only the final weights or a common checkpoint can be compared.
     Differences in options, machine, libraries and code are printed too: usually one of them is the cause. Exit code 0:
@@ -35,12 +42,27 @@ class CompareCommand:
     """A run directory."""
     run_b: tyro.conf.Positional[Path]
     """The run directory to compare it with."""
+    more: tyro.conf.Positional[
+        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")]
+    ] = ()
+    """With --metrics: more run directories."""
+    metrics: Flag = False
+    """Print the last metrics and those of the best step, with differences from the first run."""
+    json: Flag = False
+    """With --metrics: print JSON."""
 
     def __call__(self) -> int:
         """Print the first difference and its possible causes."""
-        for path in (self.run_a, self.run_b):
+        runs = (self.run_a, self.run_b, *self.more)
+        for path in runs:
             if not (path / "config.toml").is_file():
                 raise Refusal(f"{path}: no run there (no config.toml); name two run directories")
+        if self.metrics:
+            found = json.dumps(compare_metrics.as_json(runs), indent=2) if self.json else compare_metrics.table(runs)
+            say(found if isinstance(found, str) else "\n".join(found))
+            return 0
+        if self.more or self.json:
+            raise Refusal(f"{self.more[0] if self.more else '--json'}: only with --metrics; else two runs are compared")
         equal, text = compare(self.run_a, self.run_b)
         say("\n".join([text, *causes(self.run_a, self.run_b)]))
         return int(not equal)

@@ -34,7 +34,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..common.arguments import flag
-from ..common.display import say
+from ..common.display import aligned, say
 from ..common.errors import FAILED, Refusal
 from ..common.network import Link
 from ..common.processes import count_cores, die_with_parent
@@ -221,8 +221,7 @@ def table(settings: list[Setting], over: tuple[str, ...]) -> list[str]:
     for group, runs in found.items():
         cells = [_spread([metrics[name] for metrics in runs if name in metrics]) for name in names]
         rows.append([group, f"{len(runs)}/{len(groups[group])}", *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def _spread(values: list[float]) -> str:

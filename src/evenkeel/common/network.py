@@ -19,6 +19,10 @@ from typing import Any, NamedTuple
 from .errors import Refusal
 
 
+class Unanswered(Refusal):
+    """Node 0 did not answer in time. Who starts nodes again when there is a place for them may try once more."""
+
+
 class Link(NamedTuple):
     """How the other nodes reach this one."""
 
@@ -60,7 +64,7 @@ def meet(master: str, port: int, *, is_master: bool, patience: float) -> None:
                     f"--master: port {port} of this node: {error.strerror}; give all nodes another one, HOST:PORT"
                 ) from None
     elif reason := reach(master, port, patience, f"waiting for node 0 at {master} port {port}"):
-        raise Refusal(
+        raise Unanswered(
             f"--master {master}: nothing answered on port {port} for {patience:.0f} s ({reason}); is node 0 started, "
             "and is this its address?"
         )

@@ -203,6 +203,10 @@ class LoggingOptions:
     """Save the predictions of the last evaluation for `evenkeel report`."""
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], NAME] = option("auto", change="free")
     """Weights & Biases: online, offline, disabled; auto: online if there is a key (WANDB_API_KEY or `wandb login`)."""
+    tracker: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="FILE.py:CLASS", help_behavior_hint="")
+    ] = option((), change="free")
+    """A tracker of your own, a class with log(metrics, step) and close(status). May be given several times."""
     wandb_report: Flag = option(False, change="free")
     """Send the page of `evenkeel report` to Weights & Biases."""
     profile: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="")] = option("", change="unsaved")

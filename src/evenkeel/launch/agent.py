@@ -3,8 +3,8 @@
     python -m evenkeel.launch.agent <options of torchrun> train.py ...
 
 torchrun itself exits with 1 whatever happened. A scheduler or container engine must know whether to start the job
-again: 0 finished, 75 (:data:`~evenkeel.resilience.interruption.STOPPED`) stopped and can be continued, 2 refused,
-137 a rank was killed too often; any other code is a bug.
+again: 0 finished, 75 (:data:`~evenkeel.resilience.interruption.STOPPED`) stopped and can be continued, also by the loss
+of node 0 or because too few nodes have come, 2 refused, 137 a rank was killed too often; any other code is a bug.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from ..resilience.interruption import STOPPED
 KILLED = 128 + signal.SIGKILL  # exit code after a kill by the kernel (out of memory) or together with the node
 
 
-def main(arguments: list[str]) -> int:
-    """Run torchrun in this process, so that no signals need to be forwarded."""
+def main(arguments: list[str], lost: int = STOPPED) -> int:
+    """Run torchrun in this process, so that no signals need to be forwarded; `lost`: the code where node 0 is lost."""
     names = ",".join(number.name for number in heed_signals())
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", names)  # for --signals-to-handle; not in torch 2.8
-    from torch.distributed import run
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import api as rendezvous
 
+    gone = (rendezvous.RendezvousConnectionError, rendezvous.RendezvousTimeoutError, rendezvous.RendezvousClosedError)
     typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     if typed.nnodes != "1":
         what = f"waiting for other nodes, --nnodes {typed.nnodes}, at {typed.rdzv_endpoint or typed.master_addr}"
@@ -49,6 +51,10 @@ def main(arguments: list[str]) -> int:
         return verdict([failure.exitcode for failure in error.failures.values()])
     except SignalException as ended:  # the workers got the signal, and time to save
         return REFUSED if ended.args == (REFUSAL.name,) else STOPPED
+    except (*gone, DistError) as error:  # torchrun has stopped the workers, which have saved
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        print(f"evenkeel: node 0 is lost, or too few nodes have come: {reason}", file=sys.stderr, flush=True)
+        return lost
     return 0
 
 

@@ -36,6 +36,9 @@ from .topology import (
 
 T = TypeVar("T")
 
+PASSED_ON = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT", "NCCL_", "OMP_NUM_")
+"""Beginnings of the names of variables that a container gets from the environment of who starts it."""
+
 Count = tyro.conf.arg(metavar="N", help_behavior_hint="")
 Gpus = Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")]
 
@@ -72,6 +75,8 @@ class MultiNode:
     """Address by which the other nodes reach node 0; the same on every node. Default port: 29500."""
     run_id: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
     """Name of the rendezvous; the same on every node. Default: evenkeel-PORT."""
+    join_timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS")] = option(JOIN_SECONDS, 1, JOIN_SECONDS)
+    """Seconds that nodes wait for each other, at the start and after a loss."""
 
     @property
     def topology(self) -> Topology:
@@ -83,7 +88,8 @@ class MultiNode:
             )
         host, port = parse_master(self.master) if self.master is not None else ("", DEFAULT_PORT)
         rank, run_id = self.node_rank or 0, self.run_id
-        topology = Topology(self.gpus or 1, min_nodes, max_nodes, rank, host, port, run_id, self.max_restarts)
+        limits = (self.max_restarts, self.join_timeout)
+        topology = Topology(self.gpus or 1, min_nodes, max_nodes, rank, host, port, run_id, *limits)
         if max_nodes > 1 and self.node_rank is None:
             raise Refusal(f"-nr is missing: with -n {self.nodes} give each node its own, from 0")
         return topology
@@ -114,6 +120,8 @@ def option_words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):  # train.py's own switches have no --no-; those of a task have
         return [flag(name) if value else f"--no-{flag(name)[2:]}"] * (value or name not in OPTION_NAMES)
     if isinstance(value, (list, tuple)):
+        if name == "tracker":  # may be given several times, while other lists follow one flag
+            return [f"{flag(name)}={item}" for item in value]
         return [flag(name), *map(str, value)]
     return [] if value is None else [f"{flag(name)}={value}"]
 
@@ -164,7 +172,8 @@ def link_of(topology: Topology) -> Link:
 def wait_for_master(topology: Topology) -> None:
     """Wait until node 0 answers. On node 0: check that its port is free."""
     if topology.master_host:
-        meet(topology.master_host, topology.master_port, is_master=topology.node_rank == 0, patience=JOIN_SECONDS)
+        is_master, patience = topology.node_rank == 0, topology.join_seconds
+        meet(topology.master_host, topology.master_port, is_master=is_master, patience=patience)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ SHUTDOWN_SECONDS = 45
 # does no harm, its ranks go on. But a heartbeat has its sender's clock time, so the clocks of the nodes must agree
 # to less than that. The last call (torch: 30 s) is how long an elastic job that has its minimum number of
 # nodes waits for more. The survivors of a loss look once a second, so 2 s gather them all.
-RENDEZVOUS = f"join_timeout={JOIN_SECONDS},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
+RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -59,6 +59,7 @@ class Topology:
     master_port: int = DEFAULT_PORT
     run_id: str = ""
     max_restarts: int = 3
+    join_seconds: int = JOIN_SECONDS
 
     @property
     def nodes(self) -> str:
@@ -186,7 +187,7 @@ def _options(topology: Topology, link: Link) -> dict[str, str]:
         # the same on all nodes, which may write the host in different ways
         "--rdzv-id": topology.run_id or (f"evenkeel-{port}" if port else "evenkeel"),
         # torch would guess is_host from the host name, and fail if that resolves to another address
-        "--rdzv-conf": f"is_host={int(topology.node_rank == 0)},{RENDEZVOUS}",
+        "--rdzv-conf": (f"is_host={int(topology.node_rank == 0)},join_timeout={topology.join_seconds},{RENDEZVOUS}"),
     }
     if link.address:
         # becomes MASTER_ADDR if this node has rank 0; the default is its host name, which others may not know

@@ -21,6 +21,7 @@
     tracking.py       metrics.jsonl, the lines on the screen, a log for each rank
     media.py          pictures, tables and numbers that a job logs itself
     trackers.py       other places for metrics: Weights & Biases, TensorBoard, a CSV file
+    own_trackers.py   --tracker: a class of the user's, in a thread
     stragglers.py     ranks.jsonl, and the names of ranks that are late
     hints.py          options that would save time or memory, logged once
     compiled_code.py  stores compiled code of torch.compile with the run
@@ -38,6 +39,7 @@ What a run directory holds:
     compiled/         with --compile
     profile/          with --profile: rank-R.json and operators.txt
     wandb/            with Weights & Biases; tensorboard/ and metrics.csv, if asked for
+    trackers/         what a tracker of one's own was given, and its files
     predictions/      with --save-predictions, SET.json of each set
     summary.json      when it has finished, and model.pt, a bare state dict
     .lock             locked by the running rank 0

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -41,7 +42,7 @@ from .fingerprint import MICRO_BATCH, fingerprint
 from .records import read_facts, recorded_options
 from .resume import Resume
 from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, launch_token
-from .trackers import wandb_mode
+from .trackers import own_trackers, wandb_mode
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Attempt:
         self.path, self.config, self.plan, self.world, self.sets = config.run_dir, config, plan, world, dict(sets)
         self.options = saved_options(config, task.options())
         self.data = DataCheck(config, self.path, world, plan.samples, self.sets)
+        self._own_trackers = own_trackers(config.tracker if world.rank == 0 else ())
         run = Identity(self.options, task.harmless, self.data.samples, task.earlier, self.data.order)
         self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
@@ -306,6 +308,8 @@ class Attempt:
             )  # fmt: skip
         self.tracker = tracking.Tracker(config, plan, self.path, self.directory.attempts, world.world_size)
         self.tracker.start_wandb(self.directory.status.get("wandb_id"), self.options)
+        for name, make in self._own_trackers.items():
+            self.tracker.own[name] = partial(make, self.path.name, self.path, self.options)
         if damage := self.directory.trouble:
             log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
         note = substitute(config.precision, world.device)

@@ -120,7 +120,8 @@ class Ending:
         took += f" and {dead:.0f} s without progress" * (dead >= 1)
         early, found = f", {why}" * bool(why), f": {shown(metrics)}" * bool(metrics)
         self._attempt.print(f"finished in {took}{early}{found}  -> {self._attempt.path / 'model.pt'}")
-        tracker.close(best=self._best(metrics))
+        tracker.send(self._state.step, self._best(metrics))
+        tracker.close()
 
     def _best(self, metrics: dict[str, float]) -> dict[str, float]:
         """The evaluation of the best checkpoint, else the last one, for trackers."""

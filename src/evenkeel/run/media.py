@@ -49,7 +49,7 @@ def log(tracker: Tracker, step: int, values: Mapping[str, Any]) -> None:
         except OSError as error:  # a full disk costs a picture, not the training
             logger.error("%s: %s", path.relative_to(tracker.path), error)
             continue
-        tracker.show(lambda place, name=name, path=path: place.show(step, name, path))  # type: ignore[misc]
+        tracker.send(step, {name: path})
 
 
 def check(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, tuple[str, bytes]]]:

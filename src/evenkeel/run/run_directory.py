@@ -41,7 +41,7 @@ ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
-    "streams", "wandb", "tensorboard", "predictions", "profile", "config.toml", "report.html",
+    "streams", "wandb", "tensorboard", "trackers", "media", "predictions", "profile", "config.toml", "report.html",
 )  # fmt: skip
 """Files of a run in its folder besides status.json, and that of `evenkeel report`."""
 

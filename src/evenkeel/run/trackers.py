@@ -1,4 +1,4 @@
-"""Other places for a run's metrics: Weights & Biases, TensorBoard, a CSV file.
+"""Trackers, other places for a run's metrics: Weights & Biases, TensorBoard, a CSV file, or one's own.
 
 All get the same values by the same names (SET/METRIC), from rank 0. An error in one never ends the training.
 """
@@ -7,46 +7,84 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import io
 import logging
 import netrc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
+from ..common.errors import Refusal
 from ..common.files import append_line, write_atomically
 from ..config import Config
+from ..resilience.interruption import STOPPED as INTERRUPTED
 
 log = logging.getLogger(__name__)
 
 INIT_TIMEOUT = 20.0
-"""Seconds that wandb waits for its server (plus 10 to give up); WANDB_INIT_TIMEOUT overrides it."""
+"""Seconds that wandb waits for its server (plus 10 to give up; WANDB_INIT_TIMEOUT overrides it), and a start for a
+tracker of one's own."""
 
 
-class MetricsLog(Protocol):
-    """A place for metrics. If a method raises, the place is turned off with a warning."""
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+"""How an attempt ends, for `close`; a stopped one is continued by the same command."""
 
-    name: str
-    """In warnings."""
+BEST = "best/step"
+"""A report with this metric has the best evaluation of a finished run: best/SET/METRIC. It is the last."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log values by full names after a step. Steps do not decrease, and may repeat."""
 
-    def show(self, step: int, name: str, path: Path) -> None:
-        """Take a picture (.png) or a table (.csv)."""
+class MetricsTracker(Protocol):
+    """A place for a run's metrics: W&B, TensorBoard, or a class of your own for --tracker FILE.py:CLASS.
 
-    def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
-        """End; `summary` has the best evaluation of a finished run, else it is empty."""
+    Yours needs not derive from this. It is made once in each attempt, on rank 0, as CLASS(name, directory, config): the
+    run's name, its directory, and all options but secret ones. It is made and called in a thread, so it may be slow. If
+    it raises an error, it is off for the rest of the attempt, with a warning. DIRECTORY/trackers is for its files.
+
+    >>> class Prints:
+    ...     def __init__(self, name, directory, config): self.name = name
+    ...     def log(self, metrics, step): print(self.name, step, metrics)
+    ...     def close(self, status): print(status)
+    >>> Prints("mine", "runs/mine", {"lr": 0.1}).log({"train/loss": 0.5}, 10)
+    mine 10 {'train/loss': 0.5}
+    """
+
+    def log(self, metrics: Mapping[str, float | Path], step: int) -> None:
+        """Log values by full names (SET/METRIC) after a step. Steps do not decrease, and may repeat.
+
+        A picture is the path of a .png file in the run's directory, a table that of a .csv file. At the end of a
+        finished run comes its best evaluation: best/step, best/SET/METRIC.
+        """
+
+    def close(self, status: str) -> None:
+        """End the attempt: "finished", "stopped" (the same command continues), or "failed"."""
+
+
+Opener = Callable[[str, Path, Mapping[str, Any], int], MetricsTracker]
+"""(run name, directory, options, the step at which an attempt begins) -> a tracker."""
+
+
+def own_trackers(names: Sequence[str]) -> dict[str, Opener]:
+    """What makes the trackers of --tracker, by name.
+
+    Raises:
+        Refusal: there is no such class, or it is no tracker.
+    """
+    if not names:
+        return {}
+    try:
+        own = importlib.import_module(".own_trackers", __package__)
+    except ModuleNotFoundError:
+        raise Refusal(f"--tracker {names[0]}: has been deleted from this copy of Evenkeel; leave it out") from None
+    return dict(own.load(names))
 
 
 class WandB:
     """The run's only W&B run, by the id that the run has stored."""
-
-    name = "Weights & Biases"
 
     def __init__(self, config: Config, path: Path, mode: Any, run_id: str | None, options: dict[str, Any]) -> None:
         import wandb
@@ -69,30 +107,31 @@ class WandB:
         finally:
             sys.argv = typed
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send them."""
-        self._run.log(dict(values), step=step)
+    def log(self, metrics: Mapping[str, float | Path], step: int) -> None:
+        """Send them; the best evaluation as the summary."""
+        if BEST in metrics:
+            self._run.summary.update(dict(metrics))
+        else:
+            self._run.log({name: self._sent(value) for name, value in metrics.items()}, step=step)
 
-    def show(self, step: int, name: str, path: Path) -> None:
-        """Send it."""
+    def _sent(self, value: float | Path) -> Any:
+        if not isinstance(value, Path):
+            return value
         import wandb
 
-        if path.suffix == ".png":
-            self._run.log({name: wandb.Image(str(path))}, step=step)
-        else:
-            head, *rows = _read_table(path)
-            self._run.log({name: wandb.Table(columns=[*head], data=rows)}, step=step)
+        if value.suffix == ".png":
+            return wandb.Image(str(value))
+        head, *rows = _read_table(value)
+        return wandb.Table(columns=[*head], data=rows)
 
-    def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
-        """Send the best values as the summary, the report if wanted, and the remaining data."""
-        if summary:
-            self._run.summary.update(dict(summary))
-            try:
-                if self._report:
-                    self._send_report(self._report)
-            except Exception as error:  # the run is finished all the same
-                log.warning("--wandb-report: no report was sent: %s", error)
-        self._run.finish(exit_code=exit_code)
+    def close(self, status: str) -> None:
+        """Send the report of a finished run, if wanted, and the remaining data."""
+        try:
+            if self._report and status == FINISHED:
+                self._send_report(self._report)
+        except Exception as error:  # the run is finished all the same
+            log.warning("--wandb-report: no report was sent: %s", error)
+        self._run.finish(exit_code={FINISHED: 0, STOPPED: INTERRUPTED}.get(status, 1))
 
     def _send_report(self, path: Path) -> None:
         """Make the page in its own process, because that takes seconds and more libraries."""
@@ -112,42 +151,35 @@ class WandB:
 class TensorBoard:
     """Event files in the run's folder. TensorBoard hides values of an earlier attempt beyond the resumed step."""
 
-    name = "TensorBoard"
-
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         make: Any = SummaryWriter  # its constructor has no types
         self._writer = make(folder, purge_step=step + 1 if folder.exists() else None)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write and flush them, so that a kill loses none."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+    def log(self, metrics: Mapping[str, float | Path], step: int) -> None:
+        """Write and flush them, so that a kill loses none; a table as Markdown."""
+        for name, value in metrics.items():
+            if not isinstance(value, Path):
+                self._writer.add_scalar(name, value, step)
+            elif value.suffix == ".png":
+                import numpy as np
+                from PIL import Image
+
+                self._writer.add_image(name, np.asarray(Image.open(value).convert("RGB")), step, dataformats="HWC")
+            else:
+                head, *rows = _read_table(value)
+                lines = [head, ["---"] * len(head), *rows]
+                self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
         self._writer.flush()
 
-    def show(self, step: int, name: str, path: Path) -> None:
-        """Write it to the file; a table as Markdown."""
-        if path.suffix == ".png":
-            import numpy as np
-            from PIL import Image
-
-            self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
-        else:
-            head, *rows = _read_table(path)
-            lines = [head, ["---"] * len(head), *rows]
-            self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
-        self._writer.flush()
-
-    def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
+    def close(self, status: str) -> None:
         """Close the file."""
         self._writer.close()
 
 
 class CsvFile:
     """A row for each report, a column for each name. Drops rows beyond the resumed step, and an incomplete row."""
-
-    name = "metrics.csv"
 
     def __init__(self, path: Path, step: int) -> None:
         self.path, self._names = path, ["step"]
@@ -156,9 +188,12 @@ class CsvFile:
             self._names = list(rows[0]) if rows else self._names
             self._rewrite(rows)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a row; a name that is new gets a column at the end."""
-        row = {"step": step, **values}
+    def log(self, metrics: Mapping[str, float | Path], step: int) -> None:
+        """Append a row of the numbers; a name that is new gets a column at the end."""
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, Path)}
+        if not numbers:
+            return  # pictures and tables are in the run's folder already
+        row = {"step": step, **numbers}
         if new := [name for name in row if name not in self._names]:
             rows = [*self._rows(), row] if self.path.exists() else [row]
             self._names += new
@@ -166,10 +201,7 @@ class CsvFile:
         else:
             append_line(self.path, self._text([row]))
 
-    def show(self, step: int, name: str, path: Path) -> None:
-        """It is in the run's folder already."""
-
-    def finish(self, summary: Mapping[str, float], exit_code: int) -> None:
+    def close(self, status: str) -> None:
         """Nothing to do: each row is in the file."""
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -191,15 +223,15 @@ def _read_table(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-def in_the_folder(config: Config, path: Path, step: int) -> Iterator[MetricsLog]:
-    """Those that write into the run's folder, for an attempt that begins at a step."""
+def in_the_folder(config: Config, path: Path, step: int) -> Iterator[tuple[str, MetricsTracker]]:
+    """Those that write into the run's folder, by name, for an attempt that begins at a step."""
     for name, wanted, make in (
         ("TensorBoard", config.tensorboard, lambda: TensorBoard(path / "tensorboard", step)),
         ("metrics.csv", config.csv, lambda: CsvFile(path / "metrics.csv", step)),
     ):
         try:
             if wanted:
-                yield make()
+                yield name, make()
         except Exception as error:
             log.warning("%s is off: %s: %s", name, type(error).__name__, error)
 

@@ -16,15 +16,16 @@ from typing import Any
 
 from ..common import display
 from ..common.arguments import lose_stdout
+from ..common.errors import Ended
 from ..common.files import append_json
 from ..common.naming import TRAIN, count_ranks, eta, figures, named, progress, rates, shares, shown
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import Plan
 from ..distributed.world import World
-from ..resilience.interruption import STOPPED
+from ..resilience import interruption
 from .records import YOUNG, attempt_ends, goodput, ledger
-from .trackers import MetricsLog, WandB, in_the_folder, wandb_mode
+from .trackers import FAILED, FINISHED, STOPPED, MetricsTracker, WandB, in_the_folder, wandb_mode
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ class Tracker:
         self.per_sample: dict[str, float] | None = None
         """Factors from samples/s to other figures (`training.flops`); None: not computed yet."""
         self._ends: list[dict[str, Any]] = []  # of attempts so far, which the goodput needs
-        self._logs: list[MetricsLog] = []
+        self.own: dict[str, Callable[[int], MetricsTracker]] = {}
+        """What makes the trackers of --tracker, by name, from the attempt's first step."""
+        self._trackers: dict[str, MetricsTracker] = {}
         self._mark = (time.perf_counter(), 0, 0.0)
         self._evaluated = -1
         self._display = display.shown
@@ -76,14 +79,20 @@ class Tracker:
             return
         activity.enter(START_UP, "Weights & Biases")
         try:
-            self._logs.append(WandB(self.config, self.path, mode, run_id, options))
+            self._trackers["Weights & Biases"] = WandB(self.config, self.path, mode, run_id, options)
         except Exception as error:  # whatever it is
             log.warning("Weights & Biases is off: %s: %s", type(error).__name__, error)
 
     def start(self, step: int, evaluated: bool = False) -> None:
         """Start at a step; `evaluated`: an earlier attempt has reported its evaluation."""
         self._evaluated = step if evaluated else -1
-        self._logs += in_the_folder(self.config, self.path, step)
+        self._trackers |= in_the_folder(self.config, self.path, step)
+        for name, make in self.own.items():
+            activity.enter(START_UP, name)
+            try:
+                self._trackers[name] = make(step)
+            except Exception as error:
+                log.warning("%s is off: %s", name, _described(error))
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
@@ -117,7 +126,7 @@ class Tracker:
         epoch = {"epoch": round(step / self.plan.steps_per_epoch, 4)} if self.plan.has_epochs else {}
         values = epoch | named(TRAIN, facts)
         self.event("train", step, **values)
-        self.show(lambda place: place.log(step, values))
+        self.send(step, values)
 
         self._losses = {f"{TRAIN}/loss": loss, **(parts or {})}
         present = {"kind": "train", "time": time.time(), "spent": spent}
@@ -136,7 +145,7 @@ class Tracker:
         self.metrics = metrics
         self.event("eval", step, **metrics)
         if step != self._evaluated:
-            self.show(lambda place: place.log(step, metrics))
+            self.send(step, metrics)
         if self._display:
             self._display.metrics = self._latest()
         self.say(progress(step, self.plan.total_steps, shown(metrics)))
@@ -144,7 +153,7 @@ class Tracker:
     def log(self, step: int, values: dict[str, float]) -> None:
         """Report numbers that the job has logged itself, by full names."""
         self.event("log", step, **values)
-        self.show(lambda place: place.log(step, values))
+        self.send(step, values)
 
     def event(self, kind: str, step: int, **facts: Any) -> None:
         """Append a line to metrics.jsonl."""
@@ -165,23 +174,32 @@ class Tracker:
         except OSError as error:  # a file on a full disk
             log.error("the output: %s", error)
 
-    def close(self, exit_code: int = 0, best: Mapping[str, float] | None = None) -> None:
-        """End the display and the other places for metrics; they get a finished run's best evaluation."""
+    def close(self, exit_code: int = 0) -> None:
+        """End the display and the trackers."""
+        status = {0: FINISHED, interruption.STOPPED: STOPPED}.get(exit_code, FAILED)
         if self._display:
-            self._display.stop({0: "finished", STOPPED: "stopped"}.get(exit_code, "failed"))
-        self.show(lambda place: place.finish(best or {}, exit_code))
-        self._logs = []
+            self._display.stop(status)
+        self._each(lambda tracker: tracker.close(status))
+        self._trackers = {}
 
     def _latest(self) -> list[str]:
         return figures(
             self._losses | {name: value for name, value in self.metrics.items() if not name.endswith("/loss")}
         )
 
-    def show(self, do: Callable[[MetricsLog], None]) -> None:
-        """Do something with each other place for metrics; one that fails is off from there on."""
-        for place in list(self._logs):
+    def send(self, step: int, metrics: Mapping[str, float | Path]) -> None:
+        """Log a step's metrics in all trackers, by full names: numbers, and files with pictures and tables."""
+        self._each(lambda tracker: tracker.log(metrics, step))
+
+    def _each(self, do: Callable[[MetricsTracker], None]) -> None:
+        """Do something with each tracker; one that fails is off from there on."""
+        for name, tracker in list(self._trackers.items()):
             try:
-                do(place)
+                do(tracker)
             except Exception as error:  # wandb's process may have been killed, the disk may be full
-                self._logs.remove(place)
-                log.warning("%s is off from here on: %s: %s", place.name, type(error).__name__, error)
+                del self._trackers[name]
+                log.warning("%s is off from here on: %s", name, _described(error))
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, Ended) else f"{type(error).__name__}: {error}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-from ..common.errors import Refusal, place_of
+from ..common.errors import Refusal
+from ..common.user_code import as_submitted, load_name
 from ..config import Config
 from ..run.records import read_config
 from ..training.task import Task, defines
@@ -36,7 +35,7 @@ def default_task() -> tuple[str, str]:
     script = Path(sys.argv[0]).absolute()
     copy = map(Path, filter(None, [os.environ.get("EVENKEEL_CODE")]))
     for folder in dict.fromkeys((Path.cwd(), script.parent, script.parent.parent, *copy)):
-        path = _as_submitted(folder / "pyproject.toml")
+        path = as_submitted(folder / "pyproject.toml")
         if not path.is_file():
             continue
         tool = read_config(path).get("tool")
@@ -66,17 +65,7 @@ def load_task(name: str, label: str = "") -> type[Task]:
             why = "is now --task classify --dataset digits, the defaults"
         own = "your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
         raise Refusal(f"{label}: {why}; built in: {', '.join(here)}; {own}")
-    try:
-        module = _import_file(label, Path(source)) if source.endswith(".py") else _import_module(name, source)
-    except Refusal:
-        raise
-    except (Exception, SystemExit) as error:
-        place, reason = place_of(error.__traceback__), str(error)
-        if isinstance(error, SyntaxError) and error.filename:
-            place, reason = f" at {error.filename}:{error.lineno}", error.msg
-        first_line = f"{type(error).__name__}: {reason}".split("\n")[0]
-        raise Refusal(f"{label}: does not import: {first_line}{place}") from error
-    found = getattr(module, attribute, None)
+    found = load_name(f"{source}:{attribute}", label)
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = "does not exist" if found is None else "is not a subclass of evenkeel.tasks.Task"
         raise Refusal(f"{label}: {attribute} {what} in {source}")
@@ -84,40 +73,3 @@ def load_task(name: str, label: str = "") -> type[Task]:
     if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):
         raise Refusal(f"{label}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
     return found
-
-
-def _import_file(label: str, path: Path) -> Any:
-    """Import a file under its own stem, so that loader processes can find its classes by name."""
-    path = _as_submitted(path)
-    if not path.is_file():
-        raise Refusal(f"{label}: no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    known = sys.modules.get(path.stem)
-    if spec is None or spec.loader is None or (known and getattr(known, "__file__", None) != spec.origin):
-        raise Refusal(f"{label}: the module name '{path.stem}' is taken or not allowed; rename the file")
-    if known:  # a keeper has imported it, and some files may run only once in a process
-        return known
-    sys.path.insert(0, str(path.resolve().parent))
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]  # else the next import would find it incomplete
-        raise
-    return module
-
-
-def _import_module(name: str, module: str) -> Any:
-    if name not in BUILT_IN:
-        sys.path.insert(0, str(_as_submitted(Path.cwd())))
-    return importlib.import_module(module)
-
-
-def _as_submitted(path: Path) -> Path:
-    """The same path in a queued job's copy of the code, because the original may have changed."""
-    code, origin = os.environ.get("EVENKEEL_CODE"), os.environ.get("EVENKEEL_ORIGIN")
-    if not (code and origin):
-        return path
-    path = path.resolve()
-    copy = Path(code) / path.relative_to(origin) if path.is_relative_to(origin) else Path(code, "outside", path.name)
-    return copy if copy.exists() else path

@@ -11,7 +11,7 @@ import pytest
 
 from evenkeel.common.errors import Refusal
 from evenkeel.launch.slurm import submission
-from evenkeel.launch.slurm.cluster import Partition, choose, minutes_of, parse_time
+from evenkeel.launch.slurm.cluster import Partition, choose
 from evenkeel.launch.slurm.code import LARGEST, copy_code
 from evenkeel.launch.slurm.jobs import SlurmError, slurm
 from tests.support import needs
@@ -42,16 +42,6 @@ REFUSED: list[tuple[list[Partition], tuple[str | None, int, int, int | None], st
 def test_a_request_that_cannot_be_had(partitions: list[Partition], request_: Any, line: str) -> None:
     with pytest.raises(Refusal, match=line):
         choose(partitions, *request_)
-
-
-def test_times_as_people_write_them_and_limits_as_sinfo_does() -> None:
-    times = {"90": 90, "90m": 90, "12h": 720, "2d": 2880, "1:30:00": 90, "30:30": 31, "2-12": 3600, "1-0:0:30": 1441}
-    assert {text: parse_time(text) for text in times} == times
-    for text in ("", "0", "-5", "soon", "1.5h", "1:2:3:4"):
-        with pytest.raises(Refusal, match="--time"):
-            parse_time(text)
-    limits = {"infinite": None, "30:00": 30, "1:00:00": 60, "2-00:00:00": 2880, "n/a": None}
-    assert {text: minutes_of(text) for text in limits} == limits
 
 
 @needs.tools("git")

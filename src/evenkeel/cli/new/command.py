@@ -29,8 +29,8 @@ class NewCommand:
     """Name of the project, its folder and its package, such as tide."""
     task: Annotated[Literal["classify", "lm", "empty"], NAME] = "classify"
     """What its task does to begin with: classify (digits), lm (a text) or empty (random data)."""
-    with_: Annotated[tuple[Literal["slurm", "docker"], ...], tyro.conf.arg(name="with")] = ()
-    """Launchers to add: slurm, docker."""
+    with_: Annotated[tuple[Literal["slurm", "docker", "k8s"], ...], tyro.conf.arg(name="with")] = ()
+    """Launchers to add: slurm, docker, k8s."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SOURCE", help_behavior_hint="")] = ""
     """A wheel, a checkout, git+https://HOST/evenkeel@REVISION or evenkeel==VERSION. Default: as this was installed."""
 

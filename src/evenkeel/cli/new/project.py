@@ -1,7 +1,7 @@
 """A thin project: from answers to its files, written all or none, with a record by which `update` compares later.
 
 A template may have `@name@`, `@class@` (of the task), `@requirement@` and `@wheel@` (for pip), and lines between `@if
-PART@` and `@end@`, which stay if the project has that part: slurm, docker, wheel, git, index, check or nocheck.
+PART@` and `@end@`, which stay if the project has that part: slurm, docker, k8s, wheel, git, index, check or nocheck.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHEELS = "wheels"
 TASKS = {"classify": "Digits", "lm": "Text", "empty": "MyTask"}
 """The class that the template of each task defines."""
 
-PARTS = ("slurm", "docker")
+PARTS = ("slurm", "docker", "k8s")
 """What --with may add: a folder of this name."""
 
 FILES = (
@@ -40,6 +40,7 @@ FILES = (
     "slurm/submit.py",
     "docker/Dockerfile",
     "docker/run.py",
+    "k8s/submit.py",
     "tests/test_task.py",
     "pyproject.toml",
     "Makefile",
@@ -81,7 +82,7 @@ def check(
     if reason := why_not(name, {*IN_THE_WAY, *packages}, known):
         raise Refusal(f"{name}: {reason}")
     for part in parts:
-        if not _template(f"{part}/{'submit' if part == 'slurm' else 'run'}.py").is_file():
+        if not _template(f"{part}/{'run' if part == 'docker' else 'submit'}.py").is_file():
             raise Refusal(f"--with {part}: has been deleted from this copy of Evenkeel")
 
 

@@ -9,12 +9,15 @@ import shutil
 import socket
 import stat
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ...common.errors import Refusal
+from ...common.network import Unanswered, Waiting
 from ...config import Config
 from ...resilience import heartbeat
+from ...resilience.interruption import STOPPED
 from .. import agent
 from ..launchers import MultiNode, check_train_options, doctor_says, parse_arguments, prepare, wait_for_master
 from ..topology import OWN_STORE, SHUTDOWN_SECONDS, refuse_useless_gpus
@@ -37,14 +40,18 @@ def job(arguments: list[str]) -> int:
             f"this container's host name {name} does not resolve, as with --network none, and torchrun would hang; "
             f"give it a network, or --add-host {name}:127.0.0.1 if all ranks are in here"
         )
-    return _launch(arguments[1:]) if arguments[0] == "launch" else _torchrun(arguments)
+    try:
+        return _launch(arguments[1:]) if arguments[0] == "launch" else _torchrun(arguments)
+    except Unanswered as missing:  # not 2: an engine or a cluster starts this node again when node 0 may be there
+        print(f"evenkeel: {missing}", file=sys.stderr, flush=True)
+        return STOPPED
 
 
 def _launch(arguments: list[str]) -> int:
     """With the options of launch/multi_node.py."""
     topology = (typed := parse_arguments(MultiNode, arguments)[0]).topology
-    if topology.master_host and not typed.dry_run and not resolves(topology.master_host):
-        wait_for_master(topology)  # engines give an address to a container's name only while it runs
+    if topology.master_host and not typed.dry_run:
+        wait_for_name(topology.master_host, topology.join_seconds)
     start = prepare(arguments, TRAIN)
     check_host(start.config)
     if typed.dry_run:
@@ -108,6 +115,16 @@ def resolves(name: str) -> bool:
         return bool(socket.getaddrinfo(name, None))
     except OSError:
         return False
+
+
+def wait_for_name(host: str, seconds: float) -> None:
+    """Wait until node 0's name has an address: engines give it one while it runs, clusters a moment later."""
+    deadline, waiting = time.monotonic() + seconds, Waiting()
+    while not resolves(host):
+        if time.monotonic() > deadline:
+            raise Unanswered(f"--master {host}: has no address after {seconds:.0f} s; is node 0 started?")
+        waiting.tell(lambda: f"waiting for the address of node 0, {host}")
+        time.sleep(0.25)
 
 
 def check_host(config: Config | None) -> None:

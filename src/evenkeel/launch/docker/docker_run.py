@@ -21,14 +21,12 @@ import tyro
 from ...common.arguments import flag, number_in
 from ...common.errors import Refusal
 from ...config import Flag
-from ..launchers import MultiNode, parse_arguments
+from ..launchers import PASSED_ON, MultiNode, parse_arguments
 from ..topology import SHUTDOWN_SECONDS, Command
 
 # Maximum restarts of a container by the engine. It does not distinguish exit codes: only 0 is final, so a job that is
 # refused at the last moment (2) is restarted too, within seconds. After 75, 137 and 1 the run continues.
 RETURNS = 5
-
-PASSED_ON = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT", "NCCL_", "OMP_NUM_")
 
 
 @dataclass(frozen=True)

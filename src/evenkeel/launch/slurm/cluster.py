@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass, replace
 
 from ...common.errors import Refusal
+from ..limits import minutes_of, show_time
 from .jobs import slurm, without
-
-DAY = 24 * 60  # minutes
 
 
 @dataclass(frozen=True)
@@ -58,31 +57,3 @@ def partitions() -> list[Partition]:
             it = replace(known, nodes=known.nodes + it.nodes, gpus=max(known.gpus, gpus))
         found[it.name] = it
     return list(found.values())
-
-
-def parse_time(text: str) -> int:
-    """Minutes of --time; a Refusal if it is malformed."""
-    minutes = minutes_of(text)
-    if not 1 <= (minutes or 0) <= 366 * DAY:
-        raise Refusal(f"--time {text}: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d, a year at most")
-    return minutes or 0
-
-
-def minutes_of(text: str) -> int | None:
-    """Minutes of a time as sbatch reads it (M, M:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS), or 90m, 12h, 2d; else None."""
-    if unit := re.fullmatch(r"([0-9]{1,6})([mhd])", text):
-        return int(unit[1]) * {"m": 1, "h": 60, "d": DAY}[unit[2]]
-    found = re.fullmatch(r"(?:([0-9]{1,6})-)?([0-9]{1,6}(?::[0-9]{1,6}){0,2})", text)
-    if not found:
-        return None
-    parts = [int(part) for part in found[2].split(":")]
-    if found[1] is None and len(parts) < 3:
-        parts = [0, *parts]  # without days it begins with minutes
-    hours, minutes, seconds = (*parts, 0, 0)[:3]
-    return int(found[1] or 0) * DAY + hours * 60 + minutes + (seconds + 59) // 60
-
-
-def show_time(minutes: int) -> str:
-    """Minutes as Slurm writes them."""
-    days, rest = divmod(minutes, DAY)
-    return (f"{days}-" if days else "") + f"{rest // 60:02d}:{rest % 60:02d}:00"

@@ -123,7 +123,8 @@ class _Share:
         """Run torchrun's agent in this process. Then write the first failure to status.json: rank 0, its writer, may
         know only that it lost a peer."""
         os.environ.update(self.command.env)
-        code = agent.main(list(self.command.argv[3:]))
+        # Slurm requeues a job whose node it loses. If node 0 has failed, its code must be the highest of all.
+        code = agent.main(list(self.command.argv[3:]), lost=FAILED)
         if code in (0, STOPPED, REFUSED, agent.KILLED):
             return code
         path = Path(self.record.run_dir) / "status.json"

@@ -22,8 +22,9 @@ from ...common.errors import Refusal
 from ...common.files import close_to_others, make_unused, unused
 from ...config import Flag, MaybePath, option
 from ..launchers import check_train_options, parse_arguments
+from ..limits import DAY, check_memory, parse_time, show_time
 from ..topology import parse_nodes
-from .cluster import DAY, Partition, choose, parse_time, partitions, show_time
+from .cluster import Partition, choose, partitions
 from .code import copy_code
 from .jobs import JobRecord, SlurmError
 from .node import Node, NodeCommand, check_job
@@ -169,8 +170,8 @@ def _check(typed: Submit) -> None:
         raise Refusal(
             "--container: does not work with --array-seeds, for which submitit runs the Python of this machine"
         )
-    if typed.mem is not None and not re.fullmatch(r"[0-9]{1,9}[KMGT]?", typed.mem, re.IGNORECASE):
-        raise Refusal(f"--mem {typed.mem}: give a number with K, M, G or T, such as 64G")
+    if typed.mem is not None:
+        check_memory(typed.mem)
     for name in ("partition", "account", "qos", "constraint", "exclude", "nodelist", "name", "container"):
         value = getattr(typed, name)
         if value is not None and (not value.strip() or "\n" in value):

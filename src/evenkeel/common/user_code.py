@@ -1,0 +1,70 @@
+"""From FILE.py:NAME or PACKAGE.MODULE:NAME, as an option names a user's class, to what it names."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .errors import Refusal, place_of
+
+
+def load_name(name: str, label: str) -> Any:
+    """What FILE.py:NAME or PACKAGE.MODULE:NAME is; None if the file or module has no such name.
+
+    `label` begins errors about it, such as the option.
+
+    Raises:
+        Refusal: the file or module is not there, or fails to import (says at which line and why).
+    """
+    source, _, attribute = name.rpartition(":")
+    try:
+        module = _import_file(label, Path(source)) if source.endswith(".py") else _import_module(source)
+    except Refusal:
+        raise
+    except (Exception, SystemExit) as error:
+        place, reason = place_of(error.__traceback__), str(error)
+        if isinstance(error, SyntaxError) and error.filename:
+            place, reason = f" at {error.filename}:{error.lineno}", error.msg
+        first_line = f"{type(error).__name__}: {reason}".split("\n")[0]
+        raise Refusal(f"{label}: does not import: {first_line}{place}") from error
+    return getattr(module, attribute, None)
+
+
+def _import_file(label: str, path: Path) -> Any:
+    """Import a file under its own stem, so that loader processes can find its classes by name."""
+    path = as_submitted(path)
+    if not path.is_file():
+        raise Refusal(f"{label}: no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    known = sys.modules.get(path.stem)
+    if spec is None or spec.loader is None or (known and getattr(known, "__file__", None) != spec.origin):
+        raise Refusal(f"{label}: the module name '{path.stem}' is taken or not allowed; rename the file")
+    if known:  # a keeper has imported it, and some files may run only once in a process
+        return known
+    sys.path.insert(0, str(path.resolve().parent))
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]  # else the next import would find it incomplete
+        raise
+    return module
+
+
+def _import_module(module: str) -> Any:
+    if module.partition(".")[0] != __name__.partition(".")[0]:  # it is the user's
+        sys.path.insert(0, str(as_submitted(Path.cwd())))
+    return importlib.import_module(module)
+
+
+def as_submitted(path: Path) -> Path:
+    """The same path in a queued job's copy of the code, because the original may have changed."""
+    code, origin = os.environ.get("EVENKEEL_CODE"), os.environ.get("EVENKEEL_ORIGIN")
+    if not (code and origin):
+        return path
+    path = path.resolve()
+    copy = Path(code) / path.relative_to(origin) if path.is_relative_to(origin) else Path(code, "outside", path.name)
+    return copy if copy.exists() else path
