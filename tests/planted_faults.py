@@ -219,8 +219,13 @@ an option that is newer than a run makes another run of it
 
 the best checkpoint is deleted when it is old
     run/checkpoint.py | tests/run | tests/processes/test_validation.py
-    - if path not in best:
+    - if path not in kept:
     + if path:
+
+a checkpoint of --keep-every is deleted when it is old
+    run/checkpoint.py | tests/run | tests/promises/test_keep_every.py
+    - for path, found in self._manifests() if found.kept_for_ever)}
+    + for path, found in self._manifests() if found.step < 0)}
 
 a rank on another kind of machine is not seen
     run/fingerprint.py | tests/run

@@ -24,6 +24,7 @@ from evenkeel.training.task import Task, option_name
 from tests.support.processes import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+KUBERNETES = sorted((ROOT / "src" / "evenkeel" / "launch" / "k8s").glob("*.py"))
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
 TOOLS, SUBJECTS = PAGE.split("\n## Subject by subject\n")
 
@@ -64,11 +65,10 @@ def options_of(*classes: type) -> set[str]:
 
 def of_evenkeel() -> set[str]:
     """The options of train.py with any task, of the examples, of the launchers, and torchrun's."""
-    of_examples = [
-        flag(name) for file in EXAMPLES for name in re.findall(r"^    (\w+): \w+ = ", file.read_text(), re.M)
-    ]
+    files = [*EXAMPLES, *KUBERNETES]
+    of_files = [flag(name) for file in files for name in re.findall(r"^    (\w+): .+ = ", file.read_text(), re.M)]
     torchrun = {name for action in get_args_parser()._actions for name in action.option_strings}
-    return options_of(Config, MultiNode, *map(load_task, built_in())) | {*of_examples} | torchrun
+    return options_of(Config, MultiNode, *map(load_task, built_in())) | {*of_files} | torchrun
 
 
 def unknown(pieces: Iterator[str] | list[str]) -> list[str]:
