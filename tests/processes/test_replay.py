@@ -86,6 +86,8 @@ def test_batchnorm_and_a_function_of_ones_own(tmp_path: Path) -> None:
     done = run([sys.executable, *words, "--script", TRAIN, "--save-samples", tmp_path / "saved"], cwd=tmp_path)
     assert len([*(tmp_path / "saved").glob("step-7-sample-*-0.pt")]) == 12
     assert done.stdout.splitlines()[-1] == "evenkeel: agrees in every bit (steps 5 to 8 compared)"
+    again = run_forked(*words, "--script", TRAIN, "--save-samples", tmp_path / "saved", expect=2)
+    assert again.stderr == f"evenkeel: --save-samples {tmp_path / 'saved'}: is not empty; name a new folder\n"
     assert done.stdout.count("losses of samples use BatchNorm's running statistics") == 3
     assert (tmp_path / "seen").read_text().split("\n")[:4] == ["6 3"] * 4
     assert "sample" in done.stdout

@@ -59,7 +59,8 @@ def agreement(run: Recorded, again: Recorded, exact: bool) -> tuple[bool, str]:
                 return False, f"differs: step {step} has the {name} {new}, the run logged {old}"
             worst = max(worst, apart)
     if known:
-        return True, f"agrees to {worst:.1g} ({_shown(known)} compared){bits}"
+        how = f"agrees to {worst:.1g}" if worst else "agrees in every digit of the logged loss and norm"
+        return True, f"{how} ({_shown(known)} compared){bits}"
     if unequal is not None:
         return False, _different(unequal, run.digests[unequal], again.digests[unequal])
     return True, "not compared: the run has logged none of these steps; --log-every 1 or --digest-every N logs more"

@@ -75,8 +75,11 @@ class ReplayCommand:
                 raise Refusal(f"--save-samples {self.save_samples}: is in the run, which replay leaves as it is")
             try:
                 self.save_samples.mkdir(parents=True, exist_ok=True)
+                full = any(self.save_samples.iterdir())
             except OSError as error:
                 raise Refusal(f"--save-samples {self.save_samples}: {error.strerror}; name another folder") from None
+            if full:
+                raise Refusal(f"--save-samples {self.save_samples}: is not empty; name a new folder")
         return self.save_samples
 
     def _visit(self) -> Visit | None:
