@@ -37,6 +37,7 @@ def test_the_installed_command(
         ("status", "stats --watch", "unknown command stats; did you mean status? (--help lists all commands)"),
         ("status", "xyz", "unknown command xyz; there are "),
         ("status", "", "which command? "),
+        ("new", "new", "NAME must be given (--help lists all options)"),
         ("checkpoint", "checkpoint lst runs/x", "unknown command lst; did you mean list? (--help lists all commands)"),
         ("status", "status --jsn", "Unrecognized options: --jsn; did you mean --json? (--help lists all options)"),
     ],

@@ -25,7 +25,7 @@ def test_the_weights_are_ddps_up_to_rounding_and_the_strategy_may_change(tmp_pat
     more = ["--schedule", "constant", "--run-dir", tmp_path / "both"]
     run_forked(TRAIN, *DIGITS, *more, "--strategy", "dp", "--max-steps", 3)
     done = run_forked(TRAIN, *DIGITS, *more, "--max-steps", 5, "--micro-batch", 3)
-    assert "from step 3 on micro-batches are of 3 instead of a whole step" in done.stderr
+    assert "from step 3 on a step is cut into micro-batches of 3 samples, before into 1 micro-batch:" in done.stderr
     assert (read(tmp_path / "both")["step"], read(tmp_path / "both")["bits_void_from"]) == (5, 3)
 
 

@@ -76,7 +76,7 @@ if [ "$RANK" = 1 ]; then
 fi
 taskset -p -c {second} $$ >/dev/null"""
     done = run(torchrun(2, *each_rank(tmp_path, burn), *DOCTOR[:-1], "200", "--run-dir", tmp_path), expect=0)
-    slow = told(done)["products"]
+    slow = told(done)["matrix products"]
     assert slow["level"] == "WARN"
     assert "slow: rank 1 on " in slow["expected"]
 

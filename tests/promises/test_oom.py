@@ -96,7 +96,10 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
 
     warning, line = checked(finish(attempt(4)), 1).stderr.splitlines()
     stopped = starts(run_dir)[-1]
-    assert f"from step {stopped} on micro-batches are of 4 instead of 2: the global batches" in warning
+    assert (
+        f"from step {stopped} on a step is cut into micro-batches of 4 samples, before into micro-batches of 2"
+        in warning
+    )
     status = read(run_dir, "status.json")
     assert status["reason"].startswith("out of memory on rank 0")
     assert status["step"] > stopped
@@ -105,7 +108,7 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
 
     (smaller,) = re.findall(r"--micro-batch (\d+) instead of 4", line)
     done = checked(finish(attempt(smaller)), 0)
-    assert f"from step {status['step']} on micro-batches are of 2 instead of 4" in done.stderr
+    assert f"from step {status['step']} on a step is cut into micro-batches of 2 samples, before into" in done.stderr
 
     assert starts(run_dir) == [0, 0, stopped, status["step"]]
     plan = Plan(SAMPLES, BATCH, BATCH, EPOCHS)  # a step has its samples, whatever the micro-batch

@@ -117,7 +117,7 @@ class Ending:
         seconds = sum(spent.values()) - dead
         training = round(100 * spent["productive"] / max(seconds, 1e-9))
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
-        took += f" and {dead:.0f} s without progress" * (dead >= 1)
+        took += f", and {dead:.0f} s while it was not running or hung" * (dead >= 1)
         early, found = f", {why}" * bool(why), f": {shown(metrics)}" * bool(metrics)
         self._attempt.print(f"finished in {took}{early}{found}  -> {self._attempt.path / 'model.pt'}")
         tracker.send(self._state.step, self._best(metrics))
@@ -139,7 +139,7 @@ class Ending:
             self.watch.end()
         self._step_log.await_last_line()
         self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
-        more = "" if going_on else "; the same command continues"
+        more = "" if going_on else "; started again, it continues there"
         if more and ends_with_traceback(keeper_link.launcher()):
             more += " (torchrun may print a traceback; that is not an error)"
         self._attempt.print(f"stopped by {reason}; {saved}{more}")

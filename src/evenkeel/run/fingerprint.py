@@ -112,6 +112,18 @@ def describe(found: Differences, most: int = 8) -> str:
     return listed(code + [f"{name} {old} -> {new}" for name, (old, new) in found.items()], most)
 
 
+def cut_in_words(cut: str) -> str:
+    """What a step was cut into, from `Plan.cut` as recorded.
+
+    >>> cut_in_words("1/3 of a step"), cut_in_words("a whole step"), cut_in_words("4")
+    ('3 micro-batches', '1 micro-batch', 'micro-batches of 4 samples')
+    """
+    if cut == "a whole step":
+        return "1 micro-batch"
+    number = cut.removeprefix("1/").removesuffix(" of a step")
+    return f"micro-batches of {cut} samples" if number == cut else f"{number} micro-batches"
+
+
 def _cpu_model() -> str:
     """Vendor, family, model and name from Linux; a virtual machine's name alone says little."""
     info = Path("/proc/cpuinfo")

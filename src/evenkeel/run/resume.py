@@ -21,7 +21,7 @@ from ..training.checks import left_out
 from ..training.early_stopping import Memory
 from ..training.state import State
 from .checkpoint import Checkpoints, Manifest, manifest_of
-from .fingerprint import MICRO_BATCH, Differences, describe, differences, differences_among_ranks
+from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
 from .records import read_records
 from .run_directory import RunDirectory
 from .tracking import Tracker
@@ -177,9 +177,9 @@ class Resume:
         others = self._other_bits
         if MICRO_BATCH in others:
             log.warning(
-                "from step %d on micro-batches are of %s instead of %s: the global batches and their samples are "
+                "from step %d on a step is cut into %s, before into %s: the global batches and their samples are "
                 "the same; dropout, mixing, BatchNorm's groups and the last bits are not",
-                step, *reversed(others[MICRO_BATCH]),
+                step, *map(cut_in_words, reversed(others[MICRO_BATCH])),
             )  # fmt: skip
         if others:
             # with the ring the bits also depend on the number of ranks, and are not promised

@@ -141,10 +141,10 @@ def test_two_ranks_on_one_device() -> None:
 def test_clocks_that_differ_and_a_slow_rank() -> None:
     assert [judge_clocks([0.0, apart]).level for apart in (0.1, -1.0, 5.0)] == ["OK", "WARN", "FAIL"]
     assert "rank 1 by up to +5.0 s" in judge_clocks([0.0, 5.0, 0.1]).value
-    slow = judge_speeds("products", "GFLOP/s", [40.0, 41.0, 12.0, 39.0], "aabb")
+    slow = judge_speeds("matrix products", "GFLOP/s", [40.0, 41.0, 12.0, 39.0], "aabb")
     assert slow.level == "WARN"
     assert slow.expected.endswith("slow: rank 2 on b")
-    assert judge_speeds("products", "GFLOP/s", [40.0, 41.0, 30.0, 39.0], "aabb").level == "OK"
+    assert judge_speeds("matrix products", "GFLOP/s", [40.0, 41.0, 30.0, 39.0], "aabb").level == "OK"
 
 
 def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,14 +139,14 @@ def judge_claims(devices: Sequence[str], allowed: bool = False) -> Finding:
 
 
 def speeds(world: World) -> Iterator[Finding]:
-    """Matrix products and copies on every rank at the same time, with the slow ranks named."""
+    """Matrix products and copies in memory on every rank at the same time, with the slow ranks named."""
     if world.launched:
         dist.all_reduce(torch.zeros(1))
     rows = world.gather((socket.gethostname(), products(world.device), copies(world.device)))
     hosts, *measured = zip(*rows, strict=True)
     if world.rank == 0:
-        yield judge_speeds("products", "GFLOP/s", measured[0], hosts)
-        yield judge_speeds("copies", "GB/s", measured[1], hosts)
+        yield judge_speeds("matrix products", "GFLOP/s", measured[0], hosts)
+        yield judge_speeds("memory copies", "GB/s", measured[1], hosts)
 
 
 def judge_speeds(name: str, unit: str, values: Sequence[float], hosts: Sequence[str]) -> Finding:
