@@ -116,7 +116,7 @@ def one_line_errors(
     sections = re.split(r"^[─-]{3,}$", "\n".join(lines), flags=re.MULTILINE)  # dashes where there is no UTF-8
     message = next((" ".join(section.split()) for section in sections if section.strip()), title)
     # the options; the help of each is indented further
-    needed = re.findall(r"^ {4,5}(\S.*?) *$", plain.partition("For full helptext")[0], re.MULTILINE)
+    needed = re.findall(r"^ {5,6}(\S.*?) *$", plain.partition("For full helptext")[0], re.MULTILINE)
     if message.startswith("Missing from") and needed:
         message = f"{' and '.join(needed)} must be given"
     _, _, suggested = "\n".join(sections).partition("Perhaps you meant:")
