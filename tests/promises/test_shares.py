@@ -12,7 +12,8 @@ import pytest
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, wait_beside
 from tests.support.small_runs import SUPPORT, options, refusal, signal_ranks, told_step, weights_of
 
-SHAPE = ["--width", 8, "--batch-size", 64, "--micro-batches", 8, "--max-steps", 600, "--log-every", 4]
+STEPS = 1600
+SHAPE = ["--width", 8, "--batch-size", 64, "--micro-batches", 8, "--max-steps", STEPS, "--epochs", 99, "--log-every", 4]
 SHAPE += ["--reduce", "tree", "--eval-every", 10**6, "--keeper", "off"]
 
 
@@ -26,28 +27,32 @@ def changes(run_dir: Path) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_slow_rank_computes_less_for_a_while_and_no_bit_changes(
+def test_six_changes_of_shares_a_kill_and_two_resizes_change_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The samples are loaded by another process, which is ahead when the shares change. Then all ranks are killed."""
+    """The samples are loaded by another process, which is ahead when the shares change."""
     finish_all(slow_job(0, tmp_path / "alone"))
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
-    for name, value in {"RANK": 1, "PART": "forward", "SECONDS": 0.02, "WHILE": slow}.items():
+    for name, value in {"RANK": 1, "PART": "forward", "SECONDS": 0.01, "WHILE": slow}.items():
         monkeypatch.setenv(f"SLOW_{name}", str(value))
-    slow.touch()
-    ranks = slow_job(2, run_dir, "--shares", "auto", "--num-workers", 1)
-    wait_beside(ranks[0], lambda: changes(run_dir), "the slow rank gets less")
-    first = changes(run_dir)[0]
-    assert sum(first) == 8
-    assert first[1] <= 3, "it needs several times as long"
-    assert read(run_dir, "status.json")["shares"] == ":".join(map(str, first))
-    slow.unlink()
-    wait_beside(ranks[0], lambda: len(changes(run_dir)) > 1, "it gets its share back")
-    assert changes(run_dir)[1][1] > first[1]
-    signal_ranks(ranks, signal.SIGKILL)
-    assert 0 < told_step(run_dir) < 600
+    for count, end in ((2, signal.SIGKILL), (3, signal.SIGTERM), (2, signal.SIGTERM)):
+        before, equal = len(changes(run_dir)), 4 if count == 2 else 3
+
+        def second(known: int = before) -> list[int]:
+            """The slow rank's share after each change of this start."""
+            return [each[1] for each in changes(run_dir)[known:]]
+
+        slow.touch()
+        ranks = slow_job(count, run_dir, "--shares", "auto", "--num-workers", 1)
+        wait_beside(ranks[0], lambda less=equal: min(second(), default=less) < less, "the slow rank gets less")
+        assert all((len(each), sum(each)) == (count, 8) for each in changes(run_dir)[before:])
+        assert read(run_dir, "status.json")["shares"].count(":") == count - 1
+        slow.unlink()
+        wait_beside(ranks[0], lambda: second()[-1] > min(second()), "it gets its share back")
+        signal_ranks(ranks, end)
+    assert 0 < told_step(run_dir) < STEPS
     finish_all(slow_job(3, run_dir, "--shares", "2:1:1"))
-    assert read(run_dir)["samples_seen"] == 600 * 64
+    assert read(run_dir)["samples_seen"] == STEPS * 64
     assert weights_of(run_dir) == weights_of(tmp_path / "alone")
 
 
