@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
 
 ENGINE = "src/evenkeel/"
-OPTIONAL = tuple(ENGINE + name for name in ("cli/", "launch/", "tasks/"))
+OPTIONAL = tuple(ENGINE + name for name in ("cli/", "launch/", "tasks/", "time_travel/"))
 """Folders of components that tools/make_it_yours.py may have deleted."""
 
 # What a fault breaks. Below it: the file of the engine (from the root, if it begins with /), or a pattern of which one
@@ -226,6 +226,11 @@ a checkpoint of --keep-every is deleted when it is old
     run/checkpoint.py | tests/run | tests/promises/test_keep_every.py
     - for path, found in self._manifests() if found.kept_for_ever)}
     + for path, found in self._manifests() if found.step < 0)}
+
+bisect begins each repetition at a state in which the runs differ already
+    time_travel/bisect.py | tests/time_travel | tests/processes/test_bisect.py
+    - script, words, begin=low)
+    + script, words, begin=high)
 
 a rank on another kind of machine is not seen
     run/fingerprint.py | tests/run

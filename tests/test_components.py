@@ -16,17 +16,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1440,
+    "common": 1450,
     "config": 500,
     "data": 3030,
     "distributed": 1970,
     "resilience": 1520,
     "training": 4810,
-    "run": 5090,
+    "run": 5110,
     "tasks": 2180,
     "launch": 2920,
     "cli": 7320,
-    "time_travel": 920,
+    "time_travel": 1300,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

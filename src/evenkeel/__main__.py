@@ -38,6 +38,7 @@ COMMANDS = {
     "scaling": "cli.scaling.command.ScalingCommand",
     "sweep": "cli.sweep.SweepCommand",
     "replay": "time_travel.command.ReplayCommand",
+    "bisect": "time_travel.bisect_command.BisectCommand",
 }
 """The place of each command. Any of these modules may be deleted."""
 

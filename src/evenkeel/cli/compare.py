@@ -121,7 +121,7 @@ def _compare_checkpoints(a: Path, b: Path) -> Verdict | None:
     first, second = ({step_of(path): path for path in step_folders(run / "checkpoints")} for run in (a, b))
     for step in sorted(first.keys() & second.keys(), reverse=True):
         try:
-            digests, others = _digests_of(first[step]), _digests_of(second[step])
+            digests, others = digests_of(first[step]), digests_of(second[step])
         except Damaged:
             continue
         if digests == others:
@@ -130,7 +130,8 @@ def _compare_checkpoints(a: Path, b: Path) -> Verdict | None:
     return None
 
 
-def _digests_of(checkpoint: Path) -> Digests:
+def digests_of(checkpoint: Path) -> Digests:
+    """Those of a checkpoint's tensors; raises Damaged."""
     from ..run.digest import digests
     from ..training.state import named_tensors
 

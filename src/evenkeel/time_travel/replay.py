@@ -64,6 +64,14 @@ class Replay:
     ended: str = ""
     """Why the replay did not get to the last step, if it did not."""
     again: Recorded = field(default_factory=Recorded)
+    names: list[list[str]] = field(default_factory=list)
+    """For each optimizer the names of its parameters, in the order in which a checkpoint counts them."""
+
+    def note_end(self, reason: str) -> None:
+        """Say so if the run ended where the replay did; `reason` is the run's."""
+        if self.agrees and self.ended and self.ended in reason:
+            before = f"; before it, {self.agreement}" if self.again.digests else ""
+            self.agreement = f"agrees: the run ended at that step too{before}"
 
 
 def replay(
@@ -74,8 +82,11 @@ def replay(
     words: list[str],
     visit: Visit | None = None,
     save_samples: Path | None = None,
+    begin: int | None = None,
 ) -> Replay:
     """Run again from the newest kept checkpoint before step `first`, and look into the steps `first` to `last`.
+
+    With `first` = `last` + 1 it looks into none, but has the digests of all steps to `last`.
 
     Args:
         run_dir: the run; nothing in it changes.
@@ -84,6 +95,7 @@ def replay(
         words: options of train.py that differ from the run's, such as --data-dir.
         visit: see `Visit`.
         save_samples: write the samples of these steps into this folder, which exists.
+        begin: the last step whose checkpoint may be read; default: the one before `first`.
 
     Raises:
         Refusal: there is no such run or step.
@@ -92,7 +104,7 @@ def replay(
     status, options = _read(run_dir, last)
     loop = next((path for path in (script, *OWN_LOOPS) if path.exists()), script)
     checkpoints = Checkpoints(run_dir / "checkpoints", 1, None)
-    kept = [path for path in checkpoints.all() if step_of(path) < first]
+    kept = [path for path in checkpoints.all() if step_of(path) <= (first - 1 if begin is None else begin)]
     result = Replay(started=max(map(step_of, kept), default=0))
     Replayed.save_samples = save_samples
     with tempfile.TemporaryDirectory(prefix="evenkeel-replay-") as name:
@@ -111,9 +123,7 @@ def replay(
     exact = config.reduce == "tree" and not result.other
     recorded = Recorded.of(read_records(run_dir / "metrics.jsonl"))
     result.agrees, result.agreement = agreement(recorded, result.again, exact)
-    if result.agrees and result.ended and result.ended in status.get("reason", ""):
-        before = f"; before it, {result.agreement}" if result.again.digests else ""
-        result.agreement = f"agrees: the run ended at that step too{before}"
+    result.note_end(status.get("reason", ""))
     return result
 
 
@@ -207,6 +217,11 @@ class Replayed(Run):
         """Record digests, loss and norm; stop after the last step asked for."""
         step, again = self.state.step, self.result.again
         again.digests[step] = digests(self.state.tensors())
+        known = {id(parameter): name for name, parameter in self.state.model.named_parameters()}
+        self.result.names = [
+            [known.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+            for optimizer in self.state.optimizers
+        ]
         again.logged[step] = (model.loss.item(), (model.norm if norm is None else norm).item())
         if step + 1 >= self.looked_into.stop:
             raise Reached
