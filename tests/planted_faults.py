@@ -1,4 +1,4 @@
-"""Plant 66 small faults, one at a time, and see whether the tests find them.
+"""Plant 71 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -96,6 +96,16 @@ loader processes go on with the epoch after the next
     data/*.py | tests/data | tests/promises/test_augmentation.py
     - set_epoch(ahead.epoch + 1)
     + set_epoch(ahead.epoch + 2)
+
+a rescue saves the weights that a loss computes with for the moment
+    training/state.py | tests/training/test_staging.py
+    - {name: parameter.detach() for name, parameter in self._named.items()} | self.buffers.committed
+    + self.buffers.committed
+
+a block that is computed again moves BatchNorm's statistics a second time
+    training/*.py | tests/training/test_recomputation.py | tests/promises/test_checkpoint_activations.py
+    - module.__dict__.update(read, _buffers=buffers)
+    + module.__dict__.update(read)
 
 uneven shares: the short last step of an epoch counts too little
     training/*.py | tests/training | tests/promises/test_gradients.py

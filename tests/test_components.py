@@ -17,11 +17,11 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1450,
-    "config": 500,
+    "config": 505,
     "data": 3030,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 4810,
+    "training": 5020,
     "run": 5110,
     "tasks": 2180,
     "launch": 2920,

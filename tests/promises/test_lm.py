@@ -15,7 +15,7 @@ job = job_of("lm", f"{NET} --max-steps 60 --log-every 1 --eval-every 1000 --chec
 @pytest.mark.slow
 def test_the_bits_are_the_same_through_a_kill_and_on_other_numbers_of_ranks(tmp_path: Path, run_dir: Path) -> None:
     trained(1, job(tmp_path / "undisturbed"))
-    interrupt(3, run_dir, job(run_dir, "--activation-checkpointing"), step=20)
+    interrupt(3, run_dir, job(run_dir, "--checkpoint-activations"), step=20)
     trained(2, job(run_dir))
     assert len(starts(run_dir)) == 2
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")

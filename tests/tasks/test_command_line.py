@@ -211,7 +211,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     hints = get_type_hints(Config)
     on = ("fresh", "other_data", "strict_bits", "init_partial", "deterministic", "decay_norms", "sync_batchnorm")
     on = (*on, "tensorboard", "csv", "save_predictions", "wandb_report", "share_gpu", "drop_last")
-    switches = dict.fromkeys((*on, "channels_last"), True)
+    switches = dict.fromkeys((*on, "channels_last", "checkpoint_activations"), True)
     # --compile, --place and --model-parallel exclude each other, and so do the last two
     apart = ("task", "config", "eval_only", "checkpoint", "strategy", "compile", "place", *switches, "micro_batches")
     apart = (*apart, "profile", "memory_snapshot", "shares", "reduce_dtype", "tracker")

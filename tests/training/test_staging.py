@@ -120,6 +120,18 @@ def test_no_step_is_committed_after_the_final_capture(final: bool) -> None:
     assert state.step == (1 if final else 2)
 
 
+def test_a_capture_while_the_loss_computes_with_other_weights_has_the_model_s_own() -> None:
+    """A rescue may come in the middle of a teacher's pass, in a thread of its own. The control: `state_dict()`."""
+    model = nn.Linear(3, 2)
+    state, found = State(model, []), []
+    model.register_forward_pre_hook(lambda *_: found.append((state.capture()["model"], model.state_dict()["weight"])))
+    teacher = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, teacher, (torch.ones(1, 3),))
+    ((captured, control),) = found
+    assert all(torch.equal(captured[name], parameter) for name, parameter in model.named_parameters())
+    assert not control.any()
+
+
 def test_a_state_whose_optimizer_has_failed_half_way_is_torn() -> None:
     model = nn.Linear(3, 3)
     state = State(model, [Diverging(model.parameters(), lr=1.0)])

@@ -112,6 +112,8 @@ def _check_devices(config: Config) -> None:
         raise Refusal("--micro-batch auto --share-gpu: what fits depends on the GPU's other processes; give a number")
     if config.compile and (other := "--strategy dp" if dp else divided):
         raise Refusal(f"--compile {other}: a compiled network is on one device of each process; leave one of them out")
+    if config.compile and config.checkpoint_activations:
+        raise Refusal("--compile --checkpoint-activations: a compiler itself decides what it recomputes; leave one out")
     if config.compile and synced:
         raise Refusal("--compile --sync-batchnorm: layers that exchange statistics cannot be compiled; leave one out")
 

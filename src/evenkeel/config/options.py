@@ -117,6 +117,8 @@ class ModelOptions:
     """BatchNorm statistics over the whole batch. Needs one process per micro-batch."""
     channels_last: Flag = False
     """Channels-last memory format, often faster for convolutions."""
+    checkpoint_activations: Flag = option(False, change="free")
+    """Compute blocks of the network again in the backward pass: less memory, more time, the same bits."""
     compile: Flag = False
     """Use torch.compile. Needs g++ on a CPU and Triton on a GPU."""
     place: str = option("", change="free")

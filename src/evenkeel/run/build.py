@@ -30,6 +30,7 @@ from ..training.determinism import fix_arithmetic, threads_of_a_rank
 from ..training.early_stopping import Stopping
 from ..training.freezing import freeze
 from ..training.precision import Scaler
+from ..training.recomputation import recompute
 from ..training.refresh import Refresh, refuse_unrefreshable
 from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.shares import refuse_unequal
@@ -133,6 +134,8 @@ def build_state(
     if config.sync_batchnorm:
         synchronise(model, plan, world, config.reduce, task.unused_parameters)
     placed = place(model, config, world.devices)
+    if config.checkpoint_activations:
+        recompute(model, task.blocks(model))
     if config.compile:
         compile_networks(model, world.device, config.exact, whole=config.reduce == "tree")
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None

@@ -296,8 +296,8 @@ SYNONYMS = {
     "--fsdp --deepspeed --zero-stage --parallelism.data-parallel-shard-degree --parallelism.tensor-parallel-degree "
     "--parallelism.pipeline-parallel-degree --parallelism.context-parallel-degree": "not supported: a process has "
     "the whole network (--model-parallel: on several GPUs, which take turns)",
-    "--gradient-checkpointing --grad-checkpointing --activation-checkpoint.mode": "a part of the network, "
-    "which calls torch.utils.checkpoint; --task lm has an option for it",
+    "--gradient-checkpointing --grad-checkpointing --activation-checkpointing "
+    "--activation-checkpoint.mode": "--checkpoint-activations",
     "--sync-bn --syncbn": "--sync-batchnorm",
     "-j --dataloader-num-workers": "--num-workers",
     "--dataloader-drop-last": "--drop-last",

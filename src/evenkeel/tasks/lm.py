@@ -43,11 +43,9 @@ class Lm(Task):
     """Attention heads."""
     dropout: float = option(0.0, 0, BELOW_1)
     """Dropout probability of each block's output."""
-    activation_checkpointing: Flag = False
-    """Recompute activations in the backward pass: less memory, more time, the same bits."""
 
     best: ClassVar[tuple[str, Literal["max", "min"]]] = ("loss", "min")
-    harmless: ClassVar[frozenset[str]] = frozenset({"text", "activation_checkpointing"})  # digests tell other data
+    harmless: ClassVar[frozenset[str]] = frozenset({"text"})  # digests tell other data
 
     def __post_init__(self) -> None:
         if self.heads and self.width % (2 * self.heads):  # 0 is refused with the other numbers
@@ -89,8 +87,7 @@ class Lm(Task):
     def model(self) -> nn.Module:
         """A decoder."""
         end = None if self.across_documents else self._tokenizer.end
-        again, size = self.activation_checkpointing, self._tokenizer.size
-        return Decoder(size, self.width, self.heads, self.layers, self.dropout, end, again)
+        return Decoder(self._tokenizer.size, self.width, self.heads, self.layers, self.dropout, end)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Nats per token. All training windows have the same number of tokens, so all tokens count equally."""

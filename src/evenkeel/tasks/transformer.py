@@ -12,7 +12,6 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 BASE = 10_000.0
 """Of the wavelengths of RoPE (Su et al., "RoFormer", 2021)."""
@@ -27,14 +26,11 @@ class Decoder(nn.Module):
         layers: blocks of attention and SwiGLU.
         dropout: probability of a zero in what a block adds.
         end: the token at which a document begins; None: attention crosses the boundaries of documents.
-        recompute: keep only the inputs of the blocks for the backward pass, which computes the rest again.
     """
 
-    def __init__(
-        self, vocabulary: int, width: int, heads: int, layers: int, dropout: float, end: int | None, recompute: bool
-    ) -> None:
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, dropout: float, end: int | None) -> None:
         super().__init__()
-        self.end, self.recompute, self.head_width = end, recompute, width // heads
+        self.end, self.head_width = end, width // heads
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
@@ -49,10 +45,7 @@ class Decoder(nn.Module):
         turns = rotation(tokens.shape[1], self.head_width, x.device)
         mask = None if self.end is None else same_document(tokens, self.end)
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, turns, mask, use_reentrant=False)
-            else:
-                x = block(x, turns, mask)
+            x = block(x, turns, mask)
         return F.linear(self.norm(x), self.embed.weight)
 
 

@@ -99,5 +99,6 @@ def watched_modules(model: nn.Module, after: Callable[[str, Any], None]) -> Iter
                 after(name, output)
 
             hooks.callback(module.register_forward_pre_hook(begin).remove)
-            hooks.callback(module.register_forward_hook(end).remove)
+            # with --checkpoint-activations torch leaves a second pass by an exception; the output is then None
+            hooks.callback(module.register_forward_hook(end, always_call=True).remove)
         yield lambda: computing[-1] if computing else ""

@@ -26,7 +26,7 @@ from ..resilience.interruption import Resident
 from ..run.checkpoint import Checkpoints, step_of
 from ..run.digest import digests
 from ..run.ending import Ending
-from ..run.fingerprint import describe, differences
+from ..run.fingerprint import Fingerprint, describe, differences
 from ..run.records import is_run, read_config, read_facts, read_records
 from ..run.run import Run
 from ..tasks.command_line import parse
@@ -116,15 +116,20 @@ def replay(
         quiet = contextlib.redirect_stdout(io.StringIO())
         with quiet, _opened(config, task, result, range(first, last + 1), visit) as run:
             if newest:
-                mains = {f"code:{Path(path).name}" for path in (loop, "__main__.py")}
-                other = differences(newest.fingerprint, run.attempt.checkpoints.fingerprint)
-                result.other = describe({part: it for part, it in other.items() if part not in mains})
+                result.other = _other(newest.fingerprint, run, loop)
             _train(run, loop)
     exact = config.reduce == "tree" and not result.other
     recorded = Recorded.of(read_records(run_dir / "metrics.jsonl"))
     result.agrees, result.agreement = agreement(recorded, result.again, exact)
     result.note_end(status.get("reason", ""))
     return result
+
+
+def _other(recorded: Fingerprint, run: Run, loop: Path) -> str:
+    """How code and libraries differ from the recorded ones, in a line; the program that was started does not count."""
+    mains = {f"code:{Path(path).name}" for path in (loop, "__main__.py")}
+    found = differences(recorded, run.attempt.checkpoints.fingerprint)
+    return describe({part: it for part, it in found.items() if part not in mains})
 
 
 def _read(run_dir: Path, last: int) -> tuple[dict[str, Any], dict[str, Any]]:

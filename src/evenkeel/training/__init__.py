@@ -17,6 +17,7 @@ changes the state, so between two commits another thread may copy it at any time
 - optimization: --optimizer, --schedule, and loading an optimizer's state
 - schedulers: a task's torch schedulers, as a part of the state; task_state: other state of a task
 - refresh: training data that the model makes
+- recomputation: --checkpoint-activations
 - precision: autocast, and float16's loss scaling
 - nonfinite: steps that are skipped on the device
 - ema, early_stopping, freezing: --ema, --patience, --freeze

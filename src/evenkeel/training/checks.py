@@ -238,6 +238,16 @@ def explain(error: BaseException, model: nn.Module) -> None:
             "--compile: the loss takes the gradient of a gradient (create_graph=True), which compiled networks do not "
             "support; leave --compile out"
         ) from error
+    if type(error).__name__ == "CheckpointError":  # torch.utils.checkpoint's
+        raise EndedHere(
+            "--checkpoint-activations: a block computed something else in the backward pass, so it depends on more "
+            "than its inputs, weights, buffers and seeded random numbers; leave it out in the task's blocks(model)"
+        ) from error
+    if "modified by an inplace operation" in str(error) and any(hasattr(it, "_recomputes") for it in model.modules()):
+        raise EndedHere(
+            "--checkpoint-activations: the input of a block is changed in place, in the block or after it "
+            "(ReLU(inplace=True), +=); return a new tensor there, or leave that block out in the task's blocks(model)"
+        ) from error
     if "SparseTensorImpl" in str(error):  # in DDP's buckets
         raise EndedHere(f"a gradient is sparse, and {DENSE}") from error
     if "Expected to have finished reduction in the prior iteration" in str(error):

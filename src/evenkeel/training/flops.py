@@ -21,6 +21,7 @@ from ..data.randomness import generators_kept
 from ..distributed.data_parallel import replicas
 from ..distributed.world import World
 from .checks import checked_losses, takes
+from .recomputation import without_recomputation
 from .task import Task
 
 PEAKS: dict[str, dict[str, float]] = {
@@ -85,7 +86,8 @@ def flops(task: Task, model: nn.Module, batch: Any) -> int:
     meta = torch.device("meta")
     tensors = {id(it): it.detach().to(meta).requires_grad_(it.requires_grad) for it in model.buffers()}
     tensors |= {id(it): nn.Parameter(it.detach().to(meta), it.requires_grad) for it in model.parameters()}
-    twin = copy.deepcopy(model, tensors)  # uses these instead of copying its own
+    # uses these instead of copying its own; MFU does not count what is computed again
+    twin = without_recomputation(copy.deepcopy(model, tensors))
     eager: Any = torch.compiler.set_stance("force_eager")  # or --compile would compile for the device meta
     with eager, generators_kept(), FlopCounterMode(display=False) as counter:
         loss, _ = checked_losses(task.loss(twin, to_device(batch, meta)))

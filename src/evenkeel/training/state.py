@@ -81,6 +81,7 @@ class State:
         saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
+        self._named = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
         self.average = Average(model, ema, self.buffers) if ema else None
         # the scaler's device is the first; it decides whether a step counts
@@ -266,10 +267,11 @@ class State:
 
     def _live(self) -> dict[str, Any]:
         """The committed state itself, in the order in which it must be copied."""
-        model = self.model.state_dict()
+        # a loss may be computing with other weights right now, by torch.func.functional_call
+        own = {name: parameter.detach() for name, parameter in self._named.items()} | self.buffers.committed
         return {
             "done": self._seqlock.done,
-            "model": {name: self.buffers.committed.get(name, value) for name, value in model.items()},
+            "model": {name: own.get(name, value) for name, value in self.model.state_dict().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._options(),
             "begun": self._seqlock.begun,

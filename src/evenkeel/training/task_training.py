@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..config import Config
 from .optimization import build_optimizers, rate
+from .recomputation import repeated_blocks
 from .schedulers import Scheduler
 
 
@@ -33,6 +34,12 @@ class TaskTraining:
     def rates(self, config: Config, step: int, total_steps: int) -> float | Sequence[float]:
         """The factor on the peak learning rates at a step, or a list with one for each optimizer."""
         return rate(config, step, total_steps)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The modules whose activations --checkpoint-activations computes again in the backward pass. Default: the
+        modules, except single layers, of which an `nn.Sequential` or `nn.ModuleList` has two or more of one class. A
+        block's result must depend on its inputs, weights, buffers and seeded random numbers only."""
+        return repeated_blocks(model)
 
     def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
         """Called after each optimizer step, before it can be saved: once on every rank with the same values, without
