@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,12 @@ def test_the_control_a_replay_with_a_generator_that_goes_on_does_not_agree(tmp_p
     found = replay(tmp_path / "run", 7, expect=1)
     assert found["started"] == 5
     assert found["agreement"].startswith("differs: from step 6 on, "), found["agreement"]
+
+
+def test_the_debugger_stops_before_each_micro_batch(tmp_path: Path) -> None:
+    run_forked(TRAIN, *recipe_job(tmp_path / "run", "--digest-every", 1, "--reduce", "tree"))
+    words = ["-m", "evenkeel", "replay", tmp_path / "run", "--step", 3, "--pdb", "--script", TRAIN]
+    typed = "p step, len(batch[0]), type(model).__name__\nc\n" * 4
+    done = subprocess.run([sys.executable, *map(str, words)], input=typed, capture_output=True, text=True, check=True)
+    assert done.stdout.count("(Pdb) (3, 3, '") == 4
+    assert done.stdout.splitlines()[-1] == "evenkeel: agrees in every bit (steps 1 to 3 compared)"

@@ -172,7 +172,10 @@ def test_complex_parameters_and_sparse_buffers_are_refused_where_they_learn() ->
     complex_one = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     for model, expected in (
         (Odd(parameter=complex_one), "an Odd whose parameter is a complex parameter, whose gradients cannot be"),
-        (Odd("sparse"), "an Odd whose queue is sparse, but checkpoints have dense tensors only: register it with"),
+        (
+            Odd("sparse"),
+            "an Odd whose state_dict() has queue, a Tensor, but checkpoints have dense tensors only: register",
+        ),
     ):
         check_model(model, learns=False)
         with pytest.raises(Refusal) as refused:

@@ -38,6 +38,19 @@ class OneOfTwo(nn.Module):
         return self.used(x)
 
 
+class WithMore(nn.Linear):
+    """Its state dict has more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
@@ -81,7 +94,8 @@ MODELS: list[tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = [
     (lambda: nn.LazyLinear(2), sgd, "a LazyLinear whose weight has no shape yet: call it once in model() with a batch"),
     (fake_quantised, sgd, ""),
     (lambda: fake_quantised(called=False), sgd, "changes its shape in training, from [1] to [4]: give it its final"),
-    (quantised, sgd, "_packed_params.dtype is a dtype, as quantised modules have"),
+    (quantised, sgd, "_packed_params.dtype, a dtype, but checkpoints have dense tensors only: train it first and"),
+    (WithMore, sgd, "has _extra_state, a dict, but checkpoints have dense tensors only: return a tensor from get_"),
     (OneOfTwo, sgd, "2 of the model's 4 parameters got no gradient: other.weight, other.bias; use them in the loss"),
     (lambda: nn.Linear(3, 2), lambda m: LBFGS(m.parameters()), "a LBFGS, whose step() needs a closure: use another"),
 ]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +43,8 @@ class ReplayCommand:
     """The training script whose train(run) is the loop."""
     python: Annotated[str, tyro.conf.arg(metavar="FILE.py:FUNCTION", help_behavior_hint="")] = ""
     """Call this function with (model, batch, step) before each micro-batch of these steps."""
+    pdb: Flag = False
+    """Stop in the debugger before each micro-batch of these steps, with `model`, `batch` and `step`."""
     save_samples: MaybePath = None
     """Write the samples of these steps into this folder: pictures as PNG, text as text, all else for torch.load."""
     json: Flag = False
@@ -83,6 +86,10 @@ class ReplayCommand:
         return self.save_samples
 
     def _visit(self) -> Visit | None:
+        if self.pdb and self.python:
+            raise Refusal("--pdb --python: give one of them; a function can call breakpoint() itself")
+        if self.pdb:
+            return debug
         if not self.python:
             return None
         import runpy
@@ -94,6 +101,13 @@ class ReplayCommand:
         if not callable(function):
             raise Refusal(f"--python {self.python}: {file} has no function {name}; give FILE.py:FUNCTION")
         return function  # type: ignore[no-any-return]
+
+
+def debug(model: Any, batch: Any, step: int) -> None:
+    """Stop here, on the terminal: what the loop prints in a replay is discarded."""
+    from pdb import Pdb
+
+    Pdb(stdin=sys.__stdin__, stdout=sys.__stdout__).set_trace()
 
 
 def told(found: Replay) -> list[str]:

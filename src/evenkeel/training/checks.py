@@ -48,16 +48,15 @@ def check_model(model: Any, learns: bool = True) -> None:
                 "torch.view_as_real of it, and use torch.view_as_complex in forward()"
             )
     for name, it in model.state_dict().items():
-        if not isinstance(it, Tensor) or it.is_quantized:
+        what = f"{returned} whose state_dict() has {name}, {kind_of(it)}, but checkpoints have dense tensors only: "
+        if quantised(it):
             raise Refusal(
-                f"{returned} whose {name} is {kind_of(it)}, as quantised modules have, and checkpoints have plain "
-                "tensors only: train it first and quantise the exported model, or use prepare_qat (fake quantisation)"
+                f"{what}train it first and quantise the exported model, or use prepare_qat (fake quantisation)"
             )
-    if learns and (sparse := [name for name, it in model.state_dict().items() if it.layout is not torch.strided]):
-        raise Refusal(
-            f"{returned} whose {sparse[0]} is sparse, but checkpoints have dense tensors only: register it with "
-            "persistent=False, and create it in model()"
-        )
+        if not isinstance(it, Tensor):
+            raise Refusal(f"{what}return a tensor from get_extra_state(), or none")
+        if learns and it.layout is not torch.strided:
+            raise Refusal(f"{what}register it with persistent=False, and create it in model()")
     parameters = list(model.parameters())
     if learns and not any(parameter.requires_grad for parameter in parameters):
         why = f"requires_grad is False for all {len(parameters)} of them" if parameters else "it has none at all"
@@ -65,6 +64,15 @@ def check_model(model: Any, learns: bool = True) -> None:
             f"{returned} without a parameter that requires a gradient ({why}): there is nothing to train; set "
             "requires_grad=True for the parameters to train"
         )
+
+
+def quantised(value: Any) -> bool:
+    """Whether an entry of a state dict is from a quantised module: its weights, their dtype or packed parameters."""
+    if isinstance(value, Tensor):
+        return value.is_quantized
+    if isinstance(value, tuple):
+        return any(map(quantised, value))
+    return isinstance(value, (torch.dtype, torch.ScriptObject))
 
 
 def check_buffers(model: nn.Module, live: Mapping[str, Tensor], committed: Mapping[str, Tensor]) -> None:
