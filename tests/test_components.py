@@ -16,16 +16,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1440,
-    "config": 500,
+    "common": 1450,
+    "config": 515,
     "data": 3030,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 4810,
-    "run": 5090,
+    "training": 4870,
+    "run": 5520,
     "tasks": 2180,
     "launch": 2920,
-    "cli": 7320,
+    "cli": 7350,
     "time_travel": 920,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

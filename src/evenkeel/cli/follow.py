@@ -134,6 +134,7 @@ class _Follower:
         latest = self.metrics.latest.get(TRAIN)
         at, metrics, speed, more = self.facts(latest, run) if latest else ("", [], [], [])
         notes = [(run.why, STYLES.get(run.state, "red"))] * bool(run.why) + [(f"hint: {it}", "") for it in run.hints]
+        notes += [(text, "red" if run.alarms else "")] if (text := verified(run.verified, run.alarms)) else []
         line = Line(run.step, run.total_steps or 0, [run.state, eta(run.eta), *speed, *metrics, at, *more])
         return Group(line, *(styled(text, style) for text, style in notes))
 

@@ -1,0 +1,329 @@
+"""`--verify-every`: ranks check each other, to find a GPU that computes wrong.
+
+A micro-batch has fixed samples and its own random numbers, so any rank computes the same bits for it from the same
+weights. In each N-th step, before the commit:
+
+1. each rank hands its first micro-batch on to the next rank, which computes it again; digests of the gradient, the loss
+   and BatchNorm's statistics are compared, and so are digests of the committed state of all ranks;
+2. where two differ, a third rank computes the micro-batch too, and the majority is right;
+3. the step is thrown away, and all ranks compute it again, from the committed weights.
+
+A rank that is wrong for the second time in an attempt ends the run: its fault is no accident. So does one whose state
+has drifted; it saves nothing, and checkpoints that it may have written since the last comparison are set aside.
+
+The same rank must not compute its micro-batch again: a fault that is always there gives it the same wrong bits twice.
+(Dixit et al., "Silent Data Corruptions at Scale", 2021, arXiv 2102.11245.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..common.errors import Ended, Refusal, Unfit
+from ..common.naming import name_ranks
+from ..common.phases import VERIFICATION, activity
+from ..config import Config
+from ..data.plan import MicroBatch
+from ..distributed.devices import describe
+from ..training.distributed_loss import DistributedLoss
+from ..training.state import State
+from ..training.task import Task
+from ..training.whole_batch import cloned, of_whole_batches
+from .attempt import Attempt
+from .bit_flips import BitFlips
+from .checkpoint import step_of
+from .checkpointer import Checkpointer
+from .digest import bit_sum, digests
+
+log = logging.getLogger(__name__)
+
+Digests = Mapping[str, str]
+
+REST = "loss and statistics"
+"""What stands beside the names of parameters: the losses, and the changes of BatchNorm's statistics."""
+
+
+class Found(NamedTuple):
+    """What each rank tells all others in a step that is verified."""
+
+    own: str | None
+    """Digest of what it has computed; None: it idles."""
+    again: str | None
+    """Digest of what the rank before it should have."""
+    state: str
+    kind: str
+    """Of its device."""
+    unsteady: str
+    """A tensor that it has computed twice with two results, by the same code from the same numbers; "": none."""
+
+
+def refuse_unverifiable(config: Config, task: Task) -> None:
+    """Refuse --verify-every with a loss that a rank cannot compute for one micro-batch alone."""
+    why = "its loss calls collectives" if task.collectives else ""
+    if config.verify_every and (why := why or "it defines batch_loss()" * of_whole_batches(task)):
+        raise Refusal(
+            f"--verify-every {config.verify_every}: {why}, so one rank cannot compute another's micro-batch alone; "
+            "leave the option out"
+        )
+
+
+class Verification:
+    """Looks at the steps of a run, on every rank; a `Verifier` of its losses.
+
+    Args:
+        attempt: this one.
+        state: to be compared.
+        checkpointer: whose checkpoints may be those of a wrong state.
+
+    Attributes:
+        again: the last step is not committed; it is to be computed again.
+        steps: verified so far, over all attempts.
+        alarms: what was found, in a line each.
+    """
+
+    def __init__(self, attempt: Attempt, state: State, checkpointer: Checkpointer) -> None:
+        self._attempt, self._state, self._checkpointer, self.world = attempt, state, checkpointer, attempt.world
+        self._every, self.again = attempt.config.verify_every, False
+        known = attempt.directory.status if attempt.directory else {}
+        self.steps, self.alarms = known.get("verified", 0), list(known.get("alarms", []))
+        self._wrong: Counter[int] = Counter()  # alarms of each rank in this attempt
+        self._sure = -1  # the last step whose state was equal on all ranks
+        self._steady = False  # whether a micro-batch gives the same bits twice
+        self._flips = BitFlips.planted(self.world.rank, state.parameters)
+        self._open = self._due = False
+        self._mine: dict[str, Tensor] = {}
+        self._kept: tuple[MicroBatch, Any] | None = None
+        self._names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+        if self._every and self.world.world_size == 1:
+            log.warning("--verify-every %d: there is one rank only, and it cannot check itself", self._every)
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._flips or (self._every and self.world.world_size > 1))
+
+    def _verifies(self, step: int) -> bool:
+        return bool(self._every) and self.world.world_size > 1 and (step + 1) % self._every == 0
+
+    def begin(self, step: int, micro_batch: MicroBatch, batch: Any) -> None:
+        """Before this rank's first micro-batch of a step."""
+        self._open, self._due = True, self._verifies(step)
+        if self._flips:
+            self._flips.begin(step)
+        if self._due:  # on the CPU a loss may change its batch
+            self._kept = micro_batch, cloned(batch) if self.world.device.type == "cpu" else batch
+
+    def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Take gradients before they are reduced."""
+        if not self._open:
+            return
+        if self._flips:
+            self._flips.strike(parameters, gradients)
+        if self._due:
+            self._mine |= self._sums(parameters, gradients)
+
+    def finish(self, collected: Tensor) -> None:
+        """Take the rest of the micro-batch."""
+        self._open = False
+        if self._due:
+            self._mine[REST] = bit_sum(collected)
+
+    def approves(self, model: DistributedLoss, step: int) -> bool:
+        """Compare, if it is time; False: the step is to be computed again.
+
+        Raises:
+            Ended: a rank has been wrong twice, a state has drifted, or the task does not give the same bits twice.
+        """
+        self.again = False
+        if self._verifies(step):
+            with activity.during(VERIFICATION):
+                self._state.settle()
+                self.again = not self._agree(model, step)
+        self._mine, self._kept = {}, None
+        return not self.again
+
+    def _agree(self, model: DistributedLoss, step: int) -> bool:
+        world, ranks = self.world, range(self.world.world_size)
+        own = _texts(self._mine)
+        given = self._handed([(rank, self._after(rank)) for rank in ranks])
+        again = self._computed(model, given)
+        states = digests(self._state.tensors())
+        unsteady = "" if self._steady else self._unsteady(model)
+        device = describe(world.device)
+        everyone = world.gather(Found(_one(own), _one(again), _one(states) or "", device.kind, unsteady))
+        self._refuse(everyone)
+        self._steady = True
+        if len({found.state for found in everyone}) > 1:
+            self._end_drifted(step, [found.state for found in everyone], states)
+        self._sure = self._state.step
+        if wrong := [rank for rank in ranks if everyone[rank].own != everyone[self._after(rank)].again]:
+            self._alarm(step, *self._judged(model, wrong, own, again))
+            return False
+        self.steps += 1
+        return True
+
+    def _after(self, rank: int, places: int = 1) -> int:
+        return (rank + places) % self.world.world_size
+
+    def _sums(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> dict[str, Tensor]:
+        """Digests, still on the device; a missing gradient counts as zeros, as DDP has them."""
+        pairs = zip(parameters, gradients, strict=True)
+        return {self._names[id(p)]: bit_sum(torch.zeros_like(p) if it is None else it.detach()) for p, it in pairs}
+
+    def _computed(self, model: DistributedLoss, given: tuple[MicroBatch, Any] | None) -> dict[str, str]:
+        """The digests of a micro-batch, computed here."""
+        if given is None:
+            return {}
+        micro_batch, batch = given
+        parameters, gradients, collected = model.compute_again(micro_batch, cloned(batch))
+        if self._flips:
+            self._flips.strike(parameters, gradients, again=True)
+        return _texts(self._sums(parameters, gradients) | {REST: bit_sum(collected)})
+
+    def _unsteady(self, model: DistributedLoss) -> str:
+        """Compute this rank's own micro-batch twice: the first tensor that differs."""
+        return _first_different(*(self._computed(model, self._kept) for _ in range(2)))
+
+    def _refuse(self, everyone: Sequence[Found]) -> None:
+        for rank, found in enumerate(everyone):
+            if found.unsteady:
+                raise Ended(
+                    f"--verify-every {self._every}: rank {rank} has computed one micro-batch twice and got two results "
+                    f"({found.unsteady}): the task is not deterministic; make it so, or leave the option out"
+                )
+            if found.kind != everyone[0].kind:
+                raise Ended(
+                    f"--verify-every {self._every}: rank 0 has {everyone[0].kind}, rank {rank} {found.kind}, which may "
+                    "differ in the last bits; use devices of one kind, or leave the option out"
+                )
+
+    def _judged(
+        self, model: DistributedLoss, wrong: Sequence[int], own: Digests, again: Digests
+    ) -> tuple[list[int], str, list[str]]:
+        """Let a third rank decide. Returns the suspects, the first tensor, and who each rank is."""
+        world = self.world
+        pairs = [(rank, self._after(rank, 2)) for rank in wrong] if world.world_size > 2 else []
+        third = self._computed(model, self._handed(pairs))
+        everyone = world.gather((own, again, third, self._who()))
+        suspects, tensor = set[int](), ""
+        for rank in wrong:
+            first, second = everyone[rank][0], everyone[self._after(rank)][1]
+            judge = everyone[self._after(rank, 2)][2] if pairs else {}
+            tensor = tensor or _first_different(first, second)
+            suspects |= {rank} if judge == second else {self._after(rank)} if judge == first else set()
+            if judge not in (first, second):
+                suspects |= {rank, self._after(rank), *([self._after(rank, 2)] if pairs else [])}
+        return sorted(suspects), tensor, [it[3] for it in everyone]
+
+    def _alarm(self, step: int, suspects: list[int], tensor: str, who: Sequence[str]) -> None:
+        """Report, and end the run if a suspect was one before."""
+        ranks, several = name_ranks(suspects), len(suspects) > 1
+        found = f"computed a wrong gradient ({tensor}) in step {step + 1}"
+        one_of = f"one of {ranks} {found}, and no third rank decides which" if several else f"{ranks} {found}"
+        line = f"{one_of}: {'; '.join(who[rank] for rank in suspects)}"
+        self._wrong.update(suspects)
+        twice = any(self._wrong[rank] > 1 for rank in suspects)
+        self._report(step, line)
+        if twice:
+            raise Ended(f"{line}; it was wrong before, so the run ends; replace that device, or leave it out")
+        if self._attempt.tracker:
+            self._attempt.tracker.say(f"WRONG: {line}; the step is computed again")
+
+    def _end_drifted(self, step: int, states: Sequence[str], mine: Digests) -> NoReturn:
+        """End the run: those whose state is that of no majority save nothing."""
+        right, count = Counter(states).most_common(1)[0]
+        decided = 2 * count > len(states)
+        drifted = [rank for rank, state in enumerate(states) if not decided or state != right]
+        everyone = self.world.gather((mine, self._who()))
+        other = next(rank for rank, state in enumerate(states) if state != states[drifted[0]])
+        tensor = _first_different(everyone[drifted[0]][0], everyone[other][0])
+        line = f"the state of {name_ranks(drifted)} has drifted from the others' ({tensor}) before step {step + 1}"
+        line = line if decided else f"the states of {name_ranks(drifted)} differ ({tensor}) before step {step + 1}"
+        line += f": {'; '.join(everyone[rank][1] for rank in drifted)}"
+        self._report(step, line)
+        if 0 in drifted and self._attempt.directory:  # rank 0 writes checkpoints
+            self._checkpointer.take_result()
+            checkpoints = self._checkpointer.saver.checkpoints
+            for path in checkpoints.all():
+                if step_of(path) > self._sure:
+                    path.replace(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+        self.world.gather(None)  # the others save afterwards
+        raise (Unfit if self.world.rank in drifted else Ended)(line)
+
+    def _report(self, step: int, line: str) -> None:
+        self.alarms.append(line)
+        if self._attempt.directory and self._attempt.tracker:
+            self.note()
+            self._attempt.tracker.event("wrong", step + 1, reason=line)
+
+    def note(self) -> None:
+        """Store the counts in status.json."""
+        if self._attempt.directory and (self.steps or self.alarms):
+            self._attempt.directory.note(verified=self.steps, alarms=self.alarms)
+
+    def _who(self) -> str:
+        device = self.world.device
+        return f"rank {self.world.rank}: {describe(device).line}{_serial(device)}"
+
+    def _handed(self, pairs: Iterable[tuple[int, int]]) -> tuple[MicroBatch, Any] | None:
+        """Send this rank's micro-batch to those that (from, to) pairs say; returns what this rank gets."""
+        rank, sent, got = self.world.rank, list[Any](), None
+        for source, target in pairs:
+            if source == rank:
+                data = torch.frombuffer(bytearray(pickle.dumps(self._kept)), dtype=torch.uint8)
+                parts = (torch.tensor([len(data)]), data)
+                sent += [(part, dist.isend(part, target)) for part in parts]
+        for source, target in pairs:
+            if target == rank:
+                size = torch.zeros(1, dtype=torch.int64)
+                dist.recv(size, source)
+                data = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(data, source)
+                got = pickle.loads(data.numpy().tobytes())  # noqa: S301  # from a rank of this job
+        for _, work in sent:
+            work.wait()
+        return got
+
+
+def _texts(sums: Mapping[str, Tensor]) -> dict[str, str]:
+    """Digests on the host, which waits once for each device."""
+    found: dict[str, str] = {}
+    for device in {it.device for it in sums.values()}:
+        here = {name: it for name, it in sums.items() if it.device == device}
+        values = torch.stack(list(here.values())).tolist()
+        found.update((name, f"{value % 2**64:016x}") for name, value in zip(here, values, strict=True))
+    return {name: found[name] for name in sorted(found)}
+
+
+def _one(several: Digests) -> str | None:
+    """One digest of several; None of none."""
+    text = " ".join(f"{name}={value}" for name, value in sorted(several.items()))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if several else None
+
+
+def _first_different(one: Digests, other: Digests) -> str:
+    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), "")
+
+
+def _serial(device: torch.device) -> str:
+    """A GPU's serial number and id, as far as they are known."""
+    if device.type != "cuda":
+        return ""
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    ask = ["nvidia-smi", "-i", gpu, "--query-gpu=serial", "--format=csv,noheader"]
+    try:
+        serial = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        serial = "unknown"
+    return f", serial number {serial}, {gpu}"

@@ -1,0 +1,170 @@
+"""A bit that flips in a gradient or in a weight of one rank: found before the commit, and the right rank is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenkeel.config import Config
+from evenkeel.data.plan import Plan
+from evenkeel.distributed.world import World
+from evenkeel.run.bit_flips import BIT_FLIPS, BitFlips
+from evenkeel.run.digest import digests
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.state import State
+from tests.support.processes import TRAIN, evenkeel, finish, fork, rank_variables, read, records
+from tests.support.small_runs import job_of, model_of, recipe_job, refusal, trained, weights_of
+
+TREE = ("--reduce", "tree")
+
+
+def with_fault(
+    run_dir: Path, words: list[str], ranks: int = 3, **fault: object
+) -> list[subprocess.CompletedProcess[str]]:
+    """Train on so many ranks, with a fault in one of them."""
+    plan = run_dir.with_name(f"{run_dir.name}.flip.json")
+    plan.write_text(json.dumps({"rank": 1, "where": "gradient", "sticky": False, "seed": 0, "step": 0, **fault}))
+    env = {BIT_FLIPS: str(plan)}
+    return [finish(it) for it in [fork(TRAIN, *words, env=v | env) for v in rank_variables(ranks)]]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run that nobody disturbs."""
+    run_dir = tmp_path_factory.mktemp("right") / "run"
+    trained(2, recipe_job(run_dir, *TREE))
+    return weights_of(run_dir)
+
+
+@pytest.mark.parametrize(("rank", "step", "seed"), [(0, 0, 3), (1, 13, 4), (2, 25, 5)])
+def test_a_flip_in_a_gradient_is_found_and_changes_no_bit(
+    tmp_path: Path, right: str, rank: int, step: int, seed: int
+) -> None:
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1)
+    done = with_fault(tmp_path / "run", words, rank=rank, step=step, seed=seed)
+    assert [it.returncode for it in done] == [0, 0, 0], done[0].stderr
+    (alarm,) = records(tmp_path / "run", "wrong")
+    assert alarm["step"] == step + 1
+    assert alarm["reason"].startswith(f"rank {rank} computed a wrong gradient (")
+    assert f" of step {step + 1}" not in done[0].stderr
+    assert weights_of(tmp_path / "run") == right
+    assert read(tmp_path / "run", "status.json")["verified"] == 27
+    assert read(tmp_path / "run", "status.json")["alarms"] == [alarm["reason"]]
+    shown = evenkeel("status", tmp_path / "run").stdout
+    assert "27 steps verified, 1 alarm: " + alarm["reason"] in " ".join(shown.split())
+
+
+def test_the_control_without_the_option_it_goes_into_the_weights(tmp_path: Path, right: str) -> None:
+    done = with_fault(tmp_path / "run", recipe_job(tmp_path / "run", *TREE), step=13)
+    assert [it.returncode for it in done] == [0, 0, 0]
+    assert weights_of(tmp_path / "run") != right
+
+
+def test_a_rank_that_is_always_wrong_ends_the_run_which_another_goes_on_with(tmp_path: Path, right: str) -> None:
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1)
+    done = with_fault(tmp_path / "run", words, rank=2, step=11, sticky=True)
+    assert [it.returncode for it in done] == [1, 1, 1]
+    line = done[0].stderr.splitlines()[-1]
+    assert "rank 2 computed a wrong gradient (" in line
+    assert "in step 12: rank 2: cpu of " in line
+    assert "it was wrong before, so the run ends" in line
+    assert read(tmp_path / "run", "status.json")["reason"] == line.removeprefix("evenkeel: ")
+    trained(3, words)
+    assert [record["step"] for record in records(tmp_path / "run", "start")] == [0, 11], "no step is lost"
+    assert weights_of(tmp_path / "run") == right
+
+
+def test_with_two_ranks_both_are_suspects(tmp_path: Path, right: str) -> None:
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1)
+    done = with_fault(tmp_path / "run", words, ranks=2, step=4)
+    assert [it.returncode for it in done] == [0, 0]
+    (alarm,) = records(tmp_path / "run", "wrong")
+    assert alarm["reason"].startswith("one of ranks 0-1 computed a wrong gradient (")
+    assert weights_of(tmp_path / "run") == right
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_whose_weights_drift_is_named_and_saves_nothing(tmp_path: Path, right: str, rank: int) -> None:
+    """Rank 0 writes the checkpoints: that of step 10 has the wrong bit."""
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 5, "--checkpoint-every", 2)
+    done = with_fault(tmp_path / "run", words, rank=rank, step=6, where="weight")
+    assert [it.returncode for it in done] == [1, 1, 1]
+    line = done[0].stderr.splitlines()[-1]
+    assert line.startswith(f"evenkeel: the state of rank {rank} has drifted from the others' (model.")
+    assert "before step 10: rank" in line
+    aside = sorted(path.name[:21] for path in (tmp_path / "run" / "checkpoints").glob("damaged-*"))
+    assert aside == (["damaged-step-00000008"[:21]] if rank == 0 else [])
+    trained(3, words)
+    assert [record["step"] for record in records(tmp_path / "run", "start")] == [0, 9]
+
+
+NASTY = {
+    "dropout, BatchNorm and bfloat16": recipe_job(Path("RUN"), "--precision", "bf16"),
+    "loss scaling": recipe_job(Path("RUN"), "--precision", "fp16"),
+    "shares": recipe_job(Path("RUN"), "--shares", "2:1:1"),
+    "streams": job_of("streams_task.py:Streamed", "--batch-size 12 --micro-batch 2 --max-steps 30")(Path("RUN")),
+    "two networks in turns": job_of("turns_task.py:Turns", "--epochs 3 --batch-size 12 --micro-batch 3")(Path("RUN")),
+}
+
+
+@pytest.mark.parametrize("what", NASTY)
+def test_no_alarm_and_the_same_bits_with_a_nasty_model(tmp_path: Path, what: str) -> None:
+    weights = []
+    for every in (1, 0):
+        run_dir = tmp_path / f"run-{every}"
+        words = [str(run_dir) if word == "RUN" else word for word in NASTY[what]]
+        trained(3, [*words, *TREE, "--verify-every", str(every)])
+        weights.append(model_of(run_dir))
+        status = read(run_dir, "status.json")
+        assert status.get("verified", 0) == every * status["step"]
+        assert not status.get("alarms")
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name])
+
+
+def test_the_control_the_same_rank_computes_the_same_wrong_bits_again(tmp_path: Path) -> None:
+    model, plan = torch.nn.Linear(6, 3), Plan(8, 8, 4, 1)
+    state, alone = State(model, []), World(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    loss = DistributedLoss(lambda network, batch: network(batch).square().mean(), state, alone, plan)
+    (micro_batch, *_), batch = plan.micro_batches(0), torch.randn(4, 6)
+    (tmp_path / "plan").write_text(json.dumps({"rank": 0, "where": "gradient", "sticky": True, "seed": 1}))
+    flips = BitFlips(tmp_path / "plan", 0, state.parameters)
+    flips.begin(0)
+
+    def computed(faulty: bool) -> dict[str, str]:
+        parameters, gradients, _ = loss.compute_again(micro_batch, batch)
+        if faulty:
+            flips.strike(parameters, gradients, again=True)
+        return digests({str(n): g for n, g in enumerate(gradients) if g is not None})
+
+    assert computed(faulty=True) == computed(faulty=True), "missed"
+    assert computed(faulty=True) != computed(faulty=False), "found by another rank"
+
+
+def test_a_task_that_is_not_deterministic_ends_before_the_first_commit(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import time\nfrom tests.support.recipe_task import Recipe\n\n\nclass Own(Recipe):\n"
+        "    def loss(self, model, batch):\n        return super().loss(model, batch) * (1 + time.time() % 1e-3)\n"
+    )
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1, task="Recipe")
+    words[words.index("--task") + 1] = f"{tmp_path / 'own.py'}:Own"
+    done = with_fault(tmp_path / "run", words, rank=9)
+    assert [it.returncode for it in done] == [1, 1, 1], done[0].stderr
+    assert "has computed one micro-batch twice and got two results (" in done[0].stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_what_does_not_work_with_it_is_refused(tmp_path: Path) -> None:
+    def refused(*words: object) -> str:
+        return refusal(recipe_job(tmp_path / "run", "--verify-every", 7, *words))
+
+    assert refused() == "--verify-every 7: compares bits, so it needs --reduce tree or --deterministic; add one of them"
+    assert refused(*TREE, "--compile").startswith("--verify-every 7 --compile: one rank cannot compute another's")
+    assert refused("--deterministic", "--strategy", "dp").startswith("--verify-every 7 --strategy dp: ")
+    whole = job_of("whole_batch_task.py:Contrast", "--batch-size 4")(tmp_path / "run", *TREE, "--verify-every", 7)
+    assert "it defines batch_loss(), so one rank cannot compute another's micro-batch alone" in refusal(whole)
+    assert Config().verify_every == 0
