@@ -20,7 +20,7 @@ from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, eta, figures, in_epoch, progress, rates, shares, shown
 from ..resilience.interruption import KEYBOARD, STOPPED
-from ..run.records import YOUNG, is_run, read_config, values_of
+from ..run.records import YOUNG, is_run, read_config, values_of, verified
 from .status import STYLES, Metrics, RunStatus, headline, status_of
 
 POLL = 0.5  # seconds between two looks at the run

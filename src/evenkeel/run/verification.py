@@ -9,7 +9,8 @@ weights. In each N-th step, before the commit:
 3. the step is thrown away, and all ranks compute it again, from the committed weights.
 
 A rank that is wrong for the second time in an attempt ends the run: its fault is no accident. So does one whose state
-has drifted; it saves nothing, and checkpoints that it may have written since the last comparison are set aside.
+has drifted. The run then goes back to the last step that was verified: with N = 1 none is lost; else nothing is saved,
+and checkpoints of later steps are set aside.
 
 The same rank must not compute its micro-batch again: a fault that is always there gives it the same wrong bits twice.
 (Dixit et al., "Silent Data Corruptions at Scale", 2021, arXiv 2102.11245.)
@@ -23,7 +24,7 @@ import pickle
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -44,11 +45,11 @@ from .attempt import Attempt
 from .bit_flips import BitFlips
 from .checkpoint import step_of
 from .checkpointer import Checkpointer
-from .digest import bit_sum, digests
+from .digest import bit_sum, digests, on_host
 
 log = logging.getLogger(__name__)
 
-Digests = Mapping[str, str]
+Digests = Mapping[str, int | str]
 
 REST = "loss and statistics"
 """What stands beside the names of parameters: the losses, and the changes of BatchNorm's statistics."""
@@ -57,24 +58,24 @@ REST = "loss and statistics"
 class Found(NamedTuple):
     """What each rank tells all others in a step that is verified."""
 
-    own: str | None
-    """Digest of what it has computed; None: it idles."""
-    again: str | None
-    """Digest of what the rank before it should have."""
+    own: str
+    """Digest of what it has computed; of nothing, if it idles."""
+    again: str
+    """Digest of what the rank before it should have computed."""
     state: str
     kind: str
     """Of its device."""
     unsteady: str
-    """A tensor that it has computed twice with two results, by the same code from the same numbers; "": none."""
+    """A tensor for which it has got two results from the same numbers; "": none."""
 
 
 def refuse_unverifiable(config: Config, task: Task) -> None:
     """Refuse --verify-every with a loss that a rank cannot compute for one micro-batch alone."""
-    why = "its loss calls collectives" if task.collectives else ""
-    if config.verify_every and (why := why or "it defines batch_loss()" * of_whole_batches(task)):
+    why = "its loss calls collectives" if task.collectives else "it defines batch_loss()" * of_whole_batches(task)
+    if config.verify_every and why:
         raise Refusal(
-            f"--verify-every {config.verify_every}: {why}, so one rank cannot compute another's micro-batch alone; "
-            "leave the option out"
+            f"--verify-every {config.verify_every}: {type(task).__name__} cannot be verified: {why}, so no rank can "
+            "compute another's micro-batch alone; leave the option out"
         )
 
 
@@ -98,7 +99,7 @@ class Verification:
         known = attempt.directory.status if attempt.directory else {}
         self.steps, self.alarms = known.get("verified", 0), list(known.get("alarms", []))
         self._wrong: Counter[int] = Counter()  # alarms of each rank in this attempt
-        self._sure = -1  # the last step whose state was equal on all ranks
+        self._sure = -1  # the last step that came from a comparison without alarm
         self._steady = False  # whether a micro-batch gives the same bits twice
         self._flips = BitFlips.planted(self.world.rank, state.parameters)
         self._open = self._due = False
@@ -111,10 +112,10 @@ class Verification:
     @property
     def needed(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._flips or (self._every and self.world.world_size > 1))
+        return bool(self._flips or self._every)
 
     def _verifies(self, step: int) -> bool:
-        return bool(self._every) and self.world.world_size > 1 and (step + 1) % self._every == 0
+        return self._every > 0 and self.world.world_size > 1 and (step + 1) % self._every == 0
 
     def begin(self, step: int, micro_batch: MicroBatch, batch: Any) -> None:
         """Before this rank's first micro-batch of a step."""
@@ -126,11 +127,9 @@ class Verification:
 
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Take gradients before they are reduced."""
-        if not self._open:
-            return
-        if self._flips:
+        if self._open and self._flips:
             self._flips.strike(parameters, gradients)
-        if self._due:
+        if self._open and self._due:
             self._mine |= self._sums(parameters, gradients)
 
     def finish(self, collected: Tensor) -> None:
@@ -146,6 +145,8 @@ class Verification:
             Ended: a rank has been wrong twice, a state has drifted, or the task does not give the same bits twice.
         """
         self.again = False
+        if self._sure < 0:
+            self._sure = self._state.step
         if self._verifies(step):
             with activity.during(VERIFICATION):
                 self._state.settle()
@@ -154,23 +155,20 @@ class Verification:
         return not self.again
 
     def _agree(self, model: DistributedLoss, step: int) -> bool:
-        world, ranks = self.world, range(self.world.world_size)
-        own = _texts(self._mine)
-        given = self._handed([(rank, self._after(rank)) for rank in ranks])
-        again = self._computed(model, given)
-        states = digests(self._state.tensors())
-        unsteady = "" if self._steady else self._unsteady(model)
-        device = describe(world.device)
-        everyone = world.gather(Found(_one(own), _one(again), _one(states) or "", device.kind, unsteady))
+        ranks = range(self.world.world_size)
+        own, given = on_host(self._mine), self._handed([(rank, self._after(rank)) for rank in ranks])
+        again, states = self._computed(model, given), digests(self._state.tensors())
+        unsteady = "" if self._steady else _first_different(*(self._computed(model, self._kept) for _ in range(2)))
+        kind = describe(self.world.device).kind
+        everyone = self.world.gather(Found(_one(own), _one(again), _one(states), kind, unsteady))
         self._refuse(everyone)
         self._steady = True
         if len({found.state for found in everyone}) > 1:
-            self._end_drifted(step, [found.state for found in everyone], states)
-        self._sure = self._state.step
+            self._drifted(step, [found.state for found in everyone], states)
         if wrong := [rank for rank in ranks if everyone[rank].own != everyone[self._after(rank)].again]:
             self._alarm(step, *self._judged(model, wrong, own, again))
             return False
-        self.steps += 1
+        self.steps, self._sure = self.steps + 1, self._state.step + 1
         return True
 
     def _after(self, rank: int, places: int = 1) -> int:
@@ -181,7 +179,7 @@ class Verification:
         pairs = zip(parameters, gradients, strict=True)
         return {self._names[id(p)]: bit_sum(torch.zeros_like(p) if it is None else it.detach()) for p, it in pairs}
 
-    def _computed(self, model: DistributedLoss, given: tuple[MicroBatch, Any] | None) -> dict[str, str]:
+    def _computed(self, model: DistributedLoss, given: tuple[MicroBatch, Any] | None) -> dict[str, int]:
         """The digests of a micro-batch, computed here."""
         if given is None:
             return {}
@@ -189,11 +187,7 @@ class Verification:
         parameters, gradients, collected = model.compute_again(micro_batch, cloned(batch))
         if self._flips:
             self._flips.strike(parameters, gradients, again=True)
-        return _texts(self._sums(parameters, gradients) | {REST: bit_sum(collected)})
-
-    def _unsteady(self, model: DistributedLoss) -> str:
-        """Compute this rank's own micro-batch twice: the first tensor that differs."""
-        return _first_different(*(self._computed(model, self._kept) for _ in range(2)))
+        return on_host(self._sums(parameters, gradients) | {REST: bit_sum(collected)})
 
     def _refuse(self, everyone: Sequence[Found]) -> None:
         for rank, found in enumerate(everyone):
@@ -212,60 +206,66 @@ class Verification:
         self, model: DistributedLoss, wrong: Sequence[int], own: Digests, again: Digests
     ) -> tuple[list[int], str, list[str]]:
         """Let a third rank decide. Returns the suspects, the first tensor, and who each rank is."""
-        world = self.world
-        pairs = [(rank, self._after(rank, 2)) for rank in wrong] if world.world_size > 2 else []
+        pairs = [(rank, self._after(rank, 2)) for rank in wrong] if self.world.world_size > 2 else []
         third = self._computed(model, self._handed(pairs))
-        everyone = world.gather((own, again, third, self._who()))
+        everyone = self.world.gather((own, again, third, self._who()))
         suspects, tensor = set[int](), ""
         for rank in wrong:
-            first, second = everyone[rank][0], everyone[self._after(rank)][1]
-            judge = everyone[self._after(rank, 2)][2] if pairs else {}
+            next_, judge = self._after(rank), self._after(rank, 2)
+            first, second, decides = everyone[rank][0], everyone[next_][1], everyone[judge][2]
             tensor = tensor or _first_different(first, second)
-            suspects |= {rank} if judge == second else {self._after(rank)} if judge == first else set()
-            if judge not in (first, second):
-                suspects |= {rank, self._after(rank), *([self._after(rank, 2)] if pairs else [])}
+            if pairs and decides in (first, second):
+                suspects.add(rank if decides == second else next_)
+            else:
+                suspects |= {rank, next_, *([judge] if pairs else [])}
         return sorted(suspects), tensor, [it[3] for it in everyone]
 
     def _alarm(self, step: int, suspects: list[int], tensor: str, who: Sequence[str]) -> None:
         """Report, and end the run if a suspect was one before."""
-        ranks, several = name_ranks(suspects), len(suspects) > 1
-        found = f"computed a wrong gradient ({tensor}) in step {step + 1}"
-        one_of = f"one of {ranks} {found}, and no third rank decides which" if several else f"{ranks} {found}"
-        line = f"{one_of}: {'; '.join(who[rank] for rank in suspects)}"
+        found = f"{name_ranks(suspects)} computed a wrong gradient ({tensor}) in step {step + 1}"
+        found = f"one of {found}, and no third rank can decide which" if len(suspects) > 1 else found
+        line = self._report(step, found, suspects, who)
         self._wrong.update(suspects)
-        twice = any(self._wrong[rank] > 1 for rank in suspects)
-        self._report(step, line)
-        if twice:
-            raise Ended(f"{line}; it was wrong before, so the run ends; replace that device, or leave it out")
+        if any(self._wrong[rank] > 1 for rank in suspects):
+            self._end(f"{line}; it was wrong before, so the run ends; replace that device, or leave it out")
         if self._attempt.tracker:
             self._attempt.tracker.say(f"WRONG: {line}; the step is computed again")
 
-    def _end_drifted(self, step: int, states: Sequence[str], mine: Digests) -> NoReturn:
-        """End the run: those whose state is that of no majority save nothing."""
+    def _drifted(self, step: int, states: Sequence[str], mine: Digests) -> NoReturn:
+        """End the run, because states differ; that of most ranks is right."""
         right, count = Counter(states).most_common(1)[0]
         decided = 2 * count > len(states)
         drifted = [rank for rank, state in enumerate(states) if not decided or state != right]
         everyone = self.world.gather((mine, self._who()))
         other = next(rank for rank, state in enumerate(states) if state != states[drifted[0]])
         tensor = _first_different(everyone[drifted[0]][0], everyone[other][0])
-        line = f"the state of {name_ranks(drifted)} has drifted from the others' ({tensor}) before step {step + 1}"
-        line = line if decided else f"the states of {name_ranks(drifted)} differ ({tensor}) before step {step + 1}"
-        line += f": {'; '.join(everyone[rank][1] for rank in drifted)}"
-        self._report(step, line)
-        if 0 in drifted and self._attempt.directory:  # rank 0 writes checkpoints
+        found = f"the state of {name_ranks(drifted)} has drifted from the others' ({tensor}) before step {step + 1}"
+        found = found if decided else f"{found}, and no majority can decide which is right"
+        self._end(self._report(step, found, drifted, [it[1] for it in everyone]), drifted)
+
+    def _end(self, line: str, unfit: Collection[int] = ()) -> NoReturn:
+        """End the run. Steps since the last comparison may be wrong on all ranks: then nobody saves.
+
+        Args:
+            line: why.
+            unfit: ranks whose state is wrong in any case.
+        """
+        unfit = unfit if self._state.step == self._sure else range(self.world.world_size)
+        if 0 in unfit and self._attempt.directory:  # rank 0 writes checkpoints; its last may be wrong too
             self._checkpointer.take_result()
-            checkpoints = self._checkpointer.saver.checkpoints
-            for path in checkpoints.all():
-                if step_of(path) > self._sure:
+            for path in self._checkpointer.saver.checkpoints.all():
+                if step_of(path) > self._sure - (self._state.step == self._sure):
                     path.replace(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
         self.world.gather(None)  # the others save afterwards
-        raise (Unfit if self.world.rank in drifted else Ended)(line)
+        raise (Unfit if self.world.rank in unfit else Ended)(line)
 
-    def _report(self, step: int, line: str) -> None:
+    def _report(self, step: int, found: str, suspects: Iterable[int], who: Sequence[str]) -> str:
+        line = f"{found}: {'; '.join(who[rank] for rank in suspects)}"
         self.alarms.append(line)
-        if self._attempt.directory and self._attempt.tracker:
-            self.note()
+        if self._attempt.tracker:
             self._attempt.tracker.event("wrong", step + 1, reason=line)
+        self.note()
+        return line
 
     def note(self) -> None:
         """Store the counts in status.json."""
@@ -273,8 +273,7 @@ class Verification:
             self._attempt.directory.note(verified=self.steps, alarms=self.alarms)
 
     def _who(self) -> str:
-        device = self.world.device
-        return f"rank {self.world.rank}: {describe(device).line}{_serial(device)}"
+        return f"rank {self.world.rank}: {describe(self.world.device).line}{_serial(self.world.device)}"
 
     def _handed(self, pairs: Iterable[tuple[int, int]]) -> tuple[MicroBatch, Any] | None:
         """Send this rank's micro-batch to those that (from, to) pairs say; returns what this rank gets."""
@@ -296,20 +295,9 @@ class Verification:
         return got
 
 
-def _texts(sums: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digests on the host, which waits once for each device."""
-    found: dict[str, str] = {}
-    for device in {it.device for it in sums.values()}:
-        here = {name: it for name, it in sums.items() if it.device == device}
-        values = torch.stack(list(here.values())).tolist()
-        found.update((name, f"{value % 2**64:016x}") for name, value in zip(here, values, strict=True))
-    return {name: found[name] for name in sorted(found)}
-
-
-def _one(several: Digests) -> str | None:
-    """One digest of several; None of none."""
-    text = " ".join(f"{name}={value}" for name, value in sorted(several.items()))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if several else None
+def _one(several: Digests) -> str:
+    """One digest of several."""
+    return hashlib.sha256(repr(sorted(several.items())).encode()).hexdigest()
 
 
 def _first_different(one: Digests, other: Digests) -> str:
@@ -323,7 +311,7 @@ def _serial(device: torch.device) -> str:
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     ask = ["nvidia-smi", "-i", gpu, "--query-gpu=serial", "--format=csv,noheader"]
     try:
-        serial = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True).stdout.strip()  # noqa: S603
+        serial = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         serial = "unknown"
     return f", serial number {serial}, {gpu}"

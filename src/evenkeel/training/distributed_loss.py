@@ -285,7 +285,7 @@ class DistributedLoss:
         self._verifier = verifier
         self.reduction.tap = verifier.take
 
-    def compute_again(self, micro_batch: MicroBatch, batch: Any) -> tuple[Sequence[Tensor], list[Tensor | None], Tensor]:
+    def compute_again(self, micro_batch: MicroBatch, batch: Any) -> tuple[list[Tensor], list[Tensor | None], Tensor]:
         """Compute any rank's micro-batch of the present step, from the committed weights, before the commit.
 
         Returns:
@@ -299,7 +299,7 @@ class DistributedLoss:
             self._weight = micro_batch.size / self.plan.step_samples(self._loss.step)
             slope = self._slope(loss)
             gradients = torch.autograd.grad(loss, self._learning, slope, allow_unused=True)
-            return self._learning, list(gradients), self._collect()
+            return list(self._learning), list(gradients), self._collect()
 
     def step(self, norm: Tensor | None = None) -> None:
         """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks have the same state.

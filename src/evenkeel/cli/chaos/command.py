@@ -53,7 +53,7 @@ class ChaosCommand:
     seed: int = option(0, *SEEDS)
     """Seed of the kinds of the faults, their order and intervals."""
     faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...")] = ""
-    """kill, keeper, term, stop (ranks), truncate (checkpoints), agent, node; not by default: fill (the disk), bitflip."""
+    """kill, keeper, term, stop (ranks), truncate (checkpoints), agent, node; not by default: fill (disk), bitflip."""
     then: Literal["finish", "stop"] = "finish"
     """After the last fault: let the job finish, or stop it by SIGTERM."""
     nodes: int = option(1, 1, 2**16)

@@ -17,7 +17,7 @@ from ... import __version__
 from ...common.arguments import flag
 from ...common.files import MOST
 from ...common.naming import TRAIN
-from ...run.records import ACCOUNTS
+from ...run.records import ACCOUNTS, verified
 from . import figures
 from .classified import Classified, read_classified
 from .history import History, differing_options
