@@ -1,4 +1,4 @@
-"""Plant 66 small faults, one at a time, and see whether the tests find them.
+"""Plant 67 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -226,6 +226,11 @@ a checkpoint of --keep-every is deleted when it is old
     run/checkpoint.py | tests/run | tests/promises/test_keep_every.py
     - for path, found in self._manifests() if found.kept_for_ever)}
     + for path, found in self._manifests() if found.step < 0)}
+
+a gradient that is wrong is committed as soon as it was found
+    run/verification.py | tests/run | tests/promises/test_verify_every.py
+    - self.again = not self._agree(model, step)
+    + self._agree(model, step)
 
 a rank on another kind of machine is not seen
     run/fingerprint.py | tests/run

@@ -16,6 +16,7 @@ from evenkeel.run.bit_flips import BIT_FLIPS, BitFlips
 from evenkeel.run.digest import digests
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.state import State
+from tests.support.components import has
 from tests.support.processes import TRAIN, evenkeel, finish, fork, rank_variables, read, records
 from tests.support.small_runs import job_of, model_of, recipe_job, refusal, trained, weights_of
 
@@ -40,7 +41,10 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> str:
     return weights_of(run_dir)
 
 
-@pytest.mark.parametrize(("rank", "step", "seed"), [(0, 0, 3), (1, 13, 4), (2, 25, 5)])
+@pytest.mark.parametrize(
+    ("rank", "step", "seed"),
+    [(1, 13, 4), *(pytest.param(*it, marks=pytest.mark.slow) for it in [(0, 0, 3), (2, 25, 5)])],
+)
 def test_a_flip_in_a_gradient_is_found_and_changes_no_bit(
     tmp_path: Path, right: str, rank: int, step: int, seed: int
 ) -> None:
@@ -54,8 +58,9 @@ def test_a_flip_in_a_gradient_is_found_and_changes_no_bit(
     assert weights_of(tmp_path / "run") == right
     assert read(tmp_path / "run", "status.json")["verified"] == 27
     assert read(tmp_path / "run", "status.json")["alarms"] == [alarm["reason"]]
-    shown = evenkeel("status", tmp_path / "run").stdout
-    assert "27 steps verified, 1 alarm: " + alarm["reason"] in " ".join(shown.split())
+    if has("status"):
+        shown = evenkeel("status", tmp_path / "run").stdout
+        assert "27 steps verified, 1 alarm: " + alarm["reason"] in shown
 
 
 def test_the_control_without_the_option_it_goes_into_the_weights(tmp_path: Path, right: str) -> None:
@@ -64,6 +69,7 @@ def test_the_control_without_the_option_it_goes_into_the_weights(tmp_path: Path,
     assert weights_of(tmp_path / "run") != right
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_always_wrong_ends_the_run_which_another_goes_on_with(tmp_path: Path, right: str) -> None:
     words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1)
     done = with_fault(tmp_path / "run", words, rank=2, step=11, sticky=True)
@@ -78,6 +84,7 @@ def test_a_rank_that_is_always_wrong_ends_the_run_which_another_goes_on_with(tmp
     assert weights_of(tmp_path / "run") == right
 
 
+@pytest.mark.slow
 def test_with_two_ranks_both_are_suspects(tmp_path: Path, right: str) -> None:
     words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1)
     done = with_fault(tmp_path / "run", words, ranks=2, step=4)
@@ -112,7 +119,9 @@ NASTY = {
     "dropout, BatchNorm, bfloat16, loaders": recipe_job(Path("RUN"), "--precision", "bf16", "--num-workers", 1),
     "loss scaling": recipe_job(Path("RUN"), "--precision", "fp16", "--loss-scale", 64),
     "shares": recipe_job(Path("RUN"), "--shares", "2:1:1"),
-    "accumulation in a ring": recipe_job(Path("RUN"), "--reduce", "ring", "--deterministic", "--micro-batch", 2),
+    "accumulation in a ring": recipe_job(
+        Path("RUN"), "--reduce", "ring", "--deterministic", *["--micro-batch", "0", "--micro-batches", "6"]
+    ),
     "streams": job_of("streams_task.py:Streamed", "--batch-size 12 --micro-batch 2 --max-steps 30")(Path("RUN")),
     "two networks in turns": job_of("turns_task.py:Turns", "--epochs 3 --batch-size 12 --micro-batch 3")(Path("RUN")),
 }
