@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from evenkeel.common.naming import BIT_FLIPS
 from evenkeel.config import Config
 from evenkeel.data.plan import Plan
+from evenkeel.data.sampler import Step
 from evenkeel.distributed.world import World
-from evenkeel.run.bit_flips import BIT_FLIPS, BitFlips
-from evenkeel.run.digest import digests
-from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.run.digest import on_host
+from evenkeel.run.verified_loss import VerifiedLoss
 from evenkeel.training.state import State
 from tests.support.components import has
 from tests.support.processes import TRAIN, evenkeel, finish, fork, rank_variables, read, records
@@ -31,6 +32,29 @@ def with_fault(
     plan.write_text(json.dumps({"rank": 1, "where": "gradient", "sticky": False, "seed": 0, "step": 0, **fault}))
     env = {BIT_FLIPS: str(plan)}
     return [finish(it) for it in [fork(TRAIN, *words, env=v | env) for v in rank_variables(ranks)]]
+
+
+class Every:
+    """Has each step compared, and compares nothing itself."""
+
+    def verifies(self, step: int) -> bool:
+        return True
+
+    def approves(self, model: VerifiedLoss, step: int) -> bool:
+        return True
+
+
+def own_and_again(path: Path, sticky: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Digests of what one rank computes with a fault in a gradient, and of what the same rank computes again."""
+    path.write_text(json.dumps({"rank": 0, "where": "gradient", "sticky": sticky, "seed": 1}))
+    plan, alone = Plan(8, 8, 8, 1), World(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    torch.manual_seed(0)
+    state, batch = State(torch.nn.Linear(6, 3), []), torch.randn(8, 6)
+    made = VerifiedLoss(lambda network, batch: network(batch).square().mean(), state, alone, plan)
+    made.connect(Every())
+    for given in made.micro_batches(Step(0, plan.micro_batches(0), iter([batch]))):
+        made.backward(made(given))
+    return on_host(made.mine), made.compute_again(made.kept)
 
 
 @pytest.fixture(scope="module")
@@ -142,23 +166,14 @@ def test_one_flip_one_alarm_and_the_same_bits_with_a_nasty_model(tmp_path: Path,
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
-def test_the_control_the_same_rank_computes_the_same_wrong_bits_again(tmp_path: Path) -> None:
-    model, plan = torch.nn.Linear(6, 3), Plan(8, 8, 4, 1)
-    state, alone = State(model, []), World(0, 0, 1, 1, torch.device("cpu"), launched=False)
-    loss = DistributedLoss(lambda network, batch: network(batch).square().mean(), state, alone, plan)
-    (micro_batch, *_), batch = plan.micro_batches(0), torch.randn(4, 6)
-    (tmp_path / "plan").write_text(json.dumps({"rank": 0, "where": "gradient", "sticky": True, "seed": 1}))
-    flips = BitFlips(tmp_path / "plan", 0, state.parameters)
-    flips.begin(0)
-
-    def computed(faulty: bool) -> dict[str, str]:
-        parameters, gradients, _ = loss.compute_again(micro_batch, batch)
-        if faulty:
-            flips.strike(parameters, gradients, again=True)
-        return digests({str(n): g for n, g in enumerate(gradients) if g is not None})
-
-    assert computed(faulty=True) == computed(faulty=True), "missed"
-    assert computed(faulty=True) != computed(faulty=False), "found by another rank"
+def test_the_control_the_same_rank_computes_the_same_wrong_bits_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BIT_FLIPS, str(tmp_path / "plan"))
+    faulty, sound = (own_and_again(tmp_path / "plan", sticky) for sticky in (True, False))
+    assert faulty[0] == faulty[1], "missed by the rank itself"
+    assert faulty[0] != sound[1], "found by another"
+    assert sound[0] == faulty[0] != sound[1], "a fault that comes once would be found by the rank itself"
 
 
 def test_a_task_that_is_not_deterministic_ends_before_the_first_commit(tmp_path: Path) -> None:

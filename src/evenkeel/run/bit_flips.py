@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BIT_FLIPS = "EVENKEEL_BIT_FLIPS"
-"""The environment variable with the file's path."""
+from ..common.naming import BIT_FLIPS
 
 
 class BitFlips:

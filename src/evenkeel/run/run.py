@@ -47,6 +47,7 @@ from .records import recorded_options
 from .resume import Resume
 from .step_log import StepLog
 from .verification import Verification
+from .verified_loss import VerifiedLoss
 
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
 
@@ -189,13 +190,13 @@ class Run:
             whole = of_whole_batches(self.task)
             loss = WholeBatch(self.task.embed, self.task.batch_loss) if whole else self.task.loss
         assert loss
-        made = DistributedLoss(
+        made = (VerifiedLoss if self.verification.needed else DistributedLoss)(
             loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
             config.strategy, self.task.unused_parameters, network, self.step_log.arrivals, self.task.collectives,
             self.step_log.shares, config.reduce_dtype,
         )  # fmt: skip
-        if self.verification.needed:
-            made.verify_with(self.verification)
+        if isinstance(made, VerifiedLoss):
+            made.connect(self.verification)
         return made
 
     def steps(self) -> Iterator[Step]:

@@ -20,39 +20,34 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import pickle
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..common.errors import Ended, Refusal, Unfit
-from ..common.naming import name_ranks
+from ..common.naming import BIT_FLIPS, name_ranks
 from ..common.phases import VERIFICATION, activity
 from ..config import Config
-from ..data.plan import MicroBatch
 from ..distributed.devices import describe
-from ..training.distributed_loss import DistributedLoss
 from ..training.state import State
 from ..training.task import Task
-from ..training.whole_batch import cloned, of_whole_batches
+from ..training.whole_batch import of_whole_batches
 from .attempt import Attempt
-from .bit_flips import BitFlips
 from .checkpoint import step_of
 from .checkpointer import Checkpointer
-from .digest import bit_sum, digests, on_host
+from .digest import digests, on_host
+from .verified_loss import Given, VerifiedLoss
 
 log = logging.getLogger(__name__)
 
 Digests = Mapping[str, int | str]
-
-REST = "loss and statistics"
-"""What stands beside the names of parameters: the losses, and the changes of BatchNorm's statistics."""
 
 
 class Found(NamedTuple):
@@ -80,7 +75,7 @@ def refuse_unverifiable(config: Config, task: Task) -> None:
 
 
 class Verification:
-    """Looks at the steps of a run, on every rank; a `Verifier` of its losses.
+    """Looks at the steps of a run, on every rank; asked by its `VerifiedLoss`.
 
     Args:
         attempt: this one.
@@ -101,44 +96,19 @@ class Verification:
         self._wrong: Counter[int] = Counter()  # alarms of each rank in this attempt
         self._sure = -1  # the last step that came from a comparison without alarm
         self._steady = False  # whether a micro-batch gives the same bits twice
-        self._flips = BitFlips.planted(self.world.rank, state.parameters)
-        self._open = self._due = False
-        self._mine: dict[str, Tensor] = {}
-        self._kept: tuple[MicroBatch, Any] | None = None
-        self._names = {id(parameter): name for name, parameter in state.model.named_parameters()}
         if self._every and self.world.world_size == 1:
             log.warning("--verify-every %d: there is one rank only, and it cannot check itself", self._every)
 
     @property
     def needed(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._flips or self._every)
+        return bool(self._every or os.environ.get(BIT_FLIPS))
 
-    def _verifies(self, step: int) -> bool:
+    def verifies(self, step: int) -> bool:
+        """Whether this step, counted from 0, is compared."""
         return self._every > 0 and self.world.world_size > 1 and (step + 1) % self._every == 0
 
-    def begin(self, step: int, micro_batch: MicroBatch, batch: Any) -> None:
-        """Before this rank's first micro-batch of a step."""
-        self._open, self._due = True, self._verifies(step)
-        if self._flips:
-            self._flips.begin(step)
-        if self._due:  # on the CPU a loss may change its batch
-            self._kept = micro_batch, cloned(batch) if self.world.device.type == "cpu" else batch
-
-    def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Take gradients before they are reduced."""
-        if self._open and self._flips:
-            self._flips.strike(parameters, gradients)
-        if self._open and self._due:
-            self._mine |= self._sums(parameters, gradients)
-
-    def finish(self, collected: Tensor) -> None:
-        """Take the rest of the micro-batch."""
-        self._open = False
-        if self._due:
-            self._mine[REST] = bit_sum(collected)
-
-    def approves(self, model: DistributedLoss, step: int) -> bool:
+    def approves(self, model: VerifiedLoss, step: int) -> bool:
         """Compare, if it is time; False: the step is to be computed again.
 
         Raises:
@@ -147,18 +117,17 @@ class Verification:
         self.again = False
         if self._sure < 0:
             self._sure = self._state.step
-        if self._verifies(step):
+        if self.verifies(step):
             with activity.during(VERIFICATION):
                 self._state.settle()
                 self.again = not self._agree(model, step)
-        self._mine, self._kept = {}, None
         return not self.again
 
-    def _agree(self, model: DistributedLoss, step: int) -> bool:
+    def _agree(self, model: VerifiedLoss, step: int) -> bool:
         ranks = range(self.world.world_size)
-        own, given = on_host(self._mine), self._handed([(rank, self._after(rank)) for rank in ranks])
-        again, states = self._computed(model, given), digests(self._state.tensors())
-        unsteady = "" if self._steady else _first_different(*(self._computed(model, self._kept) for _ in range(2)))
+        own, given = on_host(model.mine), self._handed(model.kept, [(rank, self._after(rank)) for rank in ranks])
+        again, states = model.compute_again(given), digests(self._state.tensors())
+        unsteady = "" if self._steady else _first_different(*(model.compute_again(model.kept) for _ in range(2)))
         kind = describe(self.world.device).kind
         everyone = self.world.gather(Found(_one(own), _one(again), _one(states), kind, unsteady))
         self._refuse(everyone)
@@ -174,21 +143,6 @@ class Verification:
     def _after(self, rank: int, places: int = 1) -> int:
         return (rank + places) % self.world.world_size
 
-    def _sums(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> dict[str, Tensor]:
-        """Digests, still on the device; a missing gradient counts as zeros, as DDP has them."""
-        pairs = zip(parameters, gradients, strict=True)
-        return {self._names[id(p)]: bit_sum(torch.zeros_like(p) if it is None else it.detach()) for p, it in pairs}
-
-    def _computed(self, model: DistributedLoss, given: tuple[MicroBatch, Any] | None) -> dict[str, int]:
-        """The digests of a micro-batch, computed here."""
-        if given is None:
-            return {}
-        micro_batch, batch = given
-        parameters, gradients, collected = model.compute_again(micro_batch, cloned(batch))
-        if self._flips:
-            self._flips.strike(parameters, gradients, again=True)
-        return on_host(self._sums(parameters, gradients) | {REST: bit_sum(collected)})
-
     def _refuse(self, everyone: Sequence[Found]) -> None:
         for rank, found in enumerate(everyone):
             if found.unsteady:
@@ -203,11 +157,11 @@ class Verification:
                 )
 
     def _judged(
-        self, model: DistributedLoss, wrong: Sequence[int], own: Digests, again: Digests
+        self, model: VerifiedLoss, wrong: Sequence[int], own: Digests, again: Digests
     ) -> tuple[list[int], str, list[str]]:
         """Let a third rank decide. Returns the suspects, the first tensor, and who each rank is."""
         pairs = [(rank, self._after(rank, 2)) for rank in wrong] if self.world.world_size > 2 else []
-        third = self._computed(model, self._handed(pairs))
+        third = model.compute_again(self._handed(model.kept, pairs))
         everyone = self.world.gather((own, again, third, self._who()))
         suspects, tensor = set[int](), ""
         for rank in wrong:
@@ -275,12 +229,12 @@ class Verification:
     def _who(self) -> str:
         return f"rank {self.world.rank}: {describe(self.world.device).line}{_serial(self.world.device)}"
 
-    def _handed(self, pairs: Iterable[tuple[int, int]]) -> tuple[MicroBatch, Any] | None:
+    def _handed(self, kept: Given, pairs: Iterable[tuple[int, int]]) -> Given:
         """Send this rank's micro-batch to those that (from, to) pairs say; returns what this rank gets."""
-        rank, sent, got = self.world.rank, list[Any](), None
+        rank, sent, got = self.world.rank, list[Any](), cast(Given, None)
         for source, target in pairs:
             if source == rank:
-                data = torch.frombuffer(bytearray(pickle.dumps(self._kept)), dtype=torch.uint8)
+                data = torch.frombuffer(bytearray(pickle.dumps(kept)), dtype=torch.uint8)
                 parts = (torch.tensor([len(data)]), data)
                 sent += [(part, dist.isend(part, target)) for part in parts]
         for source, target in pairs:

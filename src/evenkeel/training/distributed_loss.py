@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..common.errors import Ended
 from ..common.phases import COMPUTING, DATA, REDUCTION, activity
 from ..data.plan import MicroBatch, Plan
-from ..data.randomness import derive, generators_kept, seed_computation
+from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
 from ..distributed.data_parallel import Parallel, parallel
 from ..distributed.reduction import Ring, Tree
@@ -49,22 +49,6 @@ _BUFFER_OPTION = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel).parameters
 )
-
-
-class Verifier(Protocol):
-    """What looks at the first micro-batch of each rank, and decides whether a step may be committed."""
-
-    def begin(self, step: int, micro_batch: MicroBatch, batch: Any) -> None:
-        """Before a rank's first micro-batch of a step; not on an idle rank."""
-
-    def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Gradients before they are reduced; also of passes that are not of the first micro-batch."""
-
-    def finish(self, collected: Tensor) -> None:
-        """After that micro-batch, with its losses and changes of buffers in a flat tensor."""
-
-    def approves(self, model: "DistributedLoss", step: int) -> bool:
-        """Before the commit, on all ranks. False: the step is to be computed again."""
 
 
 class DistributedLoss:
@@ -118,7 +102,6 @@ class DistributedLoss:
         reduce_dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         self._shares = shares
-        self._verifier: Verifier | None = None
         self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
@@ -171,17 +154,9 @@ class DistributedLoss:
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 placed, self._last = self._begin(micro_batch, batch), number == len(step.micro_batches)
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
-                verifier = self._verifier if number == 1 else None
-                if verifier:
-                    verifier.begin(step.number, micro_batch, batch)
                 with nullcontext() if self._last else self._no_reduction():
                     yield placed
-                collected = self._collect()
-                if verifier:
-                    if not (self._last and self.reduction.hooked):
-                        verifier.take(self._learning, [parameter.grad for parameter in self._learning])
-                    verifier.finish(collected)
-                self._parts.push(Node(0, micro_batch.id), collected)
+                self._parts.push(Node(0, micro_batch.id), self._collect())
                 if not self._last:
                     self.reduction.keep(micro_batch.id)
                 if not (self._last and self.reduction.hooked):  # otherwise the hook has done so
@@ -280,27 +255,6 @@ class DistributedLoss:
         scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
         return scale * (1.0 if self._whole else self._weight) + 0 * part
 
-    def verify_with(self, verifier: Verifier) -> None:
-        """Have each step looked at before it is committed."""
-        self._verifier = verifier
-        self.reduction.tap = verifier.take
-
-    def compute_again(self, micro_batch: MicroBatch, batch: Any) -> tuple[list[Tensor], list[Tensor | None], Tensor]:
-        """Compute any rank's micro-batch of the present step, from the committed weights, before the commit.
-
-        Returns:
-            The parameters that learn, their gradients as this micro-batch contributes them, and its losses and changes
-            of buffers, flat. ``.grad``, DDP and generators stay as they are.
-        """
-        with generators_kept():
-            seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
-            found = self._loss(self._transfer(batch))
-            loss, self._named = found if isinstance(found, tuple) else (found, None)
-            self._weight = micro_batch.size / self.plan.step_samples(self._loss.step)
-            slope = self._slope(loss)
-            gradients = torch.autograd.grad(loss, self._learning, slope, allow_unused=True)
-            return list(self._learning), list(gradients), self._collect()
-
     def step(self, norm: Tensor | None = None) -> None:
         """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks have the same state.
 
@@ -308,9 +262,6 @@ class DistributedLoss:
             norm: the gradient's norm, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
-        if self._verifier and not self._verifier.approves(self, self._loss.step):
-            self._sums()  # no exchange may be under way when the step begins again
-            return
         if self.state.own:
             self.state.own.check()
             named = zip(("loss", *(self._names or ())), self._sums().tolist(), strict=False)

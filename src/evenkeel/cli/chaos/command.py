@@ -18,9 +18,9 @@ import tyro
 
 from ...common import display
 from ...common.errors import Ended, Refusal
+from ...common.naming import BIT_FLIPS
 from ...common.processes import adopt_orphans
 from ...config import SEEDS, MaybePath, option
-from ...run.bit_flips import BIT_FLIPS
 from ...run.records import read_facts
 from .experiment import Experiment, lines, say
 from .faults import KINDS, SAFE, Fault, schedule

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...common.files import write_json
-from ...run.bit_flips import BIT_FLIPS
+from ...common.naming import BIT_FLIPS
 from .job import Job
 from .nodes import send
 
