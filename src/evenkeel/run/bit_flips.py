@@ -33,7 +33,7 @@ class BitFlips:
     def __init__(self, path: Path, rank: int, parameters: Sequence[Tensor]) -> None:
         self._path, self._rank, self._parameters = path, rank, parameters
         self._fault: dict[str, Any] = {}
-        self._struck = False
+        self._active = False
 
     @staticmethod
     def planted(rank: int, parameters: Sequence[Tensor]) -> BitFlips | None:
@@ -47,30 +47,29 @@ class BitFlips:
             fault = json.loads(self._path.read_text())
             if fault["rank"] == self._rank:
                 self._path.unlink()
-                self._fault, self._struck = fault, False
-        self._active = bool(self._fault) and step >= self._fault.get("step", 0)
-        if self._active and self._fault["where"] == "weight" and (self._fault["sticky"] or not self._struck):
+                self._fault = fault
+        self._active = step >= self._fault.get("step", 0)
+        if self._active and self._fault.get("where") == "weight":
             self._flip(self._chosen())
 
     def strike(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], again: bool = False) -> None:
         """Do a fault in a gradient; in a micro-batch that is computed again only one that is sticky."""
-        if not self._fault or not self._active or self._fault["where"] != "gradient":
+        if not self._active or self._fault.get("where") != "gradient" or (again and not self._fault["sticky"]):
             return
         chosen = self._chosen()
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter is chosen and gradient is not None and (self._fault["sticky"] or not (again or self._struck)):
+            if parameter is chosen and gradient is not None:
                 self._flip(gradient)
 
     def _chosen(self) -> Tensor:
-        learning = [parameter for parameter in self._parameters if parameter.requires_grad and parameter.numel()]
-        return random.Random(self._fault["seed"]).choice(learning)
+        return random.Random(self._fault["seed"]).choice(self._parameters)
 
     @torch.no_grad()
     def _flip(self, tensor: Tensor) -> None:
-        self._struck = True
         dice, live = random.Random(self._fault["seed"] + 1), tensor.detach()
         place = tuple(int(i) for i in np.unravel_index(dice.randrange(live.numel()), tuple(live.shape)))
         cell = live[place].reshape(1).cpu().clone()
         bit = dice.randrange(8 * cell.element_size())
         cell.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
         live[place] = cell[0].to(live.device)
+        self._fault = self._fault if self._fault["sticky"] else {}

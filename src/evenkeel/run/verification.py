@@ -217,7 +217,7 @@ class Verification:
         line = f"{found}: {'; '.join(who[rank] for rank in suspects)}"
         self.alarms.append(line)
         if self._attempt.tracker:
-            self._attempt.tracker.event("wrong", step + 1, reason=line)
+            self._attempt.tracker.event("wrong", step, reason=line)
         self.note()
         return line
 
