@@ -1,4 +1,4 @@
-"""Plant 71 small faults, one at a time, and see whether the tests find them.
+"""Plant 72 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -241,6 +241,11 @@ bisect begins each repetition at a state in which the runs differ already
     time_travel/bisect.py | tests/time_travel | tests/processes/test_bisect.py
     - script, words, begin=low)
     + script, words, begin=high)
+
+a gradient that is wrong is committed as soon as it was found
+    run/verification.py | tests/run | tests/promises/test_verify_every.py
+    - self.again = not self._agree(model, step)
+    + self._agree(model, step)
 
 a rank on another kind of machine is not seen
     run/fingerprint.py | tests/run

@@ -17,15 +17,15 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1450,
-    "config": 505,
+    "config": 520,
     "data": 3030,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 5020,
-    "run": 5110,
+    "training": 5035,
+    "run": 5600,
     "tasks": 2180,
     "launch": 2920,
-    "cli": 7320,
+    "cli": 7350,
     "time_travel": 1300,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -53,6 +53,30 @@ def test_the_job_of_the_readme_reaches_its_accuracy(run_dir: Path, ranks: int, r
     assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
 
 
+def test_ranks_that_verify_each_other_raise_no_alarm_and_change_no_bit(tmp_path: Path, record_property: Record) -> None:
+    seconds = []
+    for every in (1, 0):
+        run_dir = tmp_path / f"every-{every}"
+        words = [
+            "--max-steps",
+            60,
+            "--reduce",
+            "tree",
+            "--precision",
+            "bf16",
+            "--verify-every",
+            every,
+            "--log-every",
+            1,
+        ]
+        ended(started(2, "--wandb", "disabled", "--run-dir", run_dir, *words))
+        seconds.append(median(b["time"] - a["time"] for a, b in pairwise(records(run_dir, "train")[10:])))
+    status = read(tmp_path / "every-1", "status.json")
+    assert (status["verified"], status.get("alarms", [])) == (60, [])
+    assert weights_of(tmp_path / "every-1") == weights_of(tmp_path / "every-0")
+    record_property("verified step", f"{seconds[0] / seconds[1]:.2f} of another")
+
+
 @REAL
 def test_more_ranks_than_gpus_are_refused_unless_they_share(tmp_path: Path) -> None:
     refused = run(torchrun(torch.cuda.device_count() + 1, TRAIN, *DIGITS, "--run-dir", tmp_path / "none"), expect=None)

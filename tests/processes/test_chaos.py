@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from tests.support.chaos import (
     wait_for_fault,
     wait_until_nothing_runs,
 )
-from tests.support.processes import checked, finish, read, records, run, start, stop, wait_until
+from tests.support.processes import TRAIN, checked, finish, read, records, run, start, stop, torchrun, wait_until
 from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, trained, weights_of
 
 
@@ -104,3 +104,19 @@ def test_a_command_that_never_does_a_step_is_given_up_and_a_refused_one_is_not_t
     done = run(chaos("--kill-every 1s", *launcher("--", "--run-dir", tmp_path / "run", "--lr", -1)), expect=1)
     assert done.stderr.count("evenkeel: --lr") == 1
     assert "the command was refused" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bits_that_flip_are_found_and_the_right_rank_is_named(tmp_path: Path) -> None:
+    """In gradients and weights, once and on every use. Those that end the run are gone with their process."""
+    trained(2, job(tmp_path / "right", "--reduce", "tree"))
+    words = job(tmp_path / "run", "--reduce", "tree", "--verify-every", 1, "--pause", 0.1)
+    command = chaos("--kill-every 1s --seed 11 --count 6 --faults bitflip", *torchrun(3, TRAIN, *words, restarts=9))
+    done = run(command, limit=500)
+    struck = [whom for _, whom in faults_in(done.stdout) if not whom.startswith("missed")]  # while ranks start again
+    assert len(struck) >= 4, done.stdout
+    alarms = read(tmp_path / "run", "status.json")["alarms"]
+    named = [re.findall("rank ([0-9])", alarm)[0] for alarm in alarms]
+    assert [it for it, _ in groupby(named)] == [it for it, _ in groupby(whom[5] for whom in struck)], (alarms, struck)
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "right")

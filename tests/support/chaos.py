@@ -11,7 +11,9 @@ from pathlib import Path
 from tests.support import processes
 from tests.support.processes import ROOT, TRAIN, torchrun, wait_until
 
-LINE = re.compile(r"^chaos \d\d:\d\d:\d\d  (kill|keeper|term|stop|truncate|fill|agent|node) +(.*)$", re.MULTILINE)
+LINE = re.compile(
+    r"^chaos \d\d:\d\d:\d\d  (kill|keeper|term|stop|truncate|fill|bitflip|agent|node) +(.*)$", re.MULTILINE
+)
 
 
 def chaos(options: str, *command: object) -> list[str]:

@@ -20,7 +20,7 @@ from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, eta, figures, in_epoch, progress, rates, shares, shown
 from ..resilience.interruption import KEYBOARD, STOPPED
-from ..run.records import YOUNG, is_run, read_config, values_of
+from ..run.records import YOUNG, is_run, read_config, values_of, verified
 from .status import STYLES, Metrics, RunStatus, headline, status_of
 
 POLL = 0.5  # seconds between two looks at the run
@@ -134,6 +134,7 @@ class _Follower:
         latest = self.metrics.latest.get(TRAIN)
         at, metrics, speed, more = self.facts(latest, run) if latest else ("", [], [], [])
         notes = [(run.why, STYLES.get(run.state, "red"))] * bool(run.why) + [(f"hint: {it}", "") for it in run.hints]
+        notes += [(text, "red" if run.alarms else "")] if (text := verified(run.verified, run.alarms)) else []
         line = Line(run.step, run.total_steps or 0, [run.state, eta(run.eta), *speed, *metrics, at, *more])
         return Group(line, *(styled(text, style) for text, style in notes))
 

@@ -32,7 +32,7 @@ from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, shown
 from ..common.processes import stat
 from ..config import Flag
-from ..run.records import YOUNG, Tail, goodput, ledger, read_facts, values_of
+from ..run.records import YOUNG, Tail, goodput, ledger, read_facts, values_of, verified
 from ..run.run_directory import ASIDE
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ class RunStatus:
     seconds: float  # of the run's time, over all its starts
     goodput: float | None  # productive share of it, 0 .. 1
     hints: list[str]  # see run/hints.py
+    verified: int  # steps by --verify-every
+    alarms: list[str]  # what it has found, in a line each
     heard: float | None  # when the run last wrote something, in seconds since the epoch
     job_id: str | None
     job: JobStatus | None  # the state of the Slurm job; None: there is no job, or Slurm cannot be asked
@@ -233,6 +235,8 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
         seconds=round(sum(seconds.values()), 3),
         goodput=goodput(seconds) if any(seconds.values()) else None,
         heard=heard,
+        verified=status.get("verified", 0),
+        alarms=status.get("alarms", []),
         hints=[text for text in status.get("hints", {}).values() if text],
         job_id=job_id,
         job=job,
@@ -321,6 +325,8 @@ def _view(runs: Runs, console: Console) -> Group:
         return Group(styled(f"no run below {', '.join(map(str, runs.folders))}"))
     notes = [styled(f"{run.run}: {run.why}", style=STYLES.get(run.state, "red")) for run in found if run.why]
     notes += [styled(f"{run.run}: hint: {hint}") for run in found if run.state == "running" for hint in run.hints]
+    checked = {run.run: verified(run.verified, run.alarms) for run in found if run.state == "running" or run.alarms}
+    notes += [styled(f"{run}: {text}") for run, text in checked.items() if text]
     return Group(_table(found, console), *notes, *[styled(runs.trouble, style="magenta")] * bool(runs.trouble))
 
 

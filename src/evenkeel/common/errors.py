@@ -32,6 +32,10 @@ class Ended(Exception):  # noqa: N818
     """The run cannot go on; the text is one line that says why. All ranks raise it, rank 0 prints it; exit code 1."""
 
 
+class Unfit(Ended):
+    """The same, on a rank whose state may be wrong: it must not be saved."""
+
+
 class EndedHere(Ended):
     """The same on some ranks only, each of which prints it."""
 

@@ -12,6 +12,9 @@ V = TypeVar("V")
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 """The sets of samples that something is measured on. A task may name other sets for its evaluation."""
 
+BIT_FLIPS = "EVENKEEL_BIT_FLIPS"
+"""The environment variable that names the file of `run.bit_flips`."""
+
 
 def in_set(part: str, name: str) -> str:
     """The full name of a metric of a task."""

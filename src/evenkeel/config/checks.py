@@ -61,6 +61,7 @@ def validate(config: Config, samples: int | None = None) -> None:
     if config.memory_snapshot and not window:
         raise Refusal("--memory-snapshot: needs the steps too, for example --profile 20:25")
     _check_devices(config)
+    _check_verification(config)
 
 
 def profile_window(config: Config) -> range:
@@ -116,6 +117,17 @@ def _check_devices(config: Config) -> None:
         raise Refusal("--compile --checkpoint-activations: a compiler itself decides what it recomputes; leave one out")
     if config.compile and synced:
         raise Refusal("--compile --sync-batchnorm: layers that exchange statistics cannot be compiled; leave one out")
+
+
+def _check_verification(config: Config) -> None:
+    """Refuse --verify-every where two ranks that work may still differ."""
+    given = f"--verify-every {config.verify_every}"
+    if config.verify_every and not config.exact:
+        raise Refusal(f"{given}: compares bits, so it needs --reduce tree or --deterministic; add one of them")
+    options = {"--strategy dp": config.strategy == "dp", "--sync-batchnorm": config.sync_batchnorm}
+    other = next((name for name, it in (options | {"--compile": config.compile}).items() if it), "")
+    if config.verify_every and other:
+        raise Refusal(f"{given} {other}: one rank cannot compute another's micro-batch then; leave one of them out")
 
 
 def placed_networks(config: Config) -> dict[str, int]:

@@ -189,6 +189,8 @@ class CheckpointOptions:
     """on: restart from the last step, in memory (one copy of the state per rank); off: from the disk."""
     on_nonfinite: Annotated[Literal["stop", "skip"], NAME] = option("stop", change="free")
     """If the loss or gradient is NaN or infinite: stop (end the run before that step) or skip (omit the step)."""
+    verify_every: int = option(0, 0, change="free")
+    """Every N steps ranks check each other's gradients and weights, e.g. 100, to find a GPU that errs (0: never)."""
 
 
 @dataclass(frozen=True)

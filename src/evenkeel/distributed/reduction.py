@@ -49,6 +49,8 @@ class Ring:
         """Whether DDP has passed all buckets of the step to the hook."""
         self.arrived: Callable[[], None] = lambda: None
         """Called when DDP passes the last one: this rank has nothing more to compute."""
+        self.tap: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
+        """Called with parameters and this rank's gradients of them, as views, before DDP reduces them."""
         self._under_way: list[dist.Work] = []
 
     def begin(self, runs: Sequence[range]) -> None:
@@ -68,6 +70,8 @@ class Ring:
             self._under_way.pop().wait()
 
     def _note(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        if self.tap:
+            self.tap(bucket.parameters(), _views(bucket.buffer(), bucket.parameters()))
         if bucket.is_last():
             self.complete = True
             self.arrived()

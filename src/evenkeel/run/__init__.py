@@ -15,6 +15,9 @@
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
     records.py        read status.json, metrics.jsonl and config.toml as they were written, or as they grow; the ledger
+    verification.py   --verify-every: ranks compute each other's micro-batches again and compare digests
+    verified_loss.py  its loss: what a rank's first micro-batch contributes, and the same computed again
+    bit_flips.py      what `chaos --faults bitflip` plants
     fingerprint.py    what the bits depend on besides options: machine, libraries, code; for --strict-bits
     digest.py         a digest of 64 bits for each tensor, to compare two runs
     predictions.py    --save-predictions

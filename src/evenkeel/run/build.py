@@ -39,6 +39,7 @@ from ..training.task import Classification, Task
 from ..training.task_data import evaluation_sets, has_own_collate, training_set
 from ..training.task_state import TaskState
 from ..training.whole_batch import refuse_unfit
+from .verification import refuse_unverifiable
 from .weights import read_weights
 
 
@@ -56,6 +57,7 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     """
     refuse_unfit(task, config)
     refuse_unequal(task, config)
+    refuse_unverifiable(config, task)
     world = prepare_process(config, recorded)
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)

@@ -28,15 +28,20 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     Computed where the tensors are; the host waits once for each device.
     """
-    sums = {name: bit_sum(tensor.detach()) for name, tensor in tensors.items()}
-    values: dict[str, int] = {}
-    for device in {tensor.device for tensor in sums.values()}:
-        here = {name: tensor for name, tensor in sums.items() if tensor.device == device}
-        values.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
+    values = on_host({name: bit_sum(tensor.detach()) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         kind = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode()).digest()
         values[name] += int.from_bytes(kind[:8], "big")
     return {name: f"{values[name] % 2**64:016x}" for name in tensors}
+
+
+def on_host(sums: Mapping[str, Tensor]) -> dict[str, int]:
+    """The values of sums by :func:`bit_sum`; the host waits once for each device."""
+    values: dict[str, int] = {}
+    for device in {tensor.device for tensor in sums.values()}:
+        here = {name: tensor for name, tensor in sums.items() if tensor.device == device}
+        values.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
+    return values
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..common import keeper_link
-from ..common.errors import FAILED, Ended, Refusal
+from ..common.errors import FAILED, Ended, Refusal, Unfit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory
 from ..common.naming import shown
@@ -165,7 +165,8 @@ class Ending:
             log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
             log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self._state.step, exc_info=error)
-        return self._end_failed(error, self._rescue(in_place=lost), "another rank is lost" if lost else "failed")
+        saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
+        return self._end_failed(error, saved, "another rank is lost" if lost else "failed")
 
     def hung(self) -> None:
         """A rank is stuck: save the last finished step, report the rank, and kill frozen ranks for torchrun."""

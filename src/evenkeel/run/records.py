@@ -36,6 +36,8 @@ FACTS: dict[str, Any] = {
     **dict.fromkeys(("fruitless", "starts"), 0),
     **dict.fromkeys(("time", "seconds", "goodput"), 0.0),
     "stopped_early": False,
+    "verified": 0,
+    "alarms": [""],
     "launch": [""],
     "world_sizes": [0],
     "samples": {"": 0},
@@ -179,6 +181,13 @@ def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
             seconds["dead"] += max(0.0, record["time"] - sum(record["spent"].values()) - end)
         spent, end = record["spent"], record["time"]
     return {name: round(value + spent.get(name, 0.0), 3) for name, value in seconds.items()}
+
+
+def verified(steps: int, alarms: list[str]) -> str:
+    """What --verify-every has found so far, in a line; empty without it."""
+    last = f": {alarms[-1]}" if alarms else ""
+    found = f"{len(alarms) or 'no'} alarm{'s' * (len(alarms) != 1)}"
+    return f"{steps} steps verified, {found}{last}" if steps or alarms else ""
 
 
 def attempt_ends(path: Path) -> list[dict[str, Any]]:

@@ -46,6 +46,8 @@ from .evaluator import Evaluator
 from .records import recorded_options
 from .resume import Resume
 from .step_log import StepLog
+from .verification import Verification
+from .verified_loss import VerifiedLoss
 
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
 
@@ -83,6 +85,7 @@ class Run:
         self.checkpointer = Checkpointer(attempt, state)
         self.step_log = StepLog(attempt, task, state)
         self.ending = Ending(attempt, state, self.checkpointer, self.step_log)
+        self.verification = Verification(attempt, state, self.checkpointer)
         attempt.data.watch()
         self._workers, self._unevaluated, self._steps_here = workers, False, 0
 
@@ -187,11 +190,14 @@ class Run:
             whole = of_whole_batches(self.task)
             loss = WholeBatch(self.task.embed, self.task.batch_loss) if whole else self.task.loss
         assert loss
-        return DistributedLoss(
+        made = (VerifiedLoss if self.verification.needed else DistributedLoss)(
             loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
             config.strategy, self.task.unused_parameters, network, self.step_log.arrivals, self.task.collectives,
             self.step_log.shares, config.reduce_dtype,
         )  # fmt: skip
+        if isinstance(made, VerifiedLoss):
+            made.connect(self.verification)
+        return made
 
     def steps(self) -> Iterator[Step]:
         """The remaining steps, each with this rank's micro-batches: every position of an epoch's order once.
@@ -240,7 +246,7 @@ class Run:
                 if self.asked_to_stop():
                     raise KeyboardInterrupt
                 yield step
-                if self.state.is_over() or sampler.sizes != self.step_log.shares.sizes:
+                if self.state.is_over() or sampler.sizes != self.step_log.shares.sizes or self.verification.again:
                     break
 
     def _refreshed(self, refresh: Refresh, sampler: ElasticSampler) -> DataLoader[Any]:
@@ -257,6 +263,8 @@ class Run:
             norm: the gradient's; None: as `model.step` had it.
         """
         state, directory = self.state, self.attempt.directory
+        if self.verification.again:
+            return
         self._steps_here += 1
         if self._steps_here == 1:
             keeper_link.send("progress", str(state.step))
@@ -264,6 +272,7 @@ class Run:
         now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR
         if now_and_then:
             self.attempt.data.refuse_changed()
+            self.verification.note()
         if state.own and (now_and_then or state.due_for_evaluation or self.config.saves_at(state.step)):
             state.own.compare()
         if directory and directory.fruitless:

@@ -239,16 +239,21 @@ class DistributedLoss:
         The last micro-batch's pass also reduces the gradients over all ranks.
         """
         self._arrivals.mark(FORWARD)
-        self._part = part = loss.detach() * self._weight
-        scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
+        slope = self._slope(loss)
         if self._last:
             activity.enter(REDUCTION)
         try:
-            # NaN if the loss is not finite: its gradient could be finite, and all ranks must notice
-            loss.backward(scale * (1.0 if self._whole else self._weight) + 0 * part)  # type: ignore[no-untyped-call]
+            loss.backward(slope)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._explain(error)
             raise
+
+    def _slope(self, loss: Tensor) -> Tensor:
+        """The gradient of the step's scaled mean loss by this micro-batch's loss; NaN if the loss is not finite: its
+        gradient could be finite, and all ranks must notice."""
+        self._part = part = loss.detach() * self._weight
+        scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
+        return scale * (1.0 if self._whole else self._weight) + 0 * part
 
     def step(self, norm: Tensor | None = None) -> None:
         """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks have the same state.

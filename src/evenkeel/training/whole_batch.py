@@ -152,7 +152,7 @@ class WholeBatch:
         for micro_batch, batch in zip(step.micro_batches, step.batches, strict=True):
             batches.append(batch)
             # on the CPU the batch is not copied, and a task may change it
-            again = _cloned(batch) if world.device.type == "cpu" else batch
+            again = cloned(batch) if world.device.type == "cpu" else batch
             rows.append(_packed(first_pass(micro_batch, again)).to(world.device))
             activity.enter(DATA)
         activity.enter(REDUCTION)
@@ -207,11 +207,12 @@ class WholeBatch:
         self._gradients = {name: slope for name, slope in zip(learning, found, strict=True) if slope is not None}
 
 
-def _cloned(batch: Any) -> Any:
+def cloned(batch: Any) -> Any:
+    """A copy of a batch, because a task may change it."""
     if isinstance(batch, Tensor):
         return batch.clone()
     # the parts of an object with its own `to` are not known
-    return copy.deepcopy(batch) if callable(getattr(batch, "to", None)) else with_parts(batch, _cloned)
+    return copy.deepcopy(batch) if callable(getattr(batch, "to", None)) else with_parts(batch, cloned)
 
 
 def _packed(embeddings: Mapping[str, Tensor]) -> Tensor:

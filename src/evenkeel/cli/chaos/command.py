@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ import tyro
 
 from ...common import display
 from ...common.errors import Ended, Refusal
+from ...common.naming import BIT_FLIPS
 from ...common.processes import adopt_orphans
 from ...config import SEEDS, MaybePath, option
 from ...run.records import read_facts
@@ -25,6 +27,9 @@ from .faults import KINDS, SAFE, Fault, schedule
 from .job import Job, kill_descendants
 from .nodes import Lab, why_not
 from .progress import Progress
+
+BIT_FLIP = ".bit-flip"
+"""The file in the run's folder that plants the fault `bitflip`."""
 
 INTERRUPTED = 128 + signal.SIGINT  # exit code
 
@@ -48,7 +53,7 @@ class ChaosCommand:
     seed: int = option(0, *SEEDS)
     """Seed of the kinds of the faults, their order and intervals."""
     faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...")] = ""
-    """kill, keeper, term, stop (ranks), truncate (checkpoints), agent, fill (the disk), node. Default: all but fill."""
+    """kill, keeper, term, stop (ranks), truncate (checkpoints), agent, node; not by default: fill (disk), bitflip."""
     then: Literal["finish", "stop"] = "finish"
     """After the last fault: let the job finish, or stop it by SIGTERM."""
     nodes: int = option(1, 1, 2**16)
@@ -64,6 +69,7 @@ class ChaosCommand:
         if read_facts(run_dir / "status.json")[0].get("state") == "finished":
             raise Refusal(f"--run-dir {run_dir}: this run has finished; name another folder")
         faults = islice(schedule(kinds, every, self.seed), self.count or None)
+        os.environ |= {BIT_FLIPS: str(run_dir.resolve() / BIT_FLIP)} if "bitflip" in kinds else {}
 
         adopt_orphans()
         _on_interrupt(signal.default_int_handler)  # it raises KeyboardInterrupt

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ...common.files import write_json
+from ...common.naming import BIT_FLIPS
 from .job import Job
 from .nodes import send
 
 T = TypeVar("T")
 
 SAFE = ("kill", "keeper", "term", "stop", "truncate", "agent")  # they affect nothing but the job and its run directory
-KINDS = (*SAFE, "fill", "node")
+KINDS = (*SAFE, "fill", "bitflip", "node")
 SIGNALS = {"kill": signal.SIGKILL, "keeper": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 FILLED_SECONDS = 5.0  # how long a disk stays full
@@ -42,7 +44,7 @@ class Fault:
     @property
     def restarts(self) -> bool:
         """Whether the job has to start its ranks again."""
-        return self.kind not in ("truncate", "fill")
+        return self.kind not in ("truncate", "fill", "bitflip")
 
 
 class Missed(Exception):  # noqa: N818
@@ -73,6 +75,12 @@ def strike(fault: Fault, job: Job, run_dir: Path, announce: Callable[[str], obje
         pid = worker.started if fault.kind == "keeper" else worker.pid
         announce(f"rank {worker.rank} (pid {pid})")
         send(pid, SIGNALS[fault.kind])
+    elif fault.kind == "bitflip":
+        rank = _choose(job.workers(), fault, "no rank lives").rank
+        where, sticky = ("gradient", "weight")[int(2 * fault.amount)], int(4 * fault.amount) % 2 == 1
+        announce(f"rank {rank}, a bit of a {where}, {'on every use' if sticky else 'once'}")
+        planted = {"rank": rank, "where": where, "sticky": sticky, "seed": int(fault.amount * 2**32)}
+        write_json(Path(os.environ[BIT_FLIPS]), planted)
     elif fault.kind == "agent":
         agent = _choose(sorted({worker.agent for worker in job.workers()}), fault, "no agent has ranks")
         announce(f"torchrun (pid {agent})")

@@ -17,7 +17,7 @@ from ... import __version__
 from ...common.arguments import flag
 from ...common.files import MOST
 from ...common.naming import TRAIN
-from ...run.records import ACCOUNTS
+from ...run.records import ACCOUNTS, verified
 from . import figures
 from .classified import Classified, read_classified
 from .history import History, differing_options
@@ -129,6 +129,9 @@ def _about(history: History) -> Iterator[str]:
     order = history.status.get("order")
     if order and isinstance(order, str):
         yield escape(f"read in {order}")
+    status = history.status
+    if checked := verified(status.get("verified", 0), status.get("alarms", [])):
+        yield escape(checked)
     if history.options.get("drop_last"):
         yield "without the end of an epoch that fills no batch"
 

@@ -1,0 +1,201 @@
+"""A bit that flips in a gradient or in a weight of one rank: found before the commit, and the right rank is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenkeel.common.naming import BIT_FLIPS
+from evenkeel.config import Config
+from evenkeel.data.plan import Plan
+from evenkeel.data.sampler import Step
+from evenkeel.distributed.world import World
+from evenkeel.run.digest import on_host
+from evenkeel.run.verified_loss import VerifiedLoss
+from evenkeel.training.state import State
+from tests.support.components import has
+from tests.support.processes import TRAIN, evenkeel, finish, fork, rank_variables, read, records
+from tests.support.small_runs import job_of, model_of, recipe_job, refusal, trained, weights_of
+
+TREE = ("--reduce", "tree")
+
+
+def with_fault(
+    run_dir: Path, words: list[str], ranks: int = 3, **fault: object
+) -> list[subprocess.CompletedProcess[str]]:
+    """Train on so many ranks, with a fault in one of them."""
+    plan = run_dir.with_name(f"{run_dir.name}.flip.json")
+    plan.write_text(json.dumps({"rank": 1, "where": "gradient", "sticky": False, "seed": 0, "step": 0, **fault}))
+    env = {BIT_FLIPS: str(plan)}
+    return [finish(it) for it in [fork(TRAIN, *words, env=v | env) for v in rank_variables(ranks)]]
+
+
+class Every:
+    """Has each step compared, and compares nothing itself."""
+
+    def verifies(self, step: int) -> bool:
+        return True
+
+    def approves(self, model: VerifiedLoss, step: int) -> bool:
+        return True
+
+
+def own_and_again(path: Path, sticky: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Digests of what one rank computes with a fault in a gradient, and of what the same rank computes again."""
+    path.write_text(json.dumps({"rank": 0, "where": "gradient", "sticky": sticky, "seed": 1}))
+    plan, alone = Plan(8, 8, 8, 1), World(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    torch.manual_seed(0)
+    state, batch = State(torch.nn.Linear(6, 3), []), torch.randn(8, 6)
+    made = VerifiedLoss(lambda network, batch: network(batch).square().mean(), state, alone, plan)
+    made.connect(Every())
+    for given in made.micro_batches(Step(0, plan.micro_batches(0), iter([batch]))):
+        made.backward(made(given))
+    return on_host(made.mine), made.compute_again(made.kept)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run that nobody disturbs."""
+    run_dir = tmp_path_factory.mktemp("right") / "run"
+    trained(2, recipe_job(run_dir, *TREE))
+    return weights_of(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "seed"),
+    [(1, 13, 4), *(pytest.param(*it, marks=pytest.mark.slow) for it in [(0, 0, 3), (2, 25, 5)])],
+)
+def test_a_flip_in_a_gradient_is_found_and_changes_no_bit(
+    tmp_path: Path, right: str, rank: int, step: int, seed: int
+) -> None:
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1)
+    done = with_fault(tmp_path / "run", words, rank=rank, step=step, seed=seed)
+    assert [it.returncode for it in done] == [0, 0, 0], done[0].stderr
+    (alarm,) = records(tmp_path / "run", "wrong")
+    assert alarm["step"] == step, "the last that is committed"
+    assert alarm["reason"].startswith(f"rank {rank} computed a wrong gradient (")
+    assert f") in step {step + 1}: rank {rank}: cpu of " in alarm["reason"]
+    assert weights_of(tmp_path / "run") == right
+    assert read(tmp_path / "run", "status.json")["verified"] == 27
+    assert read(tmp_path / "run", "status.json")["alarms"] == [alarm["reason"]]
+    if has("status"):
+        shown = evenkeel("status", tmp_path / "run").stdout
+        assert "27 steps verified, 1 alarm: " + alarm["reason"] in shown
+
+
+def test_the_control_without_the_option_it_goes_into_the_weights(tmp_path: Path, right: str) -> None:
+    done = with_fault(tmp_path / "run", recipe_job(tmp_path / "run", *TREE), step=13, seed=4)
+    assert [it.returncode for it in done] == [0, 0, 0]
+    assert weights_of(tmp_path / "run") != right
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_always_wrong_ends_the_run_which_another_goes_on_with(tmp_path: Path, right: str) -> None:
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1)
+    done = with_fault(tmp_path / "run", words, rank=2, step=11, sticky=True)
+    assert [it.returncode for it in done] == [1, 1, 1]
+    line = done[0].stderr.splitlines()[-1]
+    assert "rank 2 computed a wrong gradient (" in line
+    assert "in step 12: rank 2: cpu of " in line
+    assert "it was wrong before, so the run ends" in line
+    assert read(tmp_path / "run", "status.json")["reason"] == line.removeprefix("evenkeel: ")
+    trained(3, words)
+    assert [record["step"] for record in records(tmp_path / "run", "start")] == [0, 11], "no step is lost"
+    assert weights_of(tmp_path / "run") == right
+
+
+@pytest.mark.slow
+def test_with_two_ranks_both_are_suspects(tmp_path: Path, right: str) -> None:
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1)
+    done = with_fault(tmp_path / "run", words, ranks=2, step=4)
+    assert [it.returncode for it in done] == [0, 0]
+    (alarm,) = records(tmp_path / "run", "wrong")
+    assert alarm["reason"].startswith("one of ranks 0-1 computed a wrong gradient (")
+    assert weights_of(tmp_path / "run") == right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "every", "goes_on", "aside"), [(0, 4, 4, [6]), (2, 4, 4, [6]), (0, 1, 6, [6]), (2, 1, 6, [])]
+)
+def test_a_rank_whose_weights_drift_is_named_and_no_wrong_state_is_used(
+    tmp_path: Path, right: str, rank: int, every: int, goes_on: int, aside: list[int]
+) -> None:
+    """Rank 0 writes the checkpoints. Its weights drift in the seventh step, the gradients of all others after it."""
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", every, "--checkpoint-every", 2)
+    done = with_fault(tmp_path / "run", words, rank=rank, step=6 - (every > 1), where="weight")
+    assert [it.returncode for it in done] == [1, 1, 1]
+    line = done[0].stderr.splitlines()[-1]
+    assert line.startswith(f"evenkeel: the state of rank {rank} has drifted from the others' (model.")
+    assert f"before step {8 if every > 1 else 7}: rank {rank}: cpu of " in line
+    found = [int(path.name.split("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("damaged-*")]
+    assert found == aside
+    trained(3, words)
+    assert [record["step"] for record in records(tmp_path / "run", "start")] == [0, goes_on]
+    assert weights_of(tmp_path / "run") == right
+
+
+NASTY = {
+    "dropout, BatchNorm, bfloat16, loaders": recipe_job(Path("RUN"), "--precision", "bf16", "--num-workers", 1),
+    "loss scaling": recipe_job(Path("RUN"), "--precision", "fp16", "--loss-scale", 64),
+    "shares": recipe_job(Path("RUN"), "--shares", "2:1:1"),
+    "accumulation in a ring": recipe_job(
+        Path("RUN"), "--reduce", "ring", "--deterministic", *["--micro-batch", "0", "--micro-batches", "6"]
+    ),
+    "streams": job_of("streams_task.py:Streamed", "--batch-size 12 --micro-batch 2 --max-steps 30")(Path("RUN")),
+    "two networks in turns": job_of("turns_task.py:Turns", "--epochs 3 --batch-size 12 --micro-batch 3")(Path("RUN")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", NASTY)
+def test_one_flip_one_alarm_and_the_same_bits_with_a_nasty_model(tmp_path: Path, what: str) -> None:
+    for every in (1, 0):
+        run_dir = tmp_path / f"run-{every}"
+        words = [str(run_dir) if word == "RUN" else word for word in (*TREE, *NASTY[what], "--verify-every", every)]
+        done = with_fault(run_dir, list(map(str, words)), rank=1 if every else 9, step=5, seed=2)
+        assert [it.returncode for it in done] == [0, 0, 0], done[0].stderr
+    status = read(tmp_path / "run-1", "status.json")
+    assert status["verified"] == status["step"]
+    assert [alarm[:34] for alarm in status["alarms"]] == ["rank 1 computed a wrong gradient ("]
+    weights, others = model_of(tmp_path / "run-1"), model_of(tmp_path / "run-0")
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def test_the_control_the_same_rank_computes_the_same_wrong_bits_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BIT_FLIPS, str(tmp_path / "plan"))
+    faulty, sound = (own_and_again(tmp_path / "plan", sticky) for sticky in (True, False))
+    assert faulty[0] == faulty[1], "missed by the rank itself"
+    assert faulty[0] != sound[1], "found by another"
+    assert sound[0] == faulty[0] != sound[1], "a fault that comes once would be found by the rank itself"
+
+
+def test_a_task_that_is_not_deterministic_ends_before_the_first_commit(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import time\nfrom tests.support.recipe_task import Recipe\n\n\nclass Own(Recipe):\n"
+        "    def loss(self, model, batch):\n        return super().loss(model, batch) * (1 + time.time() % 1e-3)\n"
+    )
+    words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1, task="Recipe")
+    words[words.index("--task") + 1] = f"{tmp_path / 'own.py'}:Own"
+    done = with_fault(tmp_path / "run", words, rank=9)
+    assert [it.returncode for it in done] == [1, 1, 1], done[0].stderr
+    assert "has computed one micro-batch twice and got two results (" in done[0].stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_what_does_not_work_with_it_is_refused(tmp_path: Path) -> None:
+    def refused(*words: object) -> str:
+        return refusal(recipe_job(tmp_path / "run", "--verify-every", 7, *words))
+
+    assert refused() == "--verify-every 7: compares bits, so it needs --reduce tree or --deterministic; add one of them"
+    assert refused(*TREE, "--compile").startswith("--verify-every 7 --compile: one rank cannot compute another's")
+    assert refused("--deterministic", "--strategy", "dp").startswith("--verify-every 7 --strategy dp: ")
+    whole = job_of("whole_batch_task.py:Contrast", "--batch-size 4")(tmp_path / "run", *TREE, "--verify-every", 7)
+    assert "it defines batch_loss(), so no rank can compute another's micro-batch alone" in refusal(whole)
+    assert Config().verify_every == 0
