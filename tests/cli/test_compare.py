@@ -92,5 +92,5 @@ def test_refusals(tmp_path: Path) -> None:
     a, missing = made_up(tmp_path / "a", 4, 1.0), tmp_path / "missing"
     said = [f"evenkeel: {missing}: no run there (no config.toml); name two run directories"]
     assert compare(a, missing, expect=2) == compare(missing, a, expect=2) == said
-    assert "required" in compare(a, expect=2)[0]
+    assert "must be given" in compare(a, expect=2)[0]
     assert "train.py" in compare(a, a, "--", "--lr", "1", expect=2)[0]
