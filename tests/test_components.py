@@ -11,20 +11,23 @@ import pytest
 from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "src" / "evenkeel"
-COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training", "run", "tasks", "launch", "cli"]
+COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training", "run", "tasks"]
+COMPONENTS += ["mirror"] * (PACKAGE / "mirror").is_dir()  # a copy may leave it out
+COMPONENTS += ["launch", "cli"]
 COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may leave it out
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1440,
-    "config": 500,
+    "common": 1450,
+    "config": 510,
     "data": 3030,
     "distributed": 1970,
     "resilience": 1520,
     "training": 4810,
-    "run": 5090,
+    "run": 5100,
     "tasks": 2180,
-    "launch": 2920,
+    "mirror": 450,
+    "launch": 2950,
     "cli": 7320,
     "time_travel": 920,
 }
