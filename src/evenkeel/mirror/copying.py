@@ -1,7 +1,7 @@
 """The process of a node that fetches before torchrun starts, and copies whole checkpoints while the job runs.
 
-It prints a line to stdout when torchrun may start, and reads bytes from stdin: the number of each signal that torchrun's
-agent gets, and `DONE` when the ranks have ended. Without `DONE` the agent was killed, and the ranks' rescues still come.
+It prints a line to stdout when torchrun may start, and reads bytes from stdin: the number of each signal that the agent
+gets, and `DONE` when the ranks have ended. Without `DONE` the agent was killed, and the ranks' rescues still come.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import time
 from collections.abc import Collection
 from operator import methodcaller
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import fsspec
@@ -46,7 +46,7 @@ class Store:
             raise Refusal("--mirror: leave the password out of the URL; fsspec reads it from its own configuration")
         if not mark or protocol == "memory":
             raise Refusal(f"--mirror {url}: give a URL that other processes can read, such as s3://bucket/run")
-        options = {"s3": {"config_kwargs": TIMEOUTS}, "file": {"auto_mkdir": True}}.get(protocol, {})
+        options: dict[str, Any] = {"s3": {"config_kwargs": TIMEOUTS}, "file": {"auto_mkdir": True}}.get(protocol, {})
         try:
             self.fs, root = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
         except (ImportError, ValueError) as error:
@@ -91,7 +91,7 @@ class Store:
         return found
 
     def fetch(self, step: int, folder: Path, check: bool = True) -> None:
-        """Copy a checkpoint into a folder, under a hidden name until it is whole. Raises Damaged if `check` finds it."""
+        """Copy a checkpoint into a folder, under a hidden name until it is whole. With `check` raises Damaged."""
         name = f"step-{step:08d}"
         path = folder / f".{name}.{uuid4().hex}.tmp" / name
         path.mkdir(parents=True)
@@ -102,7 +102,7 @@ class Store:
                     self.fs.get_file(f"{self._root}/{_object(name, file, written)}", str(path / file))
             if check:
                 verify(path)
-            with contextlib.suppress(OSError if (folder / name).exists() else ()):  # another node was faster
+            if not (folder / name / MANIFEST).exists():  # another node on this disk may have been faster
                 path.replace(folder / name)
         finally:
             shutil.rmtree(path.parent)
@@ -110,7 +110,7 @@ class Store:
     def fetch_newest(self, folder: Path, above: int = 0, set_aside: bool = False) -> int:
         """Fetch the newest whole checkpoint above a step, and return its step; 0: there is none.
 
-        With `set_aside` damaged ones are renamed there, so that they do not count as the newest.
+        With `set_aside` the manifests of damaged ones are renamed, so that they do not count as the newest.
         """
         for step in sorted((step for step in self.manifests() if step > above), reverse=True):
             try:
@@ -120,8 +120,8 @@ class Store:
                 what = str(damage).partition(": ")[2]
                 say(f"evenkeel: {self.url}: step {step} is damaged: {what}; trying the one before", to_stderr=True)
             if set_aside:
-                place, name = f"{self._root}/checkpoints", f"step-{step:08d}"
-                self.fs.mv(f"{place}/{name}", f"{place}/damaged-{name}-{time.time_ns()}", recursive=True)
+                place = f"{self._root}/checkpoints/step-{step:08d}"
+                self.fs.mv(f"{place}/{MANIFEST}", f"{place}/damaged-{MANIFEST}")
         return 0
 
     def delete(self, kept: Collection[int]) -> None:
