@@ -297,7 +297,8 @@ def project(text: str, gone: Gone, unused: set[str]) -> str:
     """pyproject.toml without packages that nothing imports any more, and without removed folders."""
     for package in re.findall(r'"([\w-]+)(?:\[\w+\])?>=', text):
         if package.replace("-", "_") in unused:
-            text = re.sub(rf'^ *"{package}(\[\w+\])?>=[^"]*",.*\n|"{package}>=[^"]*"(, )?', "", text, flags=re.MULTILINE)
+            listed = rf'"{package}(?:\[\w+\])?>=[^"]*"'
+            text = re.sub(rf"^ *{listed},.*\n|{listed}(, )?", "", text, flags=re.MULTILINE)
     text = text.replace(", ]", "]")
     for extra in re.findall(r"^(\w+) = \[(?: *#.*\n)?\]", text, re.MULTILINE):
         listed = rf"(?<=\[){extra},|,{extra}\b(?=.*\]\",$)"

@@ -71,18 +71,19 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def served(log: Path, free: int | None = None) -> Iterator[int]:
-    """The port of a server with an empty bucket; with `free` it checks credentials after so many requests."""
+def served(log: Path, checks: bool = False) -> Iterator[int]:
+    """The port of a server with an empty bucket; with `checks` it has none, and refuses all credentials."""
     import s3fs
 
     port = free_port()
-    more = {} if free is None else {"INITIAL_NO_AUTH_ACTION_COUNT": str(free)}
+    more = {"INITIAL_NO_AUTH_ACTION_COUNT": "0"} if checks else {}
     command = [sys.executable, "-m", "moto.server", "-p", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **more})
     try:
         wait_until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), "the server", more=log.read_text)
-        s3fs.S3FileSystem(**options(port), skip_instance_cache=True).mkdir(BUCKET)
+        if not checks:
+            s3fs.S3FileSystem(**options(port), skip_instance_cache=True).mkdir(BUCKET)
         yield port
     finally:
         process.send_signal(signal.SIGKILL)
