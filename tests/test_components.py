@@ -26,7 +26,7 @@ BUDGET = {
     "training": 4810,
     "run": 5100,
     "tasks": 2180,
-    "mirror": 450,
+    "mirror": 550,
     "launch": 2950,
     "cli": 7320,
     "time_travel": 920,

@@ -171,5 +171,5 @@ def test_a_second_job_is_refused_in_a_line_and_so_is_bare_torchrun(port: int, tm
     assert not (tmp_path / "other").exists()
     alone = run([sys.executable, TRAIN, *other], env=env, expect=2)
     assert alone.stderr.startswith("evenkeel: --mirror: nothing copies here; start by launch/single_node.py")
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(signal.SIGTERM)
     finish(process)

@@ -13,11 +13,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import NoReturn
 
 from ..common.display import say
 from ..common.errors import REFUSED, Refusal
@@ -35,8 +33,7 @@ POLL, RETRY, LONGEST = 0.5, 5.0, 600.0
 """Seconds between two looks at the folder; two attempts if the store is away; to finish when the ranks have ended by
 themselves. After a stop signal it is --grace, from the signal on."""
 
-WRONG = ("PermissionError", "FileNotFoundError", "NoCredentialsError")
-"""Errors that no waiting would mend: wrong credentials, no such bucket."""
+WRONG = ("PermissionError", "FileNotFoundError", "NoCredentialsError")  # wrong credentials, no such bucket
 
 
 class Copier:
@@ -67,9 +64,9 @@ class Copier:
                 self.store.fetch_files(self.run_dir)
                 step = self.store.fetch_newest(self.checkpoints.folder, newest, self.settings.first)
                 self._say(f"fetched step {step}" if step else "nothing newer is whole")
-        except Refusal:
-            raise
         except Exception as error:  # of any type: each kind of store has its own
+            if isinstance(error, Refusal):
+                raise
             if type(error).__name__ in WRONG:
                 raise Refusal(f"--mirror {self.settings.url}: {_shown(error)}") from None
             if not newest:  # a start from step 0 would lose what is there
@@ -84,22 +81,15 @@ class Copier:
         threading.Thread(target=self._renew, daemon=True).start()
         last = False
         while not last:
-            last = self.over.is_set()  # before the pass, which therefore sees all that they have saved
+            last = self.over.wait(RETRY if self._trouble else POLL)  # then the pass sees all that they have saved
+            before, self._trouble = self._trouble, ""
             try:
                 self._pass(last)
-                if self._trouble:
-                    self._say("can be reached again")
-                self._trouble = ""
-            except Refusal as refusal:
-                self._trouble = str(refusal)
-                self._say(f"{refusal}; nothing more is copied")
-                last = self.over.wait()
             except Exception as error:  # as above
-                if not self._trouble:
-                    self._say(f"is away: {_shown(error)}; the job goes on, and copying is tried again")
                 self._trouble = _shown(error)
-            if not last:
-                self.over.wait(RETRY if self._trouble else POLL)
+            if bool(before) != bool(self._trouble):
+                away = f"is away: {self._trouble}; the job goes on, and copying is tried again"
+                self._say(away if self._trouble else "can be reached again")
         self._report()
 
     def _pass(self, last: bool) -> None:
@@ -169,7 +159,7 @@ class Copier:
         with contextlib.suppress(Exception):  # the next start of this job need not wait for it
             self.lease.release()
 
-    def _give_up(self) -> NoReturn:
+    def _give_up(self) -> None:
         self._trouble = self._trouble or "no time was left (--grace)"
         self._report()
         os._exit(0)
@@ -194,13 +184,13 @@ def _shown(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def main(words: Sequence[str]) -> int:
+def main() -> int:
     """Begin, then watch. An exit code other than 0 comes before torchrun starts."""
     for number in AGENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send one to all processes; the agent says when it ends
     with TemporaryDirectory() as folder:
         try:
-            copier = Copier(SimpleNamespace(**json.loads(words[0])), Path(folder, "copies"))
+            copier = Copier(SimpleNamespace(**json.loads(sys.argv[1])), Path(folder, "copies"))
             if code := copier.begin():
                 return code
         except Refusal as refusal:
@@ -214,4 +204,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

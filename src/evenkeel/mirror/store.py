@@ -46,7 +46,7 @@ class Store:
             raise Refusal("--mirror: leave the password out of the URL; fsspec reads it from its own configuration")
         if not mark or protocol == "memory":
             raise Refusal(f"--mirror {url}: give a URL that other processes can read, such as s3://bucket/run")
-        options: dict[str, Any] = {"s3": {"config_kwargs": TIMEOUTS}, "file": {"auto_mkdir": True}}.get(protocol, {})
+        options: Any = {"s3": {"config_kwargs": TIMEOUTS}, "file": {"auto_mkdir": True}}.get(protocol, {})
         try:
             self.fs, root = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
         except (ImportError, ValueError) as error:
@@ -61,8 +61,10 @@ class Store:
 
     def write(self, name: str, content: bytes | Path) -> None:
         """Write an object: bytes, or a file's."""
-        put = self.fs.pipe_file if isinstance(content, bytes) else lambda there, path: self.fs.put_file(path, there)
-        put(f"{self._root}/{name}", content if isinstance(content, bytes) else str(content))
+        if isinstance(content, bytes):
+            self.fs.pipe_file(f"{self._root}/{name}", content)
+        else:
+            self.fs.put_file(str(content), f"{self._root}/{name}")
 
     def remove(self, name: str) -> None:
         """Delete an object, if it is there."""
