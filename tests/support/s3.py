@@ -16,8 +16,10 @@ import pytest
 
 from tests.support.processes import free_port, wait_until
 
-for name in ("s3fs", "moto", "flask", "flask_cors"):
-    pytest.importorskip(name)
+s3fs = pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+pytest.importorskip("flask")
+pytest.importorskip("flask_cors")
 
 BUCKET = "runs"
 SECRET = "a-secret-of-nobody"
@@ -73,8 +75,6 @@ class Proxy:
 @contextlib.contextmanager
 def served(log: Path, checks: bool = False) -> Iterator[int]:
     """The port of a server with an empty bucket; with `checks` it has none, and refuses all credentials."""
-    import s3fs
-
     port = free_port()
     more = {"INITIAL_NO_AUTH_ACTION_COUNT": "0"} if checks else {}
     command = [sys.executable, "-m", "moto.server", "-p", str(port)]
