@@ -12,6 +12,7 @@ from evenkeel.common.errors import Refusal
 from evenkeel.mirror import lease
 from evenkeel.mirror.lease import NAME, Lease
 from evenkeel.mirror.store import Store
+from tests.support.s3 import port, store  # noqa: F401  (fixtures)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from evenkeel.mirror.copying import Copier
 from evenkeel.mirror.store import Store
 from evenkeel.run.checkpoint import MANIFEST, Checkpoints, load, step_folders, step_of
 from tests.support import s3
+from tests.support.s3 import port, store  # noqa: F401  (fixtures)
 
 
 class Died(Exception):  # noqa: N818

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,10 @@ import pytest
 
 from tests.support import s3
 from tests.support.processes import ROOT, TRAIN, evenkeel, finish, free_port, run, start, wait_beside, wait_until
+from tests.support.s3 import port  # noqa: F401  (a fixture)
 from tests.support.small_runs import children, job, told_step, weights_of
 
 STEPS = 27
-
-
-@pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with s3.served(tmp_path_factory.mktemp("s3") / "log") as port:
-        yield port
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +84,10 @@ def test_a_job_that_lost_its_disk_in_the_middle_of_an_upload_goes_on_from_the_wh
     listed = evenkeel("checkpoint", "list", url, env=s3.variables(port)).stdout.splitlines()
     assert listed[-1].split()[0] == str(STEPS)
     assert evenkeel("checkpoint", "verify", url, env=s3.variables(port)).stdout.count(": ok") == len(listed) - 1
+    evenkeel("report", url, "--output", tmp_path / "page.html", env=s3.variables(port))
+    evenkeel("predict", url, "--set", "test", "--output", tmp_path / "test.csv", env=s3.variables(port))
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert len((tmp_path / "test.csv").read_text().splitlines()) > 1
     assert s3.SECRET not in "".join(path.read_text(errors="replace") for path in run_dir.glob("*.*")) + done.stderr
 
 

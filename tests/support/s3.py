@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from evenkeel.mirror.store import Store
 from tests.support.processes import free_port, wait_until
 
 s3fs = pytest.importorskip("s3fs")
@@ -104,3 +105,18 @@ def variables(port: int) -> dict[str, str]:
 def new_url() -> str:
     """A place in the bucket that no other test uses."""
     return f"s3://{BUCKET}/{os.urandom(4).hex()}"
+
+
+@pytest.fixture(scope="session")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of a server."""
+    with served(tmp_path_factory.mktemp("s3") / "log") as port:
+        yield port
+
+
+@pytest.fixture
+def store(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty one."""
+    for name, value in variables(port).items():
+        monkeypatch.setenv(name, value)
+    return Store(new_url(), tmp_path / "copies")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import fsspec
+from fsspec.core import url_to_fs
 
 from ..common.display import say
 from ..common.errors import Refusal
@@ -48,7 +48,7 @@ class Store:
             raise Refusal(f"--mirror {url}: give a URL that other processes can read, such as s3://bucket/run")
         options: Any = {"s3": {"config_kwargs": TIMEOUTS}, "file": {"auto_mkdir": True}}.get(protocol, {})
         try:
-            self.fs, root = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
+            self.fs, root = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
         except (ImportError, ValueError) as error:
             raise Refusal(f"--mirror {url}: {error} (s3 needs: pip install s3fs)") from None
         self.url, self.copies, self._root = url, copies, root.rstrip("/")
