@@ -1,4 +1,4 @@
-"""Plant 72 small faults, one at a time, and see whether the tests find them.
+"""Plant 73 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
 
 ENGINE = "src/evenkeel/"
-OPTIONAL = tuple(ENGINE + name for name in ("cli/", "launch/", "tasks/", "time_travel/"))
+OPTIONAL = tuple(ENGINE + name for name in ("cli/", "launch/", "tasks/", "time_travel/", "mirror/"))
 """Folders of components that tools/make_it_yours.py may have deleted."""
 
 # What a fault breaks. Below it: the file of the engine (from the root, if it begins with /), or a pattern of which one
@@ -136,6 +136,11 @@ a checkpoint gets its name before it is on the disk
     run/checkpoint.py | tests/run | tests/promises/test_damage.py
     - os.fsync(file.fileno())
     + pass
+
+--mirror writes the manifest first
+    mirror/store.py | tests/mirror
+    - content = (path / MANIFEST).read_bytes()
+    + self.write(f"checkpoints/{path.name}/{MANIFEST}", content := (path / MANIFEST).read_bytes())
 
 a checkpoint's sha256 is not compared
     run/checkpoint.py | tests/run | tests/promises/test_damage.py

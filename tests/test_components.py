@@ -11,20 +11,23 @@ import pytest
 from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "src" / "evenkeel"
-COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training", "run", "tasks", "launch", "cli"]
+COMPONENTS = ["common", "config", "data", "distributed", "resilience", "training", "run", "tasks"]
+COMPONENTS += ["mirror"] * (PACKAGE / "mirror").is_dir()  # a copy may leave it out
+COMPONENTS += ["launch", "cli"]
 COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may leave it out
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1450,
-    "config": 520,
+    "common": 1455,
+    "config": 525,
     "data": 3030,
     "distributed": 1970,
     "resilience": 1520,
     "training": 5035,
-    "run": 5600,
+    "run": 5612,
     "tasks": 2180,
-    "launch": 2920,
+    "mirror": 550,
+    "launch": 2950,
     "cli": 7350,
     "time_travel": 1300,
 }

@@ -73,7 +73,7 @@ def test_a_package_goes_with_the_last_file_that_imports_it(made: Any, files: dic
     assert "matplotlib" in listed("report")
     without = listed("report", "scaling")
     assert "matplotlib" not in without
-    assert '"evenkeel[tensorboard,parquet,text,onnx,examples,docs]"' in without
+    assert '"evenkeel[tensorboard,parquet,text,onnx,mirror,examples,docs]"' in without
     assert "submitit>=" not in listed("slurm")
     bare = listed(*components())
     assert '"evenkeel[tensorboard,parquet,docs]"' in bare

@@ -50,6 +50,7 @@ COMPONENTS = {
     "scaling": "src/evenkeel/cli/scaling tests/*/test_scaling.py docs/scaling.*",
     "time_travel": "src/evenkeel/time_travel tests/time_travel tests/*/test_replay.py "
     "tests/*/test_bisect.py docs/time-travel.md",
+    "mirror": "src/evenkeel/mirror tests/mirror tests/support/s3.py tests/processes/test_mirror.py docs/mirror.md",
     "sweep": "src/evenkeel/cli/sweep.py tests/*/test_sweep.py docs/sweep.md",
     "trackers": "src/evenkeel/run/own_trackers.py tests/run/test_own_trackers.py tests/promises/test_own_trackers.py "
     "tests/support/note_tracker.py tests/support/mlflow_stand_in.py",
@@ -295,9 +296,10 @@ def imported(text: str) -> set[str]:
 
 def project(text: str, gone: Gone, unused: set[str]) -> str:
     """pyproject.toml without packages that nothing imports any more, and without removed folders."""
-    for package in re.findall(r'"([\w-]+)>=', text):
+    for package in re.findall(r'"([\w-]+)(?:\[\w+\])?>=', text):
         if package.replace("-", "_") in unused:
-            text = re.sub(rf'^ *"{package}>=[^"]*",.*\n|"{package}>=[^"]*"(, )?', "", text, flags=re.MULTILINE)
+            listed = rf'"{package}(?:\[\w+\])?>=[^"]*"'
+            text = re.sub(rf"^ *{listed},.*\n|{listed}(, )?", "", text, flags=re.MULTILINE)
     text = text.replace(", ]", "]")
     for extra in re.findall(r"^(\w+) = \[(?: *#.*\n)?\]", text, re.MULTILINE):
         listed = rf"(?<=\[){extra},|,{extra}\b(?=.*\]\",$)"

@@ -64,6 +64,10 @@ def main() -> int:
         raise Refusal("there are no commands: all have been deleted from this copy")
     refuse_empty(arguments[:cut], *known.values())
     _refuse_unknown(arguments[:cut], known)
+    if any("://" in word for word in arguments[:cut]):
+        with contextlib.suppress(ModuleNotFoundError):  # as with COMMANDS
+            words = importlib.import_module(".mirror.command", __package__).with_local_copies(arguments[:cut])
+            arguments, cut = [*words, *arguments[cut:]], len(words)
     prog = "python -m evenkeel" if Path(sys.argv[0]).name == "__main__.py" else "evenkeel"
     try:
         if arguments[0] in ("-h", "--help"):

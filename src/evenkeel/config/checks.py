@@ -38,6 +38,8 @@ def validate(config: Config, samples: int | None = None) -> None:
         raise Refusal(f"--loss-scale {config.loss_scale:g}: must be a power of two from 2**-14 to 2**126, e.g. 65536")
     if config.eval_only and config.fresh:
         raise Refusal("--eval-only --fresh: one evaluates a run, the other starts over; choose one")
+    if config.mirror and config.fresh:
+        raise Refusal("--mirror --fresh: what is there would be fetched again; leave --fresh out, and name another URL")
     if config.checkpoint != "last" and (config.init_from or not config.eval_only):
         other = "--init-from" if config.init_from else "without --eval-only"
         raise Refusal(f"--checkpoint {config.checkpoint} {other}: it is for --eval-only; --init-from names weights")

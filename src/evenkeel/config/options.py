@@ -177,6 +177,8 @@ class CheckpointOptions:
     """Best checkpoints to keep, by the metric that the task's `best` names."""
     keep_every: int = option(0, 0, change="free")
     """Also save a checkpoint every N steps and never delete it, e.g. 1000 (0: none)."""
+    mirror: Annotated[str, tyro.conf.arg(metavar="URL", help_behavior_hint="")] = option("", change="unsaved")
+    """Copy whole checkpoints there, and begin from the newest there, e.g. s3://bucket/run."""
     grace: float = option(25.0, 1, WEEK, change="free")
     """Maximum seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
     hang_timeout: float = option(600.0, 0, WEEK, change="free")

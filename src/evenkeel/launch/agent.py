@@ -10,6 +10,7 @@ of node 0 or because too few nodes have come, 2 refused, 137 a rank was killed t
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -18,10 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..common.arguments import is_typed
 from ..common.errors import REFUSED
 from ..common.network import Waiting
 from ..common.processes import AGENT_SIGNALS, REFUSAL, survives_the_terminal
@@ -34,13 +37,32 @@ def main(arguments: list[str], lost: int = STOPPED) -> int:
     """Run torchrun in this process, so that no signals need to be forwarded; `lost`: the code where node 0 is lost."""
     names = ",".join(number.name for number in heed_signals())
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", names)  # for --signals-to-handle; not in torch 2.8
+    from torch.distributed import run
+
+    typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
+    with _mirrored(typed) as refused:
+        return refused or _run(arguments, typed, lost)
+
+
+def _mirrored(typed: Any) -> AbstractContextManager[int]:
+    """Where --mirror is given, the process that copies checkpoints (mirror/attach.py), unless that has been deleted."""
+    words = [word.replace("$$", "$") for word in typed.training_script_args]  # as torchrun's templates do
+    if any(is_typed(name, words) for name in ("mirror", "config")):
+        with contextlib.suppress(ModuleNotFoundError):
+            attach = importlib.import_module("..mirror.attach", __package__)
+            hosts = dict(word.split("=", 1) for word in typed.rdzv_conf.split(",") if "=" in word).get("is_host")
+            first = hosts != "0" if hosts else typed.node_rank == 0
+            return attach.mirrored(words, first)  # type: ignore[no-any-return]
+    return contextlib.nullcontext(0)
+
+
+def _run(arguments: list[str], typed: Any, lost: int) -> int:
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api as rendezvous
 
     gone = (rendezvous.RendezvousConnectionError, rendezvous.RendezvousTimeoutError, rendezvous.RendezvousClosedError)
-    typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     if typed.nnodes != "1":
         what = f"waiting for other nodes, --nnodes {typed.nnodes}, at {typed.rdzv_endpoint or typed.master_addr}"
         threading.Thread(target=_report_waiting, args=(what,), name="waiting", daemon=True).start()

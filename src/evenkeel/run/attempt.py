@@ -41,7 +41,7 @@ from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint
 from .records import read_facts, recorded_options
 from .resume import Resume
-from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, launch_token
+from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, launch_token, refuse_unmirrored
 from .trackers import own_trackers, wandb_mode
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class Attempt:
     ) -> None:
         assert config.run_dir is not None  # resolved
         self.path, self.config, self.plan, self.world, self.sets = config.run_dir, config, plan, world, dict(sets)
+        refuse_unmirrored(config)
         self.options = saved_options(config, task.options())
         self.data = DataCheck(config, self.path, world, plan.samples, self.sets)
         self._own_trackers = own_trackers(config.tracker if world.rank == 0 else ())

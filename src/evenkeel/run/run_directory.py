@@ -21,11 +21,11 @@ from typing import IO, Any, Literal
 import tomli_w
 
 from ..common import keeper_link
-from ..common.arguments import flag
+from ..common.arguments import MIRRORED, flag
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
-from ..config import differences
+from ..config import Config, differences
 from .checkpoint import step_folders
 from .records import is_run, read_config, read_facts, read_record
 
@@ -189,6 +189,13 @@ class Identity:
     """Values of task options in runs that are older than the option (`Task.earlier`)."""
     order: str | None = None
     """Of the training data, from `order.order_name`; None: not known here."""
+
+
+def refuse_unmirrored(config: Config) -> None:
+    """Refuse --mirror where no process copies the run's folder: torchrun's agent of the launchers starts one."""
+    if config.mirror and os.environ.get(MIRRORED) != os.path.abspath(config.run_dir or ""):  # noqa: PTH100
+        how = "start by launch/single_node.py, launch/multi_node.py or `python train.py -g 1`"
+        raise Refusal(f"--mirror: nothing copies here; {how}, with options of train.py and its --task only")
 
 
 def check(path: Path, run: Identity, fresh: bool) -> None:

@@ -1,0 +1,207 @@
+"""The process of a node that fetches before torchrun starts, and copies whole checkpoints while the job runs.
+
+It prints a line to stdout when torchrun may start, and reads bytes from stdin: the number of each signal that the agent
+gets, and `DONE` when the ranks have ended. Without `DONE` the agent was killed, and the ranks' rescues still come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+from ..common.display import say
+from ..common.errors import REFUSED, Refusal
+from ..common.processes import AGENT_SIGNALS
+from ..config import differences
+from ..resilience.interruption import STOPPED
+from ..run.checkpoint import MANIFEST, Checkpoints, Damaged, Manifest, read_manifest, step_of
+from ..run.records import read_config
+from . import lease
+from .store import FILES, Store
+
+DONE = b"\0"
+
+POLL, RETRY, LONGEST = 0.5, 5.0, 600.0
+"""Seconds between two looks at the folder; two attempts if the store is away; to finish when the ranks have ended by
+themselves. After a stop signal it is --grace, from the signal on."""
+
+WRONG = ("PermissionError", "FileNotFoundError", "NoCredentialsError")  # wrong credentials, no such bucket
+
+
+class Copier:
+    """Copies what a run's folder has and the store lacks.
+
+    Args:
+        settings: url, run_dir, keep, keep_best, grace, job (its id), harmless (options), and first: whether this is
+            node 0, which has the lease, and deletes.
+        copies: a folder for manifests.
+    """
+
+    def __init__(self, settings: SimpleNamespace, copies: Path) -> None:
+        self.settings, self.store = settings, Store(settings.url, copies)
+        self.run_dir = Path(settings.run_dir)
+        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", settings.keep, None)
+        self.lease, self.over = lease.Lease(self.store, settings.job), threading.Event()
+        self._done = dict[Path, int]()  # looked after: checkpoint -> its manifest's time in ns
+        self._sent = {} if settings.first else self._times()
+        self._trouble, self._copied, self._orphaned = "", False, False
+
+    def begin(self) -> int:
+        """Fetch the newest whole checkpoint if it is newer than the folder's. Returns 75 if it must be tried later."""
+        newest = self.checkpoints.newest_step()
+        try:
+            self._claim()
+            if max(self.store.manifests(), default=0) > newest:
+                self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
+                self.store.fetch_files(self.run_dir)
+                step = self.store.fetch_newest(self.checkpoints.folder, newest, self.settings.first)
+                self._say(f"fetched step {step}" if step else "nothing newer is whole")
+        except Exception as error:  # of any type: each kind of store has its own
+            if isinstance(error, Refusal):
+                raise
+            if type(error).__name__ in WRONG:
+                raise Refusal(f"--mirror {self.settings.url}: {_shown(error)}") from None
+            if not newest:  # a start from step 0 would lose what is there
+                self._say(f"is away, and {self.run_dir} is empty; start again: {_shown(error)}")
+                return STOPPED
+            self._say(f"is away: {_shown(error)}; the job starts, and copying is tried again")
+        return 0
+
+    def watch(self) -> None:
+        """Copy until the ranks have ended, then once more, and print what the store has."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._renew, daemon=True).start()
+        last = False
+        while not last:
+            last = self.over.wait(RETRY if self._trouble else POLL)  # then the pass sees all that they have saved
+            before, self._trouble = self._trouble, ""
+            try:
+                self._pass(last)
+            except Exception as error:  # as above
+                self._trouble = _shown(error)
+            if bool(before) != bool(self._trouble):
+                away = f"is away: {self._trouble}; the job goes on, and copying is tried again"
+                self._say(away if self._trouble else "can be reached again")
+        self._report()
+
+    def _pass(self, last: bool) -> None:
+        """Copy what is new, the newest checkpoint first: when copying is slow, only that one matters."""
+        times = {path: (path / MANIFEST).stat().st_mtime_ns for path in reversed(self.checkpoints.all())}
+        new = [path for path, time in times.items() if self._done.get(path) != time]
+        if not new and not last:
+            return
+        if not self.lease.mine and not self._orphaned:
+            self._claim()
+        for name, time in self._times().items():
+            if self._sent.get(name) != time:
+                self.store.write(name, self.run_dir / name)
+                self._sent[name] = time
+        there = self.store.manifests() if new else {}
+        for path in new:
+            try:
+                if self._wanted(mine := read_manifest(path), there.get(mine.step)):
+                    self.store.put(path)
+                    self._copied = True
+                self._done[path] = times[path]
+            except (Damaged, FileNotFoundError):
+                if (path / MANIFEST).exists():  # else it was deleted meanwhile: there are newer ones
+                    raise
+        if new and self.lease.mine:
+            self._prune()
+
+    def _wanted(self, mine: Manifest, theirs: Manifest | None) -> bool:
+        """Whether a checkpoint is this node's to copy: on a shared disk, that which this host has written."""
+        if not self.settings.first and mine.host != socket.gethostname():
+            return False
+        again = theirs and theirs.host == mine.host and theirs.time != mine.time
+        return not theirs or again or (theirs.kind, mine.kind) == ("snapshot", "checkpoint")
+
+    def _prune(self) -> None:
+        """Apply --keep, --keep-best and --keep-every there."""
+        found, keep, keep_best = self.store.manifests(), self.settings.keep, self.settings.keep_best
+        there = Checkpoints(self.store.copies, keep, found[max(found)].best_by, keep_best=keep_best)
+        kept = {*map(step_of, [*there.best_paths(), *there.all()[-keep:]])}
+        self.store.delete(kept | {step for step, manifest in found.items() if manifest.kept_for_ever})
+
+    def _times(self) -> dict[str, int]:
+        return {name: (self.run_dir / name).stat().st_mtime_ns for name in FILES if (self.run_dir / name).is_file()}
+
+    def _claim(self) -> None:
+        """Take the lease. Refused if the run there has other options; an empty folder takes any."""
+        if self.settings.first:
+            self.lease.acquire()
+        config, theirs = self.run_dir / FILES[0], self.store.read(FILES[0])
+        if theirs and config.is_file():
+            self.store.copies.mkdir(exist_ok=True)
+            (copy := self.store.copies / FILES[0]).write_bytes(theirs)
+            if changed := differences(read_config(copy), read_config(config), frozenset(self.settings.harmless)):
+                name, there, here = changed[0]
+                raise Refusal(f"--mirror {self.settings.url}: has another run: {name} is {there} there, {here} here")
+
+    def _listen(self) -> None:
+        """Read what the agent sends, and end within the time that is left."""
+        while byte := os.read(0, 1):
+            if byte == DONE:
+                threading.Timer(LONGEST, self._give_up).start()
+                self.over.set()
+            elif byte[0] in AGENT_SIGNALS:
+                threading.Timer(self.settings.grace, self._give_up).start()
+        threading.Timer(self.settings.grace, self._give_up).start()
+        self._orphaned = True
+        with contextlib.suppress(Exception):  # the next start of this job need not wait for it
+            self.lease.release()
+
+    def _give_up(self) -> None:
+        self._trouble = self._trouble or "no time was left (--grace)"
+        self._report()
+        os._exit(0)
+
+    def _renew(self) -> None:
+        while not self.over.wait(lease.RENEWED):
+            with contextlib.suppress(Exception):  # the next pass will find the same
+                if self.lease.mine:
+                    self.lease.renew()
+
+    def _report(self) -> None:
+        if (step := self.checkpoints.newest_step()) and (self._trouble or step not in map(step_of, self._done)):
+            self._say(f"has not step {step}, which is in {self.run_dir} on {socket.gethostname()}: {self._trouble}")
+        elif step and (self.settings.first or self._copied):
+            self._say(f"has step {step}, the newest here")
+
+    def _say(self, text: str) -> None:
+        say(f"evenkeel: {self.settings.url}: {text}", to_stderr=True)
+
+
+def _shown(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def main() -> int:
+    """Begin, then watch. An exit code other than 0 comes before torchrun starts."""
+    for number in AGENT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a scheduler may send one to all processes; the agent says when it ends
+    with TemporaryDirectory() as folder:
+        try:
+            copier = Copier(SimpleNamespace(**json.loads(sys.argv[1])), Path(folder, "copies"))
+            if code := copier.begin():
+                return code
+        except Refusal as refusal:
+            say(f"evenkeel: {refusal}", to_stderr=True)
+            return REFUSED
+        say("ready")
+        copier.watch()
+        with contextlib.suppress(Exception):  # else it runs out
+            copier.lease.release()
+    os._exit(0)  # timers go on
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Whole checkpoints in a real S3 server, damaged ones, and half ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from evenkeel.common.errors import Refusal
+from evenkeel.mirror.copying import Copier
+from evenkeel.mirror.store import Store
+from evenkeel.run.checkpoint import MANIFEST, Checkpoints, load, step_folders, step_of
+from tests.support import s3
+from tests.support.s3 import port, store  # noqa: F401  (fixtures)
+
+
+class Died(Exception):  # noqa: N818
+    """The process that copies."""
+
+
+def saved(folder: Path, step: int, accuracy: float = 0.0, **more: Any) -> Path:
+    """A checkpoint whose metric is an accuracy."""
+    state = {"step": step, "model": {"w": torch.full((1000,), float(step))}, "optimizers": []}
+    checkpoints = Checkpoints(folder, 99, ("accuracy", "max"), **more)
+    return checkpoints.save(state, {"accuracy": accuracy} if accuracy else {})
+
+
+def copier(store: Store, run_dir: Path, keep: int = 2, first: bool = True) -> Copier:
+    more = {"job": os.urandom(4).hex(), "harmless": [], "keep_best": 1, "grace": 5.0, "first": first}
+    made = Copier(SimpleNamespace(url=store.url, run_dir=str(run_dir), keep=keep, **more), run_dir / "copies")
+    made.lease.mine = first
+    return made
+
+
+def objects(store: Store) -> list[str]:
+    return sorted(name.partition("/checkpoints/")[2] for name in store.fs.find(f"{store._root}/checkpoints"))
+
+
+def state_of(store: Store, step: int) -> str:
+    (name,) = [name for name in objects(store) if name.startswith(f"step-{step:08d}/state.pt")]
+    return f"{store._root}/checkpoints/{name}"
+
+
+def two(store: Store, tmp_path: Path) -> Path:
+    """Two steps, there and in a folder; another, empty folder."""
+    for step in (1, 2):
+        store.put(saved(tmp_path / "here", step))
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty"
+
+
+def test_the_newest_comes_back_with_the_same_bytes(store: Store, tmp_path: Path) -> None:
+    empty = two(store, tmp_path)
+    assert store.fetch_newest(empty) == 2
+    assert torch.equal(load(empty / "step-00000002")["model"]["w"], torch.full((1000,), 2.0))
+    assert [path.name for path in empty.iterdir()] == ["step-00000002"]
+    assert store.fetch_newest(empty, above=2) == 0
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def one_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [cut, one_bit])
+def test_a_damaged_object_is_found_and_the_step_before_is_taken(
+    damage: Any, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = two(store, tmp_path)
+    name = state_of(store, 2)
+    store.fs.pipe_file(name, damage(store.fs.cat_file(name)))
+    assert store.fetch_newest(empty, set_aside=True) == 1
+    assert "step 2 is damaged: " in capsys.readouterr().err
+    assert [step_of(path) for path in step_folders(empty)] == [1]
+    assert [*store.manifests()] == [1], "it would count among the newest"
+
+
+def test_a_manifest_that_is_cut_short_and_a_missing_object_count_as_no_checkpoint(store: Store, tmp_path: Path) -> None:
+    empty = two(store, tmp_path)
+    store.put(saved(tmp_path / "here", 3))
+    manifest = f"{store._root}/checkpoints/step-00000003/{MANIFEST}"
+    store.fs.pipe_file(manifest, cut(store.fs.cat_file(manifest)))
+    store.fs.rm_file(state_of(store, 2))
+    assert store.fetch_newest(empty) == 1
+
+
+def test_an_upload_that_ends_anywhere_leaves_the_one_before(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request in turn is the one at which the process dies; the control comes next."""
+    empty, newest = two(store, tmp_path), saved(tmp_path / "here", 3)
+    write = Store.write
+    for last in range(2):
+        left = [last]
+
+        def dying(self: Store, name: str, content: Any, left: list[int] = left) -> None:
+            if not left[0]:
+                raise Died
+            left[0] -= 1
+            write(self, name, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "write", dying)
+            with pytest.raises(Died):
+                store.put(newest)
+        assert [*store.manifests()] == [1, 2]
+        assert store.fetch_newest(empty) == 2
+        shutil.rmtree(empty / "step-00000002")
+    store.put(newest)
+    assert store.fetch_newest(empty) == 3
+
+
+def test_the_control_a_plain_put_of_the_folder_leaves_a_half_checkpoint_that_loads(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "usual").mkdir()
+    for step, name in ((1, "model.pt"), (1, "optimizer.pt")):
+        torch.save({"step": step}, folder / name)
+    there = f"{store._root}/usual"
+    store.fs.put(str(folder), there, recursive=True)
+    for name in ("model.pt", "optimizer.pt"):
+        torch.save({"step": 2}, folder / name)
+    put = type(store.fs)._put_file
+    done = list[str]()
+
+    async def dying(self: Any, path: str, *more: Any, **options: Any) -> Any:
+        if done:
+            raise Died
+        done.append(path)
+        return await put(self, path, *more, **options)
+
+    monkeypatch.setattr(type(store.fs), "_put_file", dying)
+    with pytest.raises(Died):
+        store.fs.put(str(folder), there, recursive=True, batch_size=1)
+    monkeypatch.undo()
+    (back := tmp_path / "back").mkdir()
+    names = {name.split("/")[-1]: name for name in store.fs.find(there)}
+    for name, place in names.items():
+        store.fs.get_file(place, str(back / name))
+    steps = {torch.load(back / name, weights_only=True)["step"] for name in names}
+    assert steps == {1, 2}, "weights of one step and an optimizer of another, and nobody complains"
+
+
+def test_there_stays_what_the_retention_says(store: Store, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder, copies = run / "checkpoints", copier(store, run, keep=1)
+    for step, accuracy in ((2, 0.1), (3, 0.9), (4, 0.2), (5, 0.3)):
+        saved(folder, step, accuracy, keep_every=2)
+        copies._pass(False)
+    assert sorted(store.manifests()) == [2, 3, 4, 5], "2 and 4 are kept for ever, 3 is the best, 5 the newest"
+    store.write("checkpoints/step-00000001/state.pt.leftover", b"of an upload that was killed")
+    saved(folder, 7, 0.4, keep_every=2)
+    copies._pass(False)
+    assert {name.split("/")[0][-1] for name in objects(store)} == {"2", "3", "4", "7"}
+
+
+def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    first, second = saved(folder, 1), saved(folder, 2)
+    copies = copier(store, tmp_path / "run")
+    put = store.put
+
+    def gone(path: Path) -> None:
+        shutil.rmtree(first, ignore_errors=True)
+        put(path)
+
+    copies.store.put = gone  # type: ignore[method-assign]
+    copies._pass(False)
+    assert [*store.manifests()] == [step_of(second)]
+
+
+def test_other_nodes_copy_what_they_have_written_and_do_not_delete(store: Store, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        saved(tmp_path / "run" / "checkpoints", step)
+    copier(store, tmp_path / "run", keep=1)._pass(False)
+    saved(tmp_path / "other" / "checkpoints", 4)
+    other = copier(store, tmp_path / "other", keep=1, first=False)
+    other._pass(False)
+    assert sorted(store.manifests()) == [3, 4]
+    manifest = tmp_path / "other" / "checkpoints" / "step-00000004" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"host": "', '"host": "another-'))
+    other._done.clear()
+    store.fs.rm(f"{store._root}/checkpoints/step-00000004", recursive=True)
+    other._pass(False)
+    assert sorted(store.manifests()) == [3], "the host that wrote it copies it"
+
+
+@pytest.mark.parametrize("url", ["memory://run", "runs/classify", "nothing://run", "ftp://me:my-secret@host/run"])
+def test_urls_that_cannot_be_meant(url: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"^--mirror") as refused:
+        Store(url, tmp_path)
+    assert "my-secret" not in str(refused.value)
+
+
+def test_wrong_credentials_are_refused_in_a_line_without_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3.served(tmp_path / "log", checks=True) as port:
+        for name, value in s3.variables(port).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(Refusal, match="PermissionError") as refused:
+            copier(Store(s3.new_url(), tmp_path / "c"), tmp_path / "run").begin()
+    assert s3.SECRET not in str(refused.value)
+
+
+def test_a_missing_bucket_is_refused(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="FileNotFoundError"):
+        copier(Store("s3://no-such-bucket/run", tmp_path / "c"), tmp_path / "run").begin()
+
+
+def test_away_at_the_start_an_empty_folder_waits_and_another_goes_on(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.free_port()}")
+    nowhere = Store(store.url, tmp_path / "c")
+    assert copier(nowhere, tmp_path / "empty").begin() == 75
+    saved(tmp_path / "run" / "checkpoints", 1)
+    assert copier(nowhere, tmp_path / "run").begin() == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [" is empty; start again: " in lines[0], " copying is tried again" in lines[1]] == [True, True]
+
+
+def test_another_run_there_is_refused(store: Store, tmp_path: Path) -> None:
+    config = 'task = "classify"\nlr = {}\nschedule = "cosine"\n'
+    store.write("config.toml", config.format(0.1).encode())
+    for lr, code in ((0.1, 0), (0.2, 2)):
+        (run := tmp_path / f"run-{code}").mkdir()
+        (run / "config.toml").write_text(config.format(lr))
+        if code:
+            with pytest.raises(Refusal, match=r"has another run: lr is 0.1 there, 0.2 here"):
+                copier(store, run).begin()
+        else:
+            assert copier(store, run).begin() == 0

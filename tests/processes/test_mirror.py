@@ -1,0 +1,173 @@
+"""Real jobs with `--mirror` that lose disks, and their store: they go on from the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.support import s3
+from tests.support.processes import ROOT, TRAIN, evenkeel, finish, free_port, run, start, wait_beside, wait_until
+from tests.support.s3 import port  # noqa: F401  (a fixture)
+from tests.support.small_runs import children, job, told_step, weights_of
+
+STEPS = 27
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run([sys.executable, TRAIN, "-g", 1, *words(folder, "", pause=0)])
+    return weights_of(folder)
+
+
+def words(run_dir: Path, url: str, *more: object, pause: float = 0.3) -> list[str]:
+    shape = ("--reduce", "tree", "--checkpoint-every", 3, "--keep", 2, "--pause", pause)
+    return job(run_dir, *shape, *(["--mirror", url] if url else []), *more)
+
+
+def launched(proxy: s3.Proxy | int, *options: object, nodes: str = "-g 1") -> subprocess.Popen[str]:
+    where = proxy if isinstance(proxy, int) else proxy.port
+    env = s3.variables(where) | {"EVENKEEL_LAUNCH": "the-same-job"}
+    return start([sys.executable, ROOT / "launch" / "multi_node.py", *nodes.split(), "--", *options], env=env)
+
+
+def steps_in(port: int, url: str) -> list[int]:
+    fs = fsspec.filesystem("s3", **s3.options(port), use_listings_cache=False, skip_instance_cache=True)
+    names = fs.find(f"{url.removeprefix('s3://')}/checkpoints")
+    return sorted(int(name.split("/")[-2][5:]) for name in names if name.endswith("/manifest.json"))
+
+
+def copier_of(process: subprocess.Popen[str]) -> int:
+    def found() -> Any:
+        lines = ((pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in children(process.pid))
+        return [pid for pid, line in lines if b"evenkeel.mirror.copying" in line]
+
+    (pid,) = wait_until(found, "the process that copies")
+    return int(pid)
+
+
+def lose(process: subprocess.Popen[str]) -> None:
+    """A machine that goes: all its processes at once."""
+    for pid in children(process.pid):
+        os.killpg(pid, signal.SIGKILL)
+    process.kill()
+    process.communicate()
+
+
+def test_a_job_that_lost_its_disk_in_the_middle_of_an_upload_goes_on_from_the_whole_one_before(
+    port: int, tmp_path: Path, undisturbed: str
+) -> None:
+    url, proxy, run_dir = s3.new_url(), s3.Proxy(port), tmp_path / "run"
+    process = launched(proxy, *words(run_dir, url))
+    wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
+    proxy.limit = 3000  # less than state.pt
+    wait_beside(process, proxy.stopped.is_set, "an upload that hangs")
+    copier_of(process)
+    lose(process)
+    shutil.rmtree(run_dir)
+    whole = steps_in(port, url)[-1]
+    done = finish(launched(port, *words(run_dir, url)))
+    assert done.returncode == 0, done.stderr
+    assert f"fetched step {whole}\n" in done.stderr
+    assert f"{url}: has step {STEPS}, the newest here" in done.stderr
+    assert weights_of(run_dir) == undisturbed
+    listed = evenkeel("checkpoint", "list", url, env=s3.variables(port)).stdout.splitlines()
+    assert listed[-1].split()[0] == str(STEPS)
+    assert evenkeel("checkpoint", "verify", url, env=s3.variables(port)).stdout.count(": ok") == len(listed) - 1
+    evenkeel("report", url, "--output", tmp_path / "page.html", env=s3.variables(port))
+    evenkeel("predict", url, "--set", "test", "--output", tmp_path / "test.csv", env=s3.variables(port))
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert len((tmp_path / "test.csv").read_text().splitlines()) > 1
+    assert s3.SECRET not in "".join(path.read_text(errors="replace") for path in run_dir.glob("*.*")) + done.stderr
+
+
+def test_a_store_that_is_away_for_a_while_delays_nothing(port: int, tmp_path: Path, undisturbed: str) -> None:
+    url, proxy, run_dir = s3.new_url(), s3.Proxy(port), tmp_path / "run"
+    process = launched(proxy, *words(run_dir, url))
+    wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
+    proxy.away()
+    step = told_step(run_dir)
+    wait_beside(process, lambda: told_step(run_dir) >= step + 9, "nine steps without the store")
+    proxy.back()
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"{url}: is away: .*; the job goes on, .*\n.*{url}: can be reached again", done.stderr), (
+        done.stderr
+    )
+    assert steps_in(port, url)[-1] == STEPS
+    assert weights_of(run_dir) == undisturbed
+
+
+def test_a_store_that_stays_away_is_said_at_the_end(port: int, tmp_path: Path) -> None:
+    url, proxy, run_dir = s3.new_url(), s3.Proxy(port), tmp_path / "run"
+    process = launched(proxy, *words(run_dir, url))
+    wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
+    proxy.away()
+    done = finish(process, 60)
+    assert done.returncode == 0, done.stderr
+    assert f"{url}: has not step {STEPS}, which is in {run_dir} on " in done.stderr
+
+
+def test_a_rescue_is_there_within_the_grace(port: int, tmp_path: Path, undisturbed: str) -> None:
+    url, run_dir = s3.new_url(), tmp_path / "run"
+    process = launched(port, *words(run_dir, url, "--checkpoint-every", 0))
+    wait_beside(process, lambda: told_step(run_dir) >= 5, "step 5")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert (done.returncode, time.monotonic() - began < 25) == (75, True), done.stderr
+    (rescued,) = steps_in(port, url)
+    shutil.rmtree(run_dir)
+    done = finish(launched(port, *words(run_dir, url)))
+    assert f"fetched step {rescued}\n" in done.stderr
+    assert weights_of(run_dir) == undisturbed
+
+
+def test_three_nodes_lose_two_of_their_disks(port: int, tmp_path: Path, undisturbed: str) -> None:
+    """The last node's disk stays; without the mirror the run would begin anew, or at that node's last rescue."""
+    url, disks = s3.new_url(), [tmp_path / str(node) for node in range(3)]
+
+    def nodes() -> list[subprocess.Popen[str]]:
+        shape = f"-n 3 -g 1 --master 127.0.0.1:{free_port()}"
+        return [launched(port, *words(disk, url), nodes=f"{shape} -nr {n}") for n, disk in enumerate(disks)]
+
+    first = nodes()
+    wait_beside(first[0], lambda: steps_in(port, url), "a checkpoint there")
+    for process in first:
+        lose(process)
+    whole = steps_in(port, url)[-1]
+    full = [disk for disk in disks if [*disk.glob("checkpoints/step-*")]]
+    for disk in [*full, *(disk for disk in disks if disk not in full)][:2]:
+        shutil.rmtree(disk)
+    ends = [finish(process) for process in nodes()]
+    assert [end.returncode for end in ends] == [0, 0, 0], "\n".join(end.stderr for end in ends)
+    assert f"fetched step {whole}\n" in ends[0].stderr + ends[1].stderr
+    results = [disk for disk in disks if (disk / "summary.json").exists()]
+    assert [weights_of(disk) for disk in results] == [undisturbed]
+
+
+def test_a_second_job_is_refused_in_a_line_and_so_is_bare_torchrun(port: int, tmp_path: Path) -> None:
+    url = s3.new_url()
+    process = launched(port, *words(tmp_path / "run", url, pause=1))
+    wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
+    other = words(tmp_path / "other", url)
+    env = s3.variables(port) | {"EVENKEEL_LAUNCH": "another-job"}
+    refused = run([sys.executable, TRAIN, "-g", 1, *other], env=env, expect=2)
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith(f"evenkeel: --mirror {url}: a job on ")
+    assert line.endswith("writes there; name another URL")
+    assert not (tmp_path / "other").exists()
+    alone = run([sys.executable, TRAIN, *other], env=env, expect=2)
+    assert alone.stderr.startswith("evenkeel: --mirror: nothing copies here; start by launch/single_node.py")
+    process.send_signal(signal.SIGTERM)
+    finish(process)
