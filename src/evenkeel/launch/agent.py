@@ -24,11 +24,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..common.arguments import is_typed
-from ..common.errors import REFUSED
+from ..common.arguments import some_options
+from ..common.errors import REFUSED, Refusal
 from ..common.network import Waiting
 from ..common.processes import AGENT_SIGNALS, REFUSAL, survives_the_terminal
 from ..resilience.interruption import STOPPED
+from ..run.records import read_config
 
 KILLED = 128 + signal.SIGKILL  # exit code after a kill by the kernel (out of memory) or together with the node
 
@@ -47,8 +48,9 @@ def main(arguments: list[str], lost: int = STOPPED) -> int:
 def _mirrored(typed: Any) -> AbstractContextManager[int]:
     """Where --mirror is given, the process that copies checkpoints (mirror/attach.py), unless that has been deleted."""
     words = [word.replace("$$", "$") for word in typed.training_script_args]  # as torchrun's templates do
-    if any(is_typed(name, words) for name in ("mirror", "config")):
-        with contextlib.suppress(ModuleNotFoundError):
+    with contextlib.suppress(ModuleNotFoundError, Refusal):  # a refusal is for the ranks to print
+        early, _ = some_options(words, ("--mirror",), ("--config",))
+        if early.mirror or (early.config and read_config(Path(early.config)).get("mirror")):
             attach = importlib.import_module("..mirror.attach", __package__)
             hosts = dict(word.split("=", 1) for word in typed.rdzv_conf.split(",") if "=" in word).get("is_host")
             first = hosts != "0" if hosts else typed.node_rank == 0

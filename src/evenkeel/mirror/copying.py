@@ -31,7 +31,7 @@ DONE = b"\0"
 
 POLL, RETRY, LONGEST = 0.5, 5.0, 600.0
 """Seconds between two looks at the folder; two attempts if the store is away; to finish when the ranks have ended by
-themselves. After a stop signal it is --grace, from the signal on."""
+themselves. After a stop signal, or if the store is away then, it is --grace."""
 
 WRONG = ("PermissionError", "FileNotFoundError", "NoCredentialsError")  # wrong credentials, no such bucket
 
@@ -82,14 +82,15 @@ class Copier:
         last = False
         while not last:
             last = self.over.wait(RETRY if self._trouble else POLL)  # then the pass sees all that they have saved
-            before, self._trouble = self._trouble, ""
+            trouble = ""
             try:
                 self._pass(last)
             except Exception as error:  # as above
-                self._trouble = _shown(error)
-            if bool(before) != bool(self._trouble):
-                away = f"is away: {self._trouble}; the job goes on, and copying is tried again"
-                self._say(away if self._trouble else "can be reached again")
+                trouble = _shown(error)
+            if bool(trouble) != bool(self._trouble):
+                away = f"is away: {trouble}; the job goes on, and copying is tried again"
+                self._say(away if trouble else "can be reached again")
+            self._trouble = trouble
         self._report()
 
     def _pass(self, last: bool) -> None:
@@ -150,7 +151,7 @@ class Copier:
         """Read what the agent sends, and end within the time that is left."""
         while byte := os.read(0, 1):
             if byte == DONE:
-                threading.Timer(LONGEST, self._give_up).start()
+                threading.Timer(self.settings.grace if self._trouble else LONGEST, self._give_up).start()
                 self.over.set()
             elif byte[0] in AGENT_SIGNALS:
                 threading.Timer(self.settings.grace, self._give_up).start()
