@@ -242,6 +242,11 @@ bisect begins each repetition at a state in which the runs differ already
     - script, words, begin=low)
     + script, words, begin=high)
 
+audit takes any chain for the right one
+    time_travel/audit.py | tests/time_travel | tests/processes/test_audit.py
+    - if chained(before["chain"], record) == record["chain"]:
+    + if record["chain"]:
+
 a gradient that is wrong is committed as soon as it was found
     run/verification.py | tests/run | tests/promises/test_verify_every.py
     - self.again = not self._agree(model, step)

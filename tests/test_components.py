@@ -22,11 +22,11 @@ BUDGET = {
     "distributed": 1970,
     "resilience": 1520,
     "training": 5035,
-    "run": 5600,
+    "run": 5665,
     "tasks": 2180,
     "launch": 2920,
     "cli": 7350,
-    "time_travel": 1300,
+    "time_travel": 1475,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -26,7 +26,7 @@ def chained(previous: str, record: Mapping[str, Any]) -> str:
 def options_digest(options: Mapping[str, Any], harmless: Set[str]) -> str:
     """Of the options that shape the result, as config.toml has them; a run of constant rate may be prolonged."""
     free = HARMLESS | CUTTING | harmless | ({"epochs", "max_steps"} if options["schedule"] == "constant" else set())
-    usual = {it.name: it.default for it in fields(Config)}  # left out, so that an option newer than the run is no change
+    usual = {it.name: it.default for it in fields(Config)}  # without these, an option newer than the run is no change
     counts = {name: it for name, it in options.items() if name not in free and it != usual.get(name)}
     return hashlib.sha256(json.dumps(counts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Audit:
         """Each record follows from the one before it, and none is missing at the end."""
         every, ledger = int(self.options.get("digest_every", 0)), self.ledger
         for number, record in enumerate(ledger):
-            before = ledger[number - 1] if number else {"step": 0, "chain": ""}
+            before: Record = ledger[number - 1] if number else {"step": 0, "chain": ""}
             if chained(before["chain"], record) == record["chain"]:
                 continue
             here, after = f"the record of step {record['step']}", ledger[number + 1 : number + 2]
@@ -111,7 +112,7 @@ class Audit:
     def segments(self, number: int, seed: int) -> list[tuple[int, int]]:
         """`number` random parts between kept checkpoints, in order: (step before the first, last)."""
         ends = sorted(self.good | {max(self.last)})
-        parts = [(a, b) for a, b in zip(ends, ends[1:], strict=False) if any(a < step <= b for step in self.last)]
+        parts = [(a, b) for a, b in pairwise(ends) if any(a < step <= b for step in self.last)]
         return sorted(random.Random(seed).sample(parts, min(number, len(parts))))
 
     def again(self, begin: int, end: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ import tyro
 
 from ..common.display import say
 from ..common.errors import Refusal
+from ..config import option
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -32,9 +33,9 @@ class AuditCommand:
 
     run_dir: tyro.conf.Positional[Path]
     """A run directory."""
-    segments: int = 3
+    segments: int = option(3, 0)
     """Random parts between kept checkpoints to run again."""
-    seed: int = -1
+    seed: int = option(-1, -1, 2**63 - 1)
     """Of the choice of parts, to repeat it (-1: another one each time)."""
     script: Path = Path("train.py")
     """The training script whose train(run) is the loop."""
@@ -43,8 +44,6 @@ class AuditCommand:
         """Print a line for each check, what is wrong, and which steps are shown."""
         if "RANK" in os.environ:
             raise Refusal("audit: torchrun has started this process; audit runs on one, so start it without torchrun")
-        if self.segments < 0:
-            raise Refusal(f"--segments {self.segments}: give 0 or more")
         from .audit import Audit, spans  # imports torch, which the help does not need
 
         audit = Audit(self.run_dir, self.script, train_options)
