@@ -1,4 +1,4 @@
-"""Plant 73 small faults, one at a time, and see whether the tests find them.
+"""Plant 74 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -246,6 +246,11 @@ bisect begins each repetition at a state in which the runs differ already
     time_travel/bisect.py | tests/time_travel | tests/processes/test_bisect.py
     - script, words, begin=low)
     + script, words, begin=high)
+
+audit takes any chain for the right one
+    time_travel/audit.py | tests/time_travel | tests/processes/test_audit.py
+    - if chained(before["chain"], record) == record["chain"]:
+    + if record["chain"]:
 
 a gradient that is wrong is committed as soon as it was found
     run/verification.py | tests/run | tests/promises/test_verify_every.py

@@ -24,12 +24,12 @@ BUDGET = {
     "distributed": 1970,
     "resilience": 1520,
     "training": 5035,
-    "run": 5612,
+    "run": 5680,
     "tasks": 2180,
     "mirror": 550,
     "launch": 2950,
     "cli": 7350,
-    "time_travel": 1300,
+    "time_travel": 1475,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

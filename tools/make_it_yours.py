@@ -49,7 +49,7 @@ COMPONENTS = {
     "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
     "scaling": "src/evenkeel/cli/scaling tests/*/test_scaling.py docs/scaling.*",
     "time_travel": "src/evenkeel/time_travel tests/time_travel tests/*/test_replay.py "
-    "tests/*/test_bisect.py docs/time-travel.md",
+    "tests/*/test_bisect.py tests/*/test_audit.py docs/time-travel.md",
     "mirror": "src/evenkeel/mirror tests/mirror tests/support/s3.py tests/processes/test_mirror.py docs/mirror.md",
     "sweep": "src/evenkeel/cli/sweep.py tests/*/test_sweep.py docs/sweep.md",
     "trackers": "src/evenkeel/run/own_trackers.py tests/run/test_own_trackers.py tests/promises/test_own_trackers.py "

@@ -39,6 +39,7 @@ COMMANDS = {
     "sweep": "cli.sweep.SweepCommand",
     "replay": "time_travel.command.ReplayCommand",
     "bisect": "time_travel.bisect_command.BisectCommand",
+    "audit": "time_travel.audit_command.AuditCommand",
 }
 """The place of each command. Any of these modules may be deleted."""
 

@@ -108,7 +108,7 @@ class Attempt:
         self.checkpoints = Checkpoints(folder, config.keep, best, facts, *more)
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
-        self._harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
+        self.harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
         self.data.look({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def __enter__(self) -> None:
@@ -166,7 +166,7 @@ class Attempt:
         """So far each node has checked only its own copy of the run, and its own command line."""
         everywhere = self.world.gather(self.options)
         for rank, typed in enumerate(everywhere):
-            for name, first, here in differences(everywhere[0], typed, self._harmless):
+            for name, first, here in differences(everywhere[0], typed, self.harmless):
                 raise Refusal(
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
                 )

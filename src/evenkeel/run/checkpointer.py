@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable
 
 from ..common.phases import CHECKPOINT, activity
+from ..data.data_digest import TRAINING
 from ..training import compilation
 from ..training.state import State
 from .attempt import Attempt
+from .chain import options_digest, samples_digest, whole_steps
 from .digest import digests
 from .saver import Saver
 
@@ -24,6 +26,9 @@ class Checkpointer:
         self.announce: Callable[[int], None] = lambda _step: None
         """Called with the step of each complete checkpoint, for the other nodes."""
         devices, memory = attempt.world.devices, config.keeper_memory == "on"
+        if config.digest_every and attempt.tracker:
+            self._sampler = whole_steps(attempt.sets[TRAINING], config, attempt.plan.micro_batch, attempt.plan.number)
+            self._options = options_digest(attempt.options, attempt.harmless)
         self.saver = Saver(attempt.checkpoints, devices, config.grace, self._note, memory)
 
     def after_step(self, metrics: dict[str, float]) -> None:
@@ -87,7 +92,8 @@ class Checkpointer:
         every, tracker, state = self._attempt.config.digest_every, self._attempt.tracker, self._state
         if tracker and every and (state.step % every == 0 or state.is_over()):
             with activity.during(CHECKPOINT):
-                tracker.event("digest", state.step, digests=digests(state.tensors()))
+                samples = samples_digest(self._sampler, state.step)
+                tracker.digest(state.step, options=self._options, samples=samples, digests=digests(state.tensors()))
 
     def _note(self, step: int) -> None:
         """In the saver's thread: note that the run can continue from this step."""

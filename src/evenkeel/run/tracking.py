@@ -24,7 +24,8 @@ from ..config import Config
 from ..data.plan import Plan
 from ..distributed.world import World
 from ..resilience import interruption
-from .records import YOUNG, attempt_ends, goodput, ledger
+from .chain import chained
+from .records import YOUNG, attempt_ends, goodput, ledger, read_records
 from .trackers import FAILED, FINISHED, STOPPED, MetricsTracker, WandB, in_the_folder, wandb_mode
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Tracker:
         self.attempt, self.world_size = attempt, world_size
         self.metrics: dict[str, float] = {}
         self._losses: dict[str, float] = {}
+        self._chain: str | None = None  # of the last record of digests; None: not read yet
         self.per_sample: dict[str, float] | None = None
         """Factors from samples/s to other figures (`training.flops`); None: not computed yet."""
         self._ends: list[dict[str, Any]] = []  # of attempts so far, which the goodput needs
@@ -155,14 +157,27 @@ class Tracker:
         self.event("log", step, **values)
         self.send(step, values)
 
-    def event(self, kind: str, step: int, **facts: Any) -> None:
-        """Append a line to metrics.jsonl."""
+    def digest(self, step: int, **facts: Any) -> None:
+        """Append a record to the ledger, chained to the one before it."""
+        path = self.path / "metrics.jsonl"
+        if self._chain is None:
+            self._chain = next((it["chain"] for it in reversed([*read_records(path)]) if "chain" in it), "")
+        loss = self._losses.get(f"{TRAIN}/loss", math.nan) if self._mark[1] == step else math.nan
+        facts |= {"loss": loss if math.isfinite(loss) else None}
+        chain = chained(self._chain, {"step": step, **facts})
+        if self.event("digest", step, **facts, chain=chain):
+            self._chain = chain
+
+    def event(self, kind: str, step: int, **facts: Any) -> bool:
+        """Append a line to metrics.jsonl. Returns whether it was written."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | facts | {"spent": activity.spent()}
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             append_json(self.path / "metrics.jsonl", record)
         except OSError as error:  # a full disk costs a line, not the training
             log.error("metrics.jsonl: %s", error)
+            return False
+        return True
 
     def say(self, text: str) -> None:
         """Print a line for the reader."""

@@ -9,6 +9,8 @@
     agreement.py   whether the replay computes what the run has recorded
     bisect.py      where two runs part that should be the same: step, tensor, operation
     bisect_command.py   bisect: the options, and what is printed
+    audit.py       whether a run is what its ledger says; parts of it are run again
+    audit_command.py    audit: the options, and what is printed
     trace.py       what a step computes, in order, as digests
 
 Not here: the loop and its steps, which are those of `Run` (run/) and train.py.

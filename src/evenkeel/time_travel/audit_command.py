@@ -1,0 +1,75 @@
+"""`python -m evenkeel audit RUN`: whether a run computed what it says."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from ..common.display import say
+from ..common.errors import Refusal
+from ..config import option
+
+if TYPE_CHECKING:
+    from .audit import Audit
+
+
+@dataclass(frozen=True)
+class AuditCommand:
+    """Check a run's ledger, and run random parts of it again.
+
+    Example: python -m evenkeel audit runs/a --segments 3
+
+    For runs with --digest-every N, --reduce tree and, for more parts, --keep-every. The ledger is in metrics.jsonl.
+    What is run again is run on this process, and nothing is written into the run. It proves the computation, not that
+    the data is what somebody says it is. What follows after `--` are options of train.py that differ, for example
+    -- --data-dir /elsewhere. Exit code 0: nothing is wrong, 1: something is.
+    """
+
+    run_dir: tyro.conf.Positional[Path]
+    """A run directory."""
+    segments: int = option(3, 0)
+    """Random parts between kept checkpoints to run again."""
+    seed: int = option(-1, -1, 2**63 - 1)
+    """Of the choice of parts, to repeat it (-1: another one each time)."""
+    script: Path = Path("train.py")
+    """The training script whose train(run) is the loop."""
+
+    def __call__(self, train_options: list[str]) -> int:
+        """Print a line for each check, what is wrong, and which steps are shown."""
+        if "RANK" in os.environ:
+            raise Refusal("audit: torchrun has started this process; audit runs on one, so start it without torchrun")
+        from .audit import Audit, spans  # imports torch, which the help does not need
+
+        audit = Audit(self.run_dir, self.script, train_options)
+        seed = random.randrange(10**6) if self.seed < 0 else self.seed
+        wrong = sum(_print(name, found) for name, found in _checks(audit, self.segments, seed))
+        total, shown = max(audit.last), sorted(audit.shown)
+        ranks = ", ".join(map(str, audit.status.get("world_sizes", [])))
+        say(f"the run had {ranks} ranks; run again on 1, with --seed {seed}: {len(shown)} of {total} steps")
+        say(f"shown by running them again: {spans(shown) or 'none'}")
+        say(f"shown by the chain only: {spans([it for it in range(1, total + 1) if it not in audit.shown]) or 'none'}")
+        streams = all(not it.get("samples") for it in audit.ledger)
+        say(f"not shown: {'the order of samples, which a stream has not, and ' * streams}what is in the data")
+        return int(wrong > 0)
+
+
+def _checks(audit: Audit, segments: int, seed: int) -> Iterator[tuple[str, Iterator[str]]]:
+    yield f"chain of {len(audit.ledger)} records", audit.chain()
+    yield "logged losses", audit.losses()
+    yield "options and samples", audit.samples()
+    yield "checkpoints", audit.checkpoints()
+    for begin, end in audit.segments(segments, seed):
+        yield f"steps {begin + 1} to {end}, run again", audit.again(begin, end)
+
+
+def _print(name: str, found: Iterator[str]) -> int:
+    """Print a check and what it has found; returns how many things are wrong."""
+    lines = list(found)
+    say("\n".join([f"{'WRONG' if lines else 'ok':5}  {name}", *(f"       {line}" for line in lines)]))
+    return len(lines)

@@ -1,0 +1,151 @@
+"""`audit` of a run: an honest one passes, and each forgery is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenkeel.run.chain import chained
+from tests.support.processes import ROOT, TRAIN, fork_ranks, records, run_forked
+from tests.support.small_runs import finish_all, options, signal_ranks_at
+
+TASK = f"{ROOT / 'tests' / 'time_travel' / 'part_task.py'}:Parting"
+SHAPE = "--batch-size", 10, "--micro-batch", 4, "--epochs", 2, "--reduce", "tree", "--log-every", 1, "--keep-every", 8
+STEPS = 40
+
+
+def job(run: Path, *more: object) -> list[str]:
+    return options(TASK, run, *SHAPE, "--digest-every", 1, *more)
+
+
+def audit(run: Path, *more: object, expect: int = 0) -> str:
+    return run_forked("-m", "evenkeel", "audit", run, *more, expect=expect).stdout
+
+
+def wrong(text: str) -> list[str]:
+    """The lines below the checks that found something."""
+    return [line.strip() for line in text.splitlines() if line.startswith("       ")]
+
+
+def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], object], rechain: bool = False) -> None:
+    """Change the lines of metrics.jsonl; with `rechain` as a forger does who computes the chain again."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    change(lines)
+    chain = ""
+    for it in lines if rechain else []:
+        if it["kind"] == "digest":
+            it["chain"] = chain = chained(chain, it)
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def of_step(lines: list[dict[str, Any]], step: int) -> dict[str, Any]:
+    return next(it for it in lines if it["kind"] == "digest" and it["step"] == step)
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Killed on three ranks, between two checkpoints, and ended on two."""
+    run = tmp_path_factory.mktemp("runs") / "a"
+    ranks = fork_ranks(3, TRAIN, *job(run, "--keeper", "off"))
+    signal_ranks_at(12, run, ranks, signal.SIGKILL)
+    finish_all(fork_ranks(2, TRAIN, *job(run)))
+    return run
+
+
+@pytest.fixture
+def run(usual: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(usual, tmp_path / "a"))
+
+
+def test_an_honest_run_on_three_ranks_with_kills_passes_on_one(usual: Path) -> None:
+    steps = [it["step"] for it in records(usual, "digest")]
+    assert len(steps) > len(set(steps)) == STEPS, "the control: some steps were done twice, and both are in the chain"
+    before = {path: path.read_bytes() for path in usual.rglob("*") if path.is_file()}
+    text = audit(usual, "--segments", 9)
+    assert before == {path: path.read_bytes() for path in usual.rglob("*") if path.is_file()}
+    assert "WRONG" not in text
+    assert "the run had 3, 2 ranks; run again on 1, with --seed " in text
+    assert f": {STEPS} of {STEPS} steps\nshown by running them again: 1-40\nshown by the chain only: none\n" in text
+    assert "not shown: what is in the data\n" in text
+    few = audit(usual, "--segments", 1, "--seed", 1)
+    assert ": 8 of 40 steps\n" in few
+    assert few == audit(usual, "--segments", 1, "--seed", 1), "the seed repeats the choice"
+
+
+def test_an_edited_line(run: Path) -> None:
+    rewrite(run, lambda lines: of_step(lines, 30)["digests"].update({"model.0.weight": "0" * 16}))
+    found = wrong(audit(run, "--segments", 0, expect=1))
+    assert found[0].startswith("the record of step 30 was edited, or ")
+
+
+def test_an_edited_loss(run: Path) -> None:
+    def flatter(lines: list[dict[str, Any]]) -> None:
+        next(it for it in reversed(lines) if it["kind"] == "train" and it["step"] == 35)["train/loss"] = 0.1
+
+    rewrite(run, flatter)
+    assert wrong(audit(run, "--segments", 0, expect=1))[0].startswith("step 35 has the logged loss 0.1, the ledger ")
+
+
+def test_lines_removed_and_added(run: Path) -> None:
+    rewrite(run, lambda lines: lines.remove(of_step(lines, 30)))
+    found = wrong(audit(run, "--segments", 0, expect=1))
+    assert found == ["records between step 29 and step 31 were removed"]
+    rewrite(run, lambda lines: lines.insert(lines.index(of_step(lines, 20)) + 1, of_step(lines, 20) | {"samples": ""}))
+    assert "the record of step 20 was added" in wrong(audit(run, "--segments", 0, expect=1))
+    rewrite(run, lambda lines: [lines.remove(it) for it in lines[::-1] if it["step"] > 33])
+    assert "records after step 33 were removed: the run was at step 40" in wrong(audit(run, "--segments", 0, expect=1))
+
+
+def test_a_swapped_checkpoint(run: Path, tmp_path: Path) -> None:
+    """With that of another run, and with that of another step."""
+    run_forked(TRAIN, *job(tmp_path / "b", "--seed", 1, "--max-steps", 17))
+    there = run / "checkpoints" / "step-00000016"
+    for other in (tmp_path / "b" / "checkpoints" / "step-00000016", run / "checkpoints" / "step-00000024"):
+        shutil.rmtree(there)
+        shutil.copytree(other, there)
+        found = wrong(audit(run, "--segments", 0, expect=1))
+        assert len(found) == 1
+        if other.name == there.name:
+            assert found == ["the checkpoint of step 16 is not the state that the ledger has at step 16"]
+        else:
+            assert found[0].startswith(f"{there}/manifest.json: is not this checkpoint's manifest")
+
+
+def test_a_repeated_sample_of_a_forger_who_computes_the_chain_again(run: Path) -> None:
+    rewrite(run, lambda lines: of_step(lines, 30).update(samples=of_step(lines, 29)["samples"]), rechain=True)
+    text = audit(run, "--segments", 0, expect=1)
+    assert text.startswith("ok     chain of "), "the control: the chain alone does not show it"
+    assert wrong(text) == ["step 30 used other samples than its place in the order has: repeated or left out"]
+
+
+def test_another_learning_rate(run: Path, tmp_path: Path) -> None:
+    """The options of a run with another rate are put in place of its own, at last with a ledger to match."""
+    run_forked(TRAIN, *job(tmp_path / "b", "--lr", 0.05, "--max-steps", 1))
+    shutil.copy(tmp_path / "b" / "config.toml", run / "config.toml")
+    text = (run / "config.toml").read_text().replace("max_steps = 1\n", "max_steps = 0\n")
+    (run / "config.toml").write_text(text)
+    found = wrong(audit(run, "--segments", 0, expect=1))
+    assert found[0].startswith("step 1 was trained with other options than config.toml has")
+    theirs = records(tmp_path / "b", "digest")[0]["options"]
+
+    def claim(lines: list[dict[str, Any]]) -> None:
+        for it in lines:
+            if it["kind"] == "digest":
+                it["options"] = theirs
+
+    rewrite(run, claim, rechain=True)
+    found = wrong(audit(run, "--segments", 9, expect=1))
+    assert any(line.startswith("step 1, run again from step 0, has another ") for line in found)
+
+
+def test_a_run_without_a_ledger_is_refused_in_a_line(tmp_path: Path) -> None:
+    run_forked(TRAIN, *options(TASK, tmp_path / "a", *SHAPE, "--max-steps", 2))
+    done = run_forked("-m", "evenkeel", "audit", tmp_path / "a", expect=2)
+    assert f"{tmp_path / 'a'}: has no ledger to audit; train with --digest-every N and --reduce tree" in done.stderr
+    assert done.stdout == ""
