@@ -83,7 +83,8 @@ def test_equal_runs_need_one_comparison(usual: Path, tmp_path: Path) -> None:
     found = bisect(usual, tmp_path / "b", expect=0)
     assert (found["equal"], found["compared"], found["segments"]) == (True, 1, 0)
     done = run_forked("-m", "evenkeel", "bisect", usual, tmp_path / "b")
-    assert done.stdout == "no difference (1 recorded state compared, the last of both runs)\n"
+    both = "the last that both have recorded (1 recorded state compared)"
+    assert done.stdout == f"no difference at step {STEPS}, {both}\n"
 
 
 def test_what_cannot_be_compared_is_refused_in_a_line(usual: Path, tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ def test_each_nth_stays_through_a_stop_and_the_line_says_what_the_disk_will_hold
     command = [TRAIN, *job(tmp_path / "run", "--checkpoint-every", 4, "--keep", 1, "--pause", 0.03)]
     stopped = stop_at(tmp_path / "run", 12, fork(*command, "--keep-every", 5))
     (line,) = re.findall(r"evenkeel: at step 27 the disk holds up to .*", stopped.stdout)
-    assert "up to 7 checkpoints (--keep-every 5, --keep 1, --keep-best 1)" in line
+    assert "(5 by --keep-every, 1 by --keep, 1 by --keep-best)" in line
     run_forked(*command)
     paths = step_folders(tmp_path / "run" / "checkpoints")
     kept = [step_of(path) for path in paths if read_manifest(path).kept_for_ever]
     assert kept[:2] == [5, 10]
     assert len(paths) - len(kept) <= 2, "the control: the others are the newest and the best"
     written = verify(paths[-1]).files["state.pt"].bytes
-    said = re.search(r"of ([\d.]+) (bytes|kB): ", line)
+    said = re.search(r"of ([\d.]+) (bytes|kB) \(", line)
     assert said
     size = float(said[1]) * {"bytes": 1, "kB": 1000}[said[2]]
     tensors = _bytes_of_tensors(paths[-1])

@@ -24,8 +24,8 @@ def disk_needed(config: Config, steps: int, state: State) -> str:
     kept = steps // config.keep_every
     count = kept + config.keep + config.keep_best
     return (
-        f"at step {steps} the disk holds up to {count} checkpoints (--keep-every {kept}, --keep {config.keep}, "
-        f"--keep-best {config.keep_best}) of {decimal(size)}{more}: {decimal(count * size)}"
+        f"at step {steps} the disk holds up to {count} checkpoints of {decimal(size)}{more} ({kept} by --keep-every, "
+        f"{config.keep} by --keep, {config.keep_best} by --keep-best): {decimal(count * size)}"
     )
 
 

@@ -136,7 +136,7 @@ def _search(first: Evidence, second: Evidence, found: Parting) -> bool:
         return _differ(first.at(step), second.at(step))
 
     if not differ(steps[-1]):
-        found.equal = True
+        found.equal, found.between = True, (steps[-1], steps[-1])
         return False
     low, high = -1, len(steps) - 1  # equal at low, which is the start if -1; different at high
     while high - low > 1:

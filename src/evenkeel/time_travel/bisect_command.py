@@ -58,7 +58,7 @@ class BisectCommand:
 def _lines(found: Parting, exact: bool) -> list[str]:
     compared = f"{found.compared} recorded state{'s' * (found.compared != 1)} compared"
     if found.equal:
-        return [f"no difference ({compared}, the last of both runs)"]
+        return [f"no difference at step {found.between[1]}, the last that both have recorded ({compared})"]
     low, high = found.between
     lines = [f"equal at step {low}" if low else "not compared before the first step", f"different at step {high}"]
     lines = [f"{', '.join(lines)} ({compared}); run again: {found.segments} parts"]

@@ -102,7 +102,8 @@ def replay(
         Ended: the run cannot be continued here.
     """
     status, options = _read(run_dir, last)
-    loop = next((path for path in (script, *OWN_LOOPS) if path.exists()), script)
+    places = (script, *OWN_LOOPS) if str(script) == "train.py" else (script,)  # the default, or one that was typed
+    loop = next((path for path in places if path.exists()), script)
     checkpoints = Checkpoints(run_dir / "checkpoints", 1, None)
     kept = [path for path in checkpoints.all() if step_of(path) <= (first - 1 if begin is None else begin)]
     result = Replay(started=max(map(step_of, kept), default=0))
