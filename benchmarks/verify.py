@@ -9,7 +9,6 @@ periods of every N. Prints the ratios of median turns; "off again" shows how muc
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import tyro
+from turns import in_turn
 
 from evenkeel.config import Config
 from evenkeel.data.loader import loader
@@ -80,18 +80,7 @@ def main(options: Options) -> None:
     sides = {"off": 0, "off again": 0, "N = 1": 1, "N = 10": 10, "N = 100": 100}
     with world.connected():
         loops = {name: steps(every, task, world, options) for name, every in sides.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in loops}
-        for turn in range(options.turns + 1):
-            # in turn, so that none always comes after the same other one
-            first = turn % len(loops)
-            for name in itertools.islice(itertools.cycle(loops), first, first + len(loops)):
-                begun = time.perf_counter()
-                for _ in range(TURN if turn else 1):
-                    next(loops[name])
-                if world.device.type == "cuda":
-                    torch.cuda.synchronize()
-                if turn:  # the first is the warm-up
-                    seconds[name].append(time.perf_counter() - begun)
+        seconds = in_turn(loops, options.turns, world.device, TURN)
         if world.rank == 0:
             base = median(seconds["off"])
             print(

@@ -10,7 +10,6 @@ how much of a difference is noise. Prints ratios of medians.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -23,6 +22,7 @@ import torchvision
 import tyro
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from turns import in_turn
 
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import Step
@@ -111,15 +111,7 @@ def main(options: Options) -> None:
             "one": embedding_twice(options, world, 1),
             "cut": embedding_twice(options, world, options.per_rank),
         }
-        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-        for step in range(options.steps + 3):
-            for side in SIDES[step % 4 :] + SIDES[: step % 4]:  # so that none always comes after the same other one
-                begun = time.perf_counter()
-                next(loops[side])
-                if world.device.type == "cuda":
-                    torch.cuda.synchronize()
-                if step >= 3:  # warm-up
-                    seconds[side].append(time.perf_counter() - begun)
+        seconds = in_turn(loops, options.steps, world.device)
         if world.rank == 0:
             base = median(seconds["all_gather"])
             print(f"all_gather: {base * 1e3:.1f} ms a step, {world.world_size} ranks of {options.size} samples")
