@@ -58,10 +58,6 @@ class Found(NamedTuple):
     again: str
     """Digest of what the rank before it should have computed."""
     state: str
-    kind: str
-    """Of its device."""
-    unsteady: str
-    """A tensor for which it has got two results from the same numbers; "": none."""
 
 
 def refuse_unverifiable(config: Config, task: Task) -> None:
@@ -95,7 +91,7 @@ class Verification:
         self.steps, self.alarms = known.get("verified", 0), list(known.get("alarms", []))
         self._wrong: Counter[int] = Counter()  # alarms of each rank in this attempt
         self._sure = -1  # the last step that came from a comparison without alarm
-        self._steady = False  # whether a micro-batch gives the same bits twice
+        self._fit = False  # whether results can be compared: checked once
         if self._every and self.world.world_size == 1:
             log.warning("--verify-every %d: there is one rank only, and it cannot check itself", self._every)
 
@@ -127,11 +123,9 @@ class Verification:
         ranks = range(self.world.world_size)
         own, given = on_host(model.mine), self._handed(model.kept, [(rank, self._after(rank)) for rank in ranks])
         again, states = model.compute_again(given), digests(self._state.tensors())
-        unsteady = "" if self._steady else _first_different(*(model.compute_again(model.kept) for _ in range(2)))
-        kind = describe(self.world.device).kind
-        everyone = self.world.gather(Found(_one(own), _one(again), _one(states), kind, unsteady))
-        self._refuse(everyone)
-        self._steady = True
+        everyone = self.world.gather(Found(_one(own), _one(again), _one(states)))
+        if not self._fit:
+            self._refuse_unfit(model)
         if len({found.state for found in everyone}) > 1:
             self._drifted(step, [found.state for found in everyone], states)
         if wrong := [rank for rank in ranks if everyone[rank].own != everyone[self._after(rank)].again]:
@@ -143,18 +137,22 @@ class Verification:
     def _after(self, rank: int, places: int = 1) -> int:
         return (rank + places) % self.world.world_size
 
-    def _refuse(self, everyone: Sequence[Found]) -> None:
-        for rank, found in enumerate(everyone):
-            if found.unsteady:
+    def _refuse_unfit(self, model: VerifiedLoss) -> None:
+        """End the run if a rank gets two results from the same numbers, or the devices are of several kinds."""
+        unsteady = _first_different(*(model.compute_again(model.kept) for _ in range(2)))
+        everyone = self.world.gather((unsteady, describe(self.world.device).kind))
+        for rank, (tensor, kind) in enumerate(everyone):
+            if tensor:
                 raise Ended(
                     f"--verify-every {self._every}: rank {rank} has computed one micro-batch twice and got two results "
-                    f"({found.unsteady}): the task is not deterministic; make it so, or leave the option out"
+                    f"({tensor}): the task is not deterministic; make it so, or leave the option out"
                 )
-            if found.kind != everyone[0].kind:
+            if kind != everyone[0][1]:
                 raise Ended(
-                    f"--verify-every {self._every}: rank 0 has {everyone[0].kind}, rank {rank} {found.kind}, which may "
+                    f"--verify-every {self._every}: rank 0 has {everyone[0][1]}, rank {rank} {kind}, which may "
                     "differ in the last bits; use devices of one kind, or leave the option out"
                 )
+        self._fit = True
 
     def _judged(
         self, model: VerifiedLoss, wrong: Sequence[int], own: Digests, again: Digests
