@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evenkeel.run.chain import chained
-from tests.support.processes import ROOT, TRAIN, fork_ranks, records, run_forked
+from tests.support.processes import ROOT, TRAIN, bytes_of, fork_ranks, records, run_forked
 from tests.support.small_runs import finish_all, options, signal_ranks_at
 
 TASK = f"{ROOT / 'tests' / 'time_travel' / 'part_task.py'}:Parting"
@@ -66,9 +66,9 @@ def run(usual: Path, tmp_path: Path) -> Path:
 def test_an_honest_run_on_three_ranks_with_kills_passes_on_one(usual: Path) -> None:
     steps = [it["step"] for it in records(usual, "digest")]
     assert len(steps) > len(set(steps)) == STEPS, "the control: some steps were done twice, and both are in the chain"
-    before = {path: path.read_bytes() for path in usual.rglob("*") if path.is_file()}
+    before = bytes_of(usual)
     text = audit(usual, "--segments", 9)
-    assert before == {path: path.read_bytes() for path in usual.rglob("*") if path.is_file()}
+    assert before == bytes_of(usual)
     assert "WRONG" not in text
     assert "the run had 3, 2 ranks; run again on 1, with --seed " in text
     assert f": {STEPS} of {STEPS} steps\nshown by running them again: 1-40\nshown by the chain only: none\n" in text

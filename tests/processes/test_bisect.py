@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from evenkeel.data.sampler import ElasticSampler
-from tests.support.processes import ROOT, TRAIN, fork_ranks, records, run_forked
+from tests.support.processes import ROOT, TRAIN, bytes_of, fork_ranks, records, run_forked
 from tests.support.small_runs import finish_all, options, signal_ranks_at
 from tests.time_travel.part_task import RARE
 
@@ -36,10 +36,6 @@ def rare_step() -> int:
     return next(number for number, part in enumerate(sampler) if RARE in part) // -(-BATCH // MICRO) + 1
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
@@ -52,9 +48,9 @@ def test_one_bit_of_one_weight(usual: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("FLIP", str(flipped))
     run_forked(TRAIN, *job(tmp_path, "b", "--keep-every", 1))
     monkeypatch.delenv("FLIP")
-    before = contents(usual), contents(tmp_path)
+    before = bytes_of(usual), bytes_of(tmp_path)
     found = bisect(usual, tmp_path / "b")
-    assert (contents(usual), contents(tmp_path)) == before, "nothing in the runs changes"
+    assert (bytes_of(usual), bytes_of(tmp_path)) == before, "nothing in the runs changes"
     assert (found["suspect"], found["since"], found["step"]) == (str(tmp_path / "b"), flipped - 1, flipped)
     assert found["tensors"] == "1 of 16 tensors differ:\n  model.3.weight"
     assert found["segments"] <= 2 + 2

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from evenkeel.data.sampler import ElasticSampler
-from tests.support.processes import ROOT, TRAIN, records, run, run_forked, start, torchrun
+from tests.support.processes import ROOT, TRAIN, bytes_of, records, run, run_forked, start, torchrun
 from tests.support.small_runs import options, recipe_job, stop_at
 
 TASK = f"{ROOT / 'tests' / 'time_travel' / 'nan_task.py'}:FromFiles"
@@ -41,10 +41,6 @@ def job(folder: Path, *more: object) -> list[str]:
     return options(TASK, folder / "run", "--data-dir", data, *shape.split(), "--keep-every", 5, *more)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def replay(run_dir: Path, step: object, *more: object, expect: int = 0) -> dict[str, Any]:
     done = run_forked("-m", "evenkeel", "replay", run_dir, "--step", step, "--json", *more, expect=expect)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -58,9 +54,9 @@ def test_a_sample_of_nan_is_named_on_one_process_after_a_kill_on_three_ranks_and
     done = run(torchrun(2, TRAIN, *job(tmp_path)), expect=1)
     command = f"replay {tmp_path / 'run'} --step {BAD}"
     assert command in done.stdout
-    before = contents(tmp_path)
+    before = bytes_of(tmp_path)
     found = replay(tmp_path / "run", BAD)
-    assert contents(tmp_path) == before
+    assert bytes_of(tmp_path) == before
     assert found["agreement"] == "agrees: the run ended at that step too"
     (step,) = found["steps"]
     culprit = step["nonfinite"]

@@ -206,6 +206,11 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == kind]
 
 
+def bytes_of(folder: Path) -> dict[Path, bytes]:
+    """The contents of all files below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def contents_of(folder: Path) -> dict[Path, tuple[int, int]]:
     """All that is below a folder, by size and time of change."""
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in [folder, *folder.rglob("*")]}

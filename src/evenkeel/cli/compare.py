@@ -14,15 +14,13 @@ from typing import Annotated
 
 import tyro
 
-from ..common.arguments import flag
 from ..common.display import say
 from ..common.errors import Refusal
-from ..config import HARMLESS, Flag
-from ..run.checkpoint import Checkpoints, Damaged, load, step_folders, step_of
-from ..run.fingerprint import describe, differences
-from ..run.records import read_config, read_facts, read_records
+from ..config import Flag
+from ..run.checkpoint import Damaged, step_folders, step_of
+from ..run.records import read_facts, read_records
 from . import compare_metrics
-from .digests import Digests, Verdict, compare_digests, last_digests, name_tensors
+from .digests import Verdict, causes, compare_digests, digests_of, last_digests, name_tensors
 
 
 @dataclass(frozen=True)
@@ -90,33 +88,6 @@ def compare(a: Path, b: Path) -> Verdict:
     return verdict[0], f"no digests of a common step (--digest-every), so only one step is compared: {verdict[1]}"
 
 
-def causes(a: Path, b: Path) -> list[str]:
-    """Lines about other differences between the runs: options, numbers of ranks, machine, libraries and code."""
-    options, others = (read_config(run / "config.toml") for run in (a, b))
-    lines = [
-        f"  {flag(name)}: {options.get(name, 'unset')} | {others.get(name, 'unset')}"
-        + " (may change within a run)" * (name in HARMLESS)
-        for name in options | others
-        if options.get(name) != others.get(name)
-    ]
-    ranks, other_ranks = (read_facts(run / "status.json")[0].get("world_sizes", []) for run in (a, b))
-    if ranks != other_ranks:
-        lines.append(f"  ranks, by attempt: {ranks} | {other_ranks}")
-    first, second = (Checkpoints(run / "checkpoints", 1, None).newest_manifest() for run in (a, b))
-    if first and second:
-        parts = differences(first.fingerprint, second.fingerprint)
-        lines += [f"  {name}: {value} | {other}" for name, (value, other) in parts.items()]
-    else:
-        lines.append("  machine, libraries and code: unknown, because one of the runs has no checkpoint")
-    for run in (a, b):
-        for record in read_records(run / "metrics.jsonl"):
-            if record["kind"] == "bits" and "differences" in record:
-                lines.append(
-                    f"  changed within {run}, from step {record['step']} on: {describe(record['differences'])}"
-                )
-    return ["what else differs:", *lines] if lines else []
-
-
 def _compare_checkpoints(a: Path, b: Path) -> Verdict | None:
     first, second = ({step_of(path): path for path in step_folders(run / "checkpoints")} for run in (a, b))
     for step in sorted(first.keys() & second.keys(), reverse=True):
@@ -128,11 +99,3 @@ def _compare_checkpoints(a: Path, b: Path) -> Verdict | None:
             return True, f"the checkpoints of step {step} are equal, {len(digests)} tensors each"
         return False, f"the checkpoints of step {step} are different\n{name_tensors(digests, others)}"
     return None
-
-
-def digests_of(checkpoint: Path) -> Digests:
-    """Those of a checkpoint's tensors; raises Damaged."""
-    from ..run.digest import digests
-    from ..training.state import named_tensors
-
-    return digests(named_tensors(load(checkpoint)))

@@ -1,9 +1,16 @@
-"""The digests that two runs have recorded with --digest-every: the first step at which they differ, and the tensors."""
+"""What two runs have recorded: the first step and the tensors at which their digests differ, and what else differs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from ..common.arguments import flag
+from ..config import HARMLESS
+from ..run.checkpoint import Checkpoints, load
+from ..run.fingerprint import describe, differences
+from ..run.records import read_config, read_facts, read_records
 
 MOST = 12
 """Tensor names to print; the others are only counted."""
@@ -15,15 +22,20 @@ Verdict = tuple[bool, str]
 """Whether two runs are equal, and a text about it."""
 
 
-def last_digests(records: Iterable[Mapping[str, Any]]) -> dict[int, Digests]:
-    """Step -> digests from the last attempt that did the step, from the lines of metrics.jsonl."""
-    found: dict[int, Digests] = {}
+def last_of_steps(records: Iterable[dict[str, Any]], kind: str, name: str = "step") -> dict[int, dict[str, Any]]:
+    """Step -> its record of a kind by the last attempt that did the step; only records that have `name`."""
+    found: dict[int, dict[str, Any]] = {}
     for record in records:
         if record["kind"] == "start":  # later steps are done again, or were lost
-            found = {step: digests for step, digests in found.items() if step <= record["step"]}
-        elif record["kind"] == "digest" and "digests" in record:
-            found[record["step"]] = record["digests"]
+            found = {step: it for step, it in found.items() if step <= record["step"]}
+        elif record["kind"] == kind and name in record:
+            found[record["step"]] = record
     return found
+
+
+def last_digests(records: Iterable[dict[str, Any]]) -> dict[int, Digests]:
+    """Step -> digests from the last attempt that did the step, from the lines of metrics.jsonl."""
+    return {step: it["digests"] for step, it in last_of_steps(records, "digest", "digests").items()}
 
 
 def compare_digests(a: Mapping[int, Digests], b: Mapping[int, Digests]) -> Verdict:
@@ -38,13 +50,48 @@ def compare_digests(a: Mapping[int, Digests], b: Mapping[int, Digests]) -> Verdi
     return True, f"equal: {len(steps)} compared ({compared}), {len(a[steps[-1]])} tensors each"
 
 
+def different(a: Digests, b: Digests) -> list[str]:
+    """Names of the tensors that differ, or that only one of the two has."""
+    return [name for name in {**a, **b} if a.get(name) != b.get(name)]
+
+
 def name_tensors(a: Digests, b: Digests) -> str:
     """How many tensors differ, and the names of the first."""
-    names = {**a, **b}
-    different = [name for name in names if a.get(name) != b.get(name)]
-    lines = [f"{len(different)} of {len(names)} tensors differ:"]
-    for name in different[:MOST]:
+    names = different(a, b)
+    lines = [f"{len(names)} of {len({**a, **b})} tensors differ:"]
+    for name in names[:MOST]:
         lines.append(f"  {name}" + " (only in the first)" * (name not in b) + " (only in the second)" * (name not in a))
-    if len(different) > MOST:
-        lines.append(f"  and {len(different) - MOST} more")
-    return "\n".join(lines)
+    return "\n".join([*lines, *[f"  and {len(names) - MOST} more"] * (len(names) > MOST)])
+
+
+def digests_of(checkpoint: Path) -> Digests:
+    """Those of a checkpoint's tensors; raises Damaged."""
+    from ..run.digest import digests
+    from ..training.state import named_tensors
+
+    return digests(named_tensors(load(checkpoint)))
+
+
+def causes(a: Path, b: Path) -> list[str]:
+    """Lines about other differences between the runs: options, numbers of ranks, machine, libraries and code."""
+    options, others = (read_config(run / "config.toml") for run in (a, b))
+    lines = [
+        f"  {flag(name)}: {options.get(name, 'unset')} | {others.get(name, 'unset')}"
+        + " (may change within a run)" * (name in HARMLESS)
+        for name in options | others
+        if options.get(name) != others.get(name)
+    ]
+    ranks, other_ranks = (read_facts(run / "status.json")[0].get("world_sizes", []) for run in (a, b))
+    lines += [f"  ranks, by attempt: {ranks} | {other_ranks}"] * (ranks != other_ranks)
+    first, second = (Checkpoints(run / "checkpoints", 1, None).newest_manifest() for run in (a, b))
+    if first and second:
+        parts = differences(first.fingerprint, second.fingerprint)
+        lines += [f"  {name}: {value} | {other}" for name, (value, other) in parts.items()]
+    else:
+        lines.append("  machine, libraries and code: unknown, because one of the runs has no checkpoint")
+    for run in (a, b):
+        for record in read_records(run / "metrics.jsonl"):
+            if record["kind"] == "bits" and "differences" in record:
+                where = f"changed within {run}, from step {record['step']} on"
+                lines.append(f"  {where}: {describe(record['differences'])}")
+    return ["what else differs:", *lines] if lines else []

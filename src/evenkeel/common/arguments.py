@@ -21,9 +21,6 @@ T = TypeVar("T")
 LARGEST_WORLD = "EVENKEEL_LARGEST_WORLD"
 """The environment variable with the maximum number of ranks of an elastic job."""
 
-MIRRORED = "EVENKEEL_MIRROR"
-"""The environment variable with the run directory whose checkpoints a process of this node copies (--mirror)."""
-
 
 def flag(name: str) -> str:
     """The command-line spelling of an option."""

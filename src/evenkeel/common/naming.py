@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, TypeVar
@@ -71,10 +71,14 @@ def in_epoch(epoch: int, epochs: int | None) -> str:
 
 def name_ranks(ranks: list[int]) -> str:
     """[0, 1, 2, 5] as "ranks 0-2, 5"."""
-    runs = groupby(enumerate(sorted(ranks)), lambda it: it[1] - it[0])  # consecutive ones: the same difference
-    spans = [[rank for _, rank in run] for _, run in runs]
-    text = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    runs = groupby(enumerate(sorted(numbers)), lambda it: it[1] - it[0])  # consecutive ones: the same difference
+    found = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in found)
 
 
 def count_ranks(number: int) -> str:

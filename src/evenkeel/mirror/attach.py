@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from uuid import uuid4
 
-from ..common.arguments import MIRRORED
 from ..common.errors import Refusal
 from ..common.processes import AGENT_SIGNALS
+from ..run.run_directory import MIRRORED
 from ..tasks.command_line import parse
 from . import copying
 

@@ -39,6 +39,12 @@ def whole_steps(dataset: Any, config: Config, micro_batch: int, number: int) -> 
     )  # fmt: skip
 
 
+def samples_of(sampler: ElasticSampler, step: int) -> list[list[int]]:
+    """The numbers of a step's samples, by micro-batch; `sampler` is made by `whole_steps`."""
+    sampler.set_epoch(*sampler.plan.locate(step))
+    return [list(part) for part in islice(iter(sampler), len(sampler.micro_batches(step)))]
+
+
 def samples_digest(sampler: ElasticSampler, step: int) -> str:
     """Of the numbers of a step's samples, in order; "" for a stream, whose samples have none.
 
@@ -48,6 +54,5 @@ def samples_digest(sampler: ElasticSampler, step: int) -> str:
     """
     if stream_of(sampler.dataset):
         return ""
-    sampler.set_epoch(*divmod(step - 1, sampler.plan.steps_per_epoch))
-    parts = islice(iter(sampler), len(sampler.micro_batches(step - 1)))
-    return hashlib.sha256(json.dumps([sample for part in parts for sample in part]).encode()).hexdigest()[:16]
+    numbers = [sample for part in samples_of(sampler, step - 1) for sample in part]
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ from typing import IO, Any, Literal
 import tomli_w
 
 from ..common import keeper_link
-from ..common.arguments import MIRRORED, flag
+from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
@@ -50,6 +50,7 @@ BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d
 
 MAX_FRUITLESS = 3
 """Maximum consecutive attempts that die before their first step."""
+MIRRORED = "EVENKEEL_MIRROR"  # the run directory whose checkpoints a process of this node copies (--mirror)
 
 
 def launch_token() -> str:

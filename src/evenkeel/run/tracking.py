@@ -161,7 +161,9 @@ class Tracker:
         """Append a record to the ledger, chained to the one before it."""
         path = self.path / "metrics.jsonl"
         if self._chain is None:
-            self._chain = next((it["chain"] for it in reversed([*read_records(path)]) if "chain" in it), "")
+            self._chain = ""
+            for record in read_records(path):
+                self._chain = record.get("chain", self._chain)
         loss = self._losses.get(f"{TRAIN}/loss", math.nan) if self._mark[1] == step else math.nan
         facts |= {"loss": loss if math.isfinite(loss) else None}
         chain = chained(self._chain, {"step": step, **facts})

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cli.digests import different, last_digests, last_of_steps
+
 ROUNDING = 1e-3
 """Relative difference of losses and norms up to which a replay agrees but for rounding, which grows with the steps."""
 
@@ -20,20 +22,14 @@ class Recorded:
     """Step -> loss and norm of the gradient."""
 
     @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any]]) -> Recorded:
+    def of(cls, records: Iterable[dict[str, Any]]) -> Recorded:
         """From the lines of metrics.jsonl."""
-        digests, logged = dict[int, Any](), dict[int, Any]()
-        for it in records:
-            if it["kind"] == "start":  # later steps are done again, or were lost
-                digests, logged = ({s: v for s, v in each.items() if s <= it["step"]} for each in (digests, logged))
-            elif it["kind"] == "digest" and "digests" in it:
-                digests[it["step"]] = it["digests"]
-            elif it["kind"] == "train":
-                logged[it["step"]] = (
-                    it.get("loss", it.get("train/loss")),
-                    it.get("grad_norm", it.get("train/grad_norm")),
-                )
-        return cls(digests, logged)
+        lines = list(records)
+        logged = {
+            step: (it.get("loss", it.get("train/loss")), it.get("grad_norm", it.get("train/grad_norm")))
+            for step, it in last_of_steps(lines, "train").items()
+        }
+        return cls(dict(last_digests(lines)), logged)
 
 
 def agreement(run: Recorded, again: Recorded, exact: bool) -> tuple[bool, str]:
@@ -79,5 +75,5 @@ def _shown(steps: list[int]) -> str:
 
 
 def _different(step: int, run: Mapping[str, str], again: Mapping[str, str]) -> str:
-    names = [name for name in {**run, **again} if run.get(name) != again.get(name)]
+    names = different(run, again)
     return f"differs: from step {step} on, {len(names)} of {len(run)} tensors, the first {names[0]}"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..cli.compare import digests_of
-from ..cli.digests import Digests
+from ..cli.digests import Digests, different, digests_of, last_of_steps
 from ..common.errors import Refusal
 from ..run.chain import chained, options_digest, samples_digest, whole_steps
 from ..run.checkpoint import Damaged, step_folders, step_of
-from ..run.records import is_run, read_config, read_facts, read_records
+from ..run.records import read_config, read_facts, read_records
 from ..tasks.command_line import parse_as_recorded
 from ..training.task_data import training_set
-from .replay import replay
+from .replay import refuse_unless_run, replay
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -36,8 +35,7 @@ class Audit:
     """
 
     def __init__(self, run: Path, script: Path, words: list[str]) -> None:
-        if not is_run(run):
-            raise Refusal(f"{run}: is not a run directory; name the folder of a run")
+        refuse_unless_run(run)
         self.run, self.script, self.words = run, script, words
         self.options = read_config(run / "config.toml")
         self.status = read_facts(run / "status.json")[0]
@@ -45,13 +43,8 @@ class Audit:
         self.ledger: list[Record] = [it for it in self.lines if it["kind"] == "digest" and "chain" in it]
         if not self.ledger or self.options.get("reduce") != "tree":
             raise Refusal(f"{run}: has no ledger to audit; train with --digest-every N and --reduce tree")
-        self.last: dict[int, Record] = {}
+        self.last: Mapping[int, Record] = last_of_steps(self.lines, "digest", "chain")
         """Step -> its record by the last attempt that did the step."""
-        for it in self.lines:
-            if it["kind"] == "start":
-                self.last = {step: record for step, record in self.last.items() if step <= it["step"]}
-            elif it["kind"] == "digest" and "chain" in it:
-                self.last[it["step"]] = it
         self.good: set[int] = {0}
         """Steps from which parts can be run again: the start, and checkpoints that are as the ledger says."""
         self.shown: set[int] = set()
@@ -122,8 +115,8 @@ class Audit:
         for step in sorted(step for step in self.last if begin < step <= end):
             recorded, computed = self.last[step]["digests"], found.again.digests.get(step, {})
             if recorded != computed:
-                wrong = [name for name in {**recorded, **computed} if recorded.get(name) != computed.get(name)]
-                yield f"step {step}, run again from step {begin}, has another {wrong[0]} than the ledger{other}"
+                wrong = different(recorded, computed)[0]
+                yield f"step {step}, run again from step {begin}, has another {wrong} than the ledger{other}"
                 return
             self.shown |= set(range(begin + 1, step + 1))
 
@@ -135,10 +128,3 @@ def _same(recorded: Digests, checkpoint: Digests) -> bool:
         Counter(it for name, it in found.items() if name.startswith("optimizers.")) for found in (recorded, checkpoint)
     )
     return not mine - theirs and bool(common) and all(recorded[name] == checkpoint[name] for name in common)
-
-
-def spans(steps: Sequence[int]) -> str:
-    """Steps as a text: "1-8, 17-24"."""
-    firsts = [step for step in steps if step - 1 not in steps]
-    ends = [step for step in steps if step + 1 not in steps]
-    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(firsts, ends, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING
 import tyro
 
 from ..common.display import say
-from ..common.errors import Refusal
+from ..common.naming import spans
 from ..config import option
+from .command import refuse_ranks
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -42,18 +42,17 @@ class AuditCommand:
 
     def __call__(self, train_options: list[str]) -> int:
         """Print a line for each check, what is wrong, and which steps are shown."""
-        if "RANK" in os.environ:
-            raise Refusal("audit: torchrun has started this process; audit runs on one, so start it without torchrun")
-        from .audit import Audit, spans  # imports torch, which the help does not need
+        refuse_ranks("audit")
+        from .audit import Audit  # imports torch, which the help does not need
 
         audit = Audit(self.run_dir, self.script, train_options)
         seed = random.randrange(10**6) if self.seed < 0 else self.seed
         wrong = sum(_print(name, found) for name, found in _checks(audit, self.segments, seed))
-        total, shown = max(audit.last), sorted(audit.shown)
+        total, shown = max(audit.last), audit.shown
         ranks = ", ".join(map(str, audit.status.get("world_sizes", [])))
         say(f"the run had {ranks} ranks; run again on 1, with --seed {seed}: {len(shown)} of {total} steps")
         say(f"shown by running them again: {spans(shown) or 'none'}")
-        say(f"shown by the chain only: {spans([it for it in range(1, total + 1) if it not in audit.shown]) or 'none'}")
+        say(f"shown by the chain only: {spans({*range(1, total + 1)} - shown) or 'none'}")
         streams = all(not it.get("samples") for it in audit.ledger)
         say(f"not shown: {'the order of samples, which a stream has not, and ' * streams}what is in the data")
         return int(wrong > 0)

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cli.compare import digests_of
-from ..cli.digests import Digests, last_digests, name_tensors
+from ..cli.digests import Digests, digests_of, last_digests, name_tensors
 from ..common.errors import Refusal
 from ..run.checkpoint import Damaged, step_folders, step_of
-from ..run.records import is_run, read_config, read_records
-from .replay import Replay, replay
+from ..run.records import read_config, read_records
+from .replay import Replay, refuse_unless_run, replay
 from .trace import Trace, first_difference
 
 
@@ -36,8 +35,7 @@ class Evidence:
     @classmethod
     def of(cls, run: Path) -> Evidence:
         """What a run has recorded; raises a Refusal if it is none."""
-        if not is_run(run):
-            raise Refusal(f"{run}: is not a run directory; name the folder of a run")
+        refuse_unless_run(run)
         recorded = last_digests(read_records(run / "metrics.jsonl"))
         folders = {step_of(path): path for path in step_folders(run / "checkpoints")}
         return cls(run, recorded, {step: path for step, path in folders.items() if step and step not in recorded})

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
 
-from ..cli.compare import causes
+from ..cli.digests import causes
 from ..common.display import say
-from ..common.errors import Refusal
 from ..config import Flag
+from .command import refuse_ranks
 
 if TYPE_CHECKING:
     from .bisect import Parting
@@ -42,8 +41,7 @@ class BisectCommand:
 
     def __call__(self, train_options: list[str]) -> int:
         """Print the step, the tensors, the operation, and what else differs between the runs."""
-        if "RANK" in os.environ:
-            raise Refusal("bisect: torchrun has started this process; bisect runs on one, so start it without torchrun")
+        refuse_ranks("bisect")
         from .bisect import bisect, exact  # imports torch, which the help does not need
 
         found = bisect(self.run_a, self.run_b, self.script, train_options)

@@ -53,8 +53,7 @@ class ReplayCommand:
     def __call__(self, train_options: list[str]) -> int:
         """Replay, and print what was found."""
         first, last = self._steps()
-        if "RANK" in os.environ:
-            raise Refusal("replay: torchrun has started this process; replay runs on one, so start it without torchrun")
+        refuse_ranks("replay")
         from .replay import replay  # imports torch, which the help does not need
 
         found = replay(self.run, first, last, self.script, train_options, self._visit(), self._folder())
@@ -101,6 +100,13 @@ class ReplayCommand:
         if not callable(function):
             raise Refusal(f"--python {self.python}: {file} has no function {name}; give FILE.py:FUNCTION")
         return function  # type: ignore[no-any-return]
+
+
+def refuse_ranks(command: str) -> None:
+    """Refuse to be one of several processes."""
+    if "RANK" in os.environ:
+        started = "torchrun has started this process"
+        raise Refusal(f"{command}: {started}; {command} runs on one, so start it without torchrun")
 
 
 def debug(model: Any, batch: Any, step: int) -> None:

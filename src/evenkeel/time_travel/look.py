@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +165,6 @@ class Look:
     def _seed(self, part: int) -> None:
         number = self.step.micro_batches[part].id
         seed_computation(derive(self.run.config.seed, "micro-batch", self.step.number, number), self.run.world.devices)
-
-
-def samples_of(sampler: Any, step: Step, epoch: int, first: int) -> list[list[int]]:
-    """The numbers of a step's samples, by micro-batch, on one process."""
-    sampler.set_epoch(epoch, first)
-    return [list(each) for each in islice(iter(sampler), len(step.micro_batches))]
 
 
 def row_of(batch: Any, row: int, size: int) -> Any:

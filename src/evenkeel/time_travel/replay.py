@@ -20,9 +20,10 @@ from ..common.files import write_json
 from ..common.phases import activity
 from ..config import Config
 from ..data.data_digest import TRAINING
-from ..data.sampler import ElasticSampler, Step
+from ..data.sampler import Step
 from ..launch.fit import OWN_LOOPS
 from ..resilience.interruption import Resident
+from ..run.chain import samples_of, whole_steps
 from ..run.checkpoint import Checkpoints, step_of
 from ..run.digest import digests
 from ..run.ending import Ending
@@ -33,7 +34,7 @@ from ..tasks.command_line import parse
 from ..training.nonfinite import NonFinite
 from ..training.task import Task
 from .agreement import Recorded, agreement
-from .look import Look, samples_of
+from .look import Look
 
 COPIED = ("micro_batch", "micro_batches", "threads", "samples", "order", "orders", "digests", "total_steps")
 """Facts of status.json by which a run is continued."""
@@ -41,7 +42,7 @@ COPIED = ("micro_batch", "micro_batches", "threads", "samples", "order", "orders
 OFF: dict[str, Any] = {
     "wandb": "disabled", "tensorboard": False, "csv": False, "save_predictions": False, "wandb_report": False,
     "checkpoint_every": 0, "keep_every": 0, "digest_every": 0, "hang_timeout": 0.0, "keeper": "off",
-    "strict_bits": False, "num_workers": 0, "shares": "equal", "on_nonfinite": "stop",
+    "strict_bits": False, "num_workers": 0, "shares": "equal", "on_nonfinite": "stop", "verify_every": 0,
 }  # fmt: skip
 """Options that a replay sets; none changes a bit of a step."""
 
@@ -126,6 +127,12 @@ def replay(
     return result
 
 
+def refuse_unless_run(path: Path) -> None:
+    """Refuse a folder that is not a run's."""
+    if not is_run(path):
+        raise Refusal(f"{path}: is not a run directory; name the folder of a run")
+
+
 def _other(recorded: Fingerprint, run: Run, loop: Path) -> str:
     """How code and libraries differ from the recorded ones, in a line; the program that was started does not count."""
     mains = {f"code:{Path(path).name}" for path in (loop, "__main__.py")}
@@ -135,8 +142,7 @@ def _other(recorded: Fingerprint, run: Run, loop: Path) -> str:
 
 def _read(run_dir: Path, last: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run's facts and options; refused if it is none, or has fewer steps than `last`."""
-    if not is_run(run_dir):
-        raise Refusal(f"{run_dir}: is not a run directory; name the folder of a run")
+    refuse_unless_run(run_dir)
     status = read_facts(run_dir / "status.json")[0]
     if last > (total := status.get("total_steps", last)):
         raise Refusal(f"--step {last}: the run has only {total} steps")
@@ -214,6 +220,11 @@ class Replayed(Run):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.ending = Silent(self.attempt, self.state, self.checkpointer, self.step_log)
+        known = {id(parameter): name for name, parameter in self.state.model.named_parameters()}
+        self.result.names = [
+            [known.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+            for optimizer in self.state.optimizers
+        ]
 
     def distribute(self, *arguments: Any, **named: Any) -> Any:
         """The model and its loss, watched."""
@@ -223,11 +234,6 @@ class Replayed(Run):
         """Record digests, loss and norm; stop after the last step asked for."""
         step, again = self.state.step, self.result.again
         again.digests[step] = digests(self.state.tensors())
-        known = {id(parameter): name for name, parameter in self.state.model.named_parameters()}
-        self.result.names = [
-            [known.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
-            for optimizer in self.state.optimizers
-        ]
         again.logged[step] = (model.loss.item(), (model.norm if norm is None else norm).item())
         if step + 1 >= self.looked_into.stop:
             raise Reached
@@ -237,12 +243,8 @@ class Replayed(Run):
         """What looks into a step, if it is one of those asked for."""
         if step.number + 1 not in self.looked_into:
             return None
-        config, plan, epoch = self.config, self.plan, self.plan.locate(step.number)
-        sampler = ElasticSampler(
-            self.attempt.sets[TRAINING], config.batch_size, plan.micro_batch, num_replicas=1, rank=0,
-            seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
-        )  # fmt: skip
-        return Look(self, step, samples_of(sampler, step, *epoch))
+        sampler = whole_steps(self.attempt.sets[TRAINING], self.config, self.plan.micro_batch, self.plan.number)
+        return Look(self, step, samples_of(sampler, step.number))
 
 
 class Watched:

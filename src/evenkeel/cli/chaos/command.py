@@ -28,9 +28,6 @@ from .job import Job, kill_descendants
 from .nodes import Lab, why_not
 from .progress import Progress
 
-BIT_FLIP = ".bit-flip"
-"""The file in the run's folder that plants the fault `bitflip`."""
-
 INTERRUPTED = 128 + signal.SIGINT  # exit code
 
 
@@ -69,7 +66,7 @@ class ChaosCommand:
         if read_facts(run_dir / "status.json")[0].get("state") == "finished":
             raise Refusal(f"--run-dir {run_dir}: this run has finished; name another folder")
         faults = islice(schedule(kinds, every, self.seed), self.count or None)
-        os.environ |= {BIT_FLIPS: str(run_dir.resolve() / BIT_FLIP)} if "bitflip" in kinds else {}
+        os.environ |= {BIT_FLIPS: str(run_dir.resolve() / ".bit-flip")} if "bitflip" in kinds else {}
 
         adopt_orphans()
         _on_interrupt(signal.default_int_handler)  # it raises KeyboardInterrupt

@@ -129,8 +129,7 @@ def _about(history: History) -> Iterator[str]:
     order = history.status.get("order")
     if order and isinstance(order, str):
         yield escape(f"read in {order}")
-    status = history.status
-    if checked := verified(status.get("verified", 0), status.get("alarms", [])):
+    if checked := verified(history.status.get("verified", 0), history.status.get("alarms", [])):
         yield escape(checked)
     if history.options.get("drop_last"):
         yield "without the end of an epoch that fills no batch"
