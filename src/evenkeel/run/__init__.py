@@ -9,6 +9,7 @@
     evaluator.py      evaluations of the present state
     checkpointer.py   when a checkpoint is due, and what came of it
     disk_needed.py    what the checkpoints of --keep-every will take
+    state_files.py    the files of a checkpoint that hold its state; joining those of a sharded run
     saver.py          checkpoints beside the steps, and the rescue of the last finished one
     ending.py         finished, stopped, failed or hung: what is saved and recorded
     run_directory.py  the folder: claim and lock it, refuse another run's options, move a run aside, status.json

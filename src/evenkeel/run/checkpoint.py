@@ -1,6 +1,6 @@
 """The committed state on disk.
 
-    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else
+    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else; of a sharded run state_files.py
                               manifest.json   see :class:`Manifest`
 
 A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-* is
@@ -32,29 +32,20 @@ from typing import IO, Any, Literal, get_args
 from uuid import uuid4
 
 from ..common.deadlines import FOREVER
-from ..common.files import HashingWriter, lock, sha256_of, sync_folder, write_json
+from ..common.files import lock, sha256_of, sync_folder, write_json
 from ..common.naming import TEST, full_name, named
+from .state_files import STATE as STATE
+from .state_files import Damaged as Damaged
+from .state_files import WrittenFile, clean, dump, read_state, set_aside, state_files
 
 log = logging.getLogger(__name__)
 
 LOCK_PATIENCE = 10.0
 """Seconds that a planned checkpoint waits for another writer. A rescue has less: the rest of --grace."""
 
-STATE, MANIFEST = "state.pt", "manifest.json"
+MANIFEST = "manifest.json"
 
 Kind = Literal["checkpoint", "snapshot"]
-
-
-class Damaged(Exception):  # noqa: N818
-    """A checkpoint that differs from what was written; the message names the file and what is wrong."""
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """Size and sha256 of a checkpoint's file when it was written."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class Manifest:
     bits_void_from: int | None
     """The step after which its bits may differ from those of an undisturbed run; None: they do not."""
     files: dict[str, WrittenFile]
-    """By name; state.pt is among them."""
+    """By name; those that hold the state (state_files.py) are among them."""
     keep_every: int = 0
     """The run's --keep-every when it was written."""
 
@@ -131,7 +122,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self._alone(time.monotonic() + LOCK_PATIENCE):
+        with self.alone(time.monotonic() + LOCK_PATIENCE):
             return self._write(state, metrics, "checkpoint")
 
     def rescue(
@@ -145,7 +136,7 @@ class Checkpoints:
 
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
-        with self._alone(until):
+        with self.alone(until):
             there = self.newest_step() >= state["step"]
             if kind == "checkpoint":  # a snapshot of this step has no evaluation
                 there = any((m.step, m.kind) == (state["step"], kind) for _, m in self._manifests())
@@ -170,7 +161,7 @@ class Checkpoints:
                 self._delete(path)
 
     @contextlib.contextmanager
-    def _alone(self, until: float) -> Iterator[None]:
+    def alone(self, until: float) -> Iterator[None]:
         """Lock out other writers, but wait for them only until a moment: a frozen one must not stop the others.
 
         Two at once only cost space: each writes under its own name and gives up if the other was faster. Raises OSError
@@ -191,31 +182,15 @@ class Checkpoints:
         step = state["step"]
         final = self.folder / f"step-{step:08d}"
         temporary = self.folder / f".{final.name}.{uuid4().hex}.tmp"
-        replaced = self.folder / f".{final.name}.old"
         temporary.mkdir()
         try:
             with (temporary / STATE).open("wb") as file:
                 files = {STATE: dump(dict(state), file)}
                 os.fsync(file.fileno())
             write_json(temporary / MANIFEST, asdict(replace(self.manifest(step, metrics, kind), files=files)))
-            again = kind == "checkpoint" or not (final / MANIFEST).exists()
-            if again and final.exists():  # the same step, written by an earlier attempt
-                shutil.rmtree(replaced, ignore_errors=True)
-                final.replace(replaced)
-            try:
-                temporary.replace(final)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                # another writer was faster; after the same step all ranks have the same state
-            sync_folder(self.folder)
+            publish(self, temporary, final, kind)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
-        kept = {*self.best_paths(), *(path for path, found in self._manifests() if found.kept_for_ever)}
-        for path in self.all()[: -self.keep]:
-            if path not in kept:
-                self._delete(path)
         return final
 
     def _delete(self, path: Path) -> None:
@@ -237,21 +212,12 @@ class Checkpoints:
 
     def load_newest(self) -> dict[str, Any] | None:
         """The newest checkpoint that is whole; damaged ones are reported and set aside, not deleted."""
-        for replaced in self.folder.glob(".step-*.old"):  # left by a kill in the middle of `save`, as *.tmp are
-            final = self.folder / replaced.name[1 : -len(".old")]
-            if final.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.replace(final)
-        for temporary in self.folder.glob(".step-*.tmp"):
-            shutil.rmtree(temporary, ignore_errors=True)
+        clean(self.folder)
         for path in reversed(step_folders(self.folder)):
             try:
                 return load(path)
             except Damaged as damage:
-                aside = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
-                path.replace(aside)
-                log.error("%s; set aside as %s, trying the one before", damage, aside.name)
+                set_aside(path, damage)
         return None
 
     def best_path(self) -> Path | None:
@@ -276,6 +242,27 @@ class Checkpoints:
         """The deciding metric, with a sign so that greater is better; -inf if it is missing or NaN."""
         value = named(TEST, metrics).get(self.best_by[0], math.nan) if self.best_by else math.nan
         return -math.inf if math.isnan(value) else value if self.best and self.best[1] == "max" else -value
+
+
+def publish(checkpoints: Checkpoints, temporary: Path, final: Path, kind: Kind) -> None:
+    """Give a folder with all files of a checkpoint its name, and delete old checkpoints."""
+    replaced = checkpoints.folder / f".{final.name}.old"
+    again = kind == "checkpoint" or not (final / MANIFEST).exists()
+    if again and final.exists():  # the same step, written by an earlier attempt
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.replace(replaced)
+    try:
+        temporary.replace(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # another writer was faster; after the same step all ranks have the same state
+    sync_folder(checkpoints.folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    kept = {*checkpoints.best_paths(), *(path for path, found in checkpoints._manifests() if found.kept_for_ever)}
+    for path in checkpoints.all()[: -checkpoints.keep]:
+        if path not in kept:
+            checkpoints._delete(path)
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -305,36 +292,17 @@ def unpack(path: Path, in_place: bool = False) -> dict[str, Any]:
     Raises:
         Damaged: it does not load without running code, or is not the state of this step.
     """
-    import torch
-
-    file = path / STATE
-    try:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=in_place)
-    except Exception as error:  # a file that is no archive, or no pickle, raises errors of any type
-        from ..common.memory import is_out_of_memory
-
-        if is_out_of_memory(error):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        raise Damaged(f"{file}: does not load: {type(error).__name__}: {reason}") from None
-    parts = {"step": int, "model": dict, "optimizers": list}
-    if not isinstance(state, dict) or not all(isinstance(state.get(part), parts[part]) for part in parts):
-        raise Damaged(f"{file}: is not the state of a run: has no {', '.join(parts)}")
-    if state["step"] != step_of(path):
-        raise Damaged(f"{file}: is the state of step {state['step']}")
-    for part in state.keys() & {"model", "ema"}:  # of earlier versions, if the task had called torch.compile
-        state[part] = {".".join(n for n in name.split(".") if n != "_orig_mod"): v for name, v in state[part].items()}
-    return state
+    return read_state(path, step_of(path), in_place)
 
 
-def verify(path: Path, advance: Callable[[int], object] = lambda _: None) -> Manifest:
-    """Read every file of a checkpoint and compare its size and sha256 with the manifest.
+def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: int = 0, ranks: int = 1) -> Manifest:
+    """Read every file of a checkpoint and compare its size and sha256 with the manifest; of several ranks each its part.
 
     Raises:
         Damaged: a file is missing, not readable or different. ``advance`` gets the bytes of each block that is read.
     """
     manifest = read_manifest(path)
-    for name, written in manifest.files.items():
+    for name, written in list(manifest.files.items())[rank::ranks]:
         file = path / name
         try:
             if (size := file.stat().st_size) != written.bytes:
@@ -358,7 +326,9 @@ def read_manifest(path: Path) -> Manifest:
         manifest = manifest_of(content := json.loads(file.read_text()))
         if content["step"] != step_of(path):
             raise ValueError(f"{manifest.kind} of step {content['step']}")
-        return replace(manifest, files={STATE: manifest.files[STATE]} | manifest.files)
+        return replace(
+            manifest, files={name: manifest.files[name] for name in state_files(manifest.files)} | manifest.files
+        )
     except OSError as error:
         raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -382,18 +352,3 @@ def manifest_of(content: dict[str, Any]) -> Manifest:
         files={str(name): WrittenFile(int(f["bytes"]), str(f["sha256"])) for name, f in content["files"].items()},
         keep_every=int(content.get("keep_every", 0)),
     )
-
-
-def dump(value: Any, file: IO[bytes]) -> WrittenFile:
-    """`torch.save` that returns size and sha256, and reports a full disk as an OSError."""
-    import torch
-
-    writer = HashingWriter(file)
-    try:
-        torch.save(value, writer)  # type: ignore[arg-type]  # it needs no more than write and flush
-    except RuntimeError:
-        if writer.error:  # torch reports it as a wrong position in the file
-            raise writer.error from None
-        raise
-    file.flush()
-    return WrittenFile(writer.bytes, writer.digest.hexdigest())

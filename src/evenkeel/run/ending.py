@@ -23,10 +23,11 @@ from ..training.nonfinite import NonFinite
 from ..training.oom import OutOfMemory, explained
 from ..training.state import State, cpu_state_dict, sha256
 from .attempt import Attempt
-from .checkpoint import Damaged, dump, read_manifest, step_of
+from .checkpoint import Damaged, read_manifest, step_of
 from .checkpointer import Checkpointer
 from .records import goodput, ledger, read_records
 from .run_directory import RunDirectory, RunState
+from .state_files import dump
 from .step_log import StepLog
 from .tracking import Tracker
 

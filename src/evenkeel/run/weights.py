@@ -23,8 +23,9 @@ from ..common.errors import Refusal
 from ..common.naming import listed
 from ..training.ema import averaged
 from ..training.task_state import TaskState
-from .checkpoint import STATE, Damaged, dump, is_step_folder, load, step_folders
+from .checkpoint import Damaged, is_step_folder, load, step_folders
 from .records import chosen
+from .state_files import dump
 
 WRAPPERS = ("module", "_orig_mod")
 
@@ -163,7 +164,7 @@ def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:
 
 def _read(path: Path) -> tuple[Any, str, Any]:
     """What a file or checkpoint holds, its name for a message, and what the task of a checkpoint remembers."""
-    folder = path.resolve().parent if path.name == STATE else path.resolve()
+    folder = path.resolve().parent if path.suffix == ".pt" else path.resolve()
     if is_step_folder(folder) and folder.is_dir():
         paths = [folder]
     elif path.is_dir():

@@ -1,0 +1,182 @@
+"""The files in a checkpoint that hold its state: one with all of it, or one for each rank with its rows.
+
+    state.pt          the state of a run whose ranks all have the whole of it
+    state-1-of-3.pt   of a sharded run: rank 1's rows of each tensor that is divided among three ranks, and all the rest
+
+A file of rows has an entry "rows": {"rank": 1, "ranks": 3, "of": {"model.head.weight": 65, ...}}, the number of rows
+of each divided tensor, by the name that `training.state.named_tensors` gives it. The rows of a rank are those of
+`torch.chunk`: all ranks but the last ones have equally many, and the last ones may have none.
+
+torch is imported where it is used, as in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ..common.files import HashingWriter
+
+log = logging.getLogger(__name__)
+
+STATE = "state.pt"
+
+
+class Damaged(Exception):  # noqa: N818
+    """A checkpoint that differs from what was written; the message names the file and what is wrong."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """Size and sha256 of a checkpoint's file when it was written."""
+
+    bytes: int
+    sha256: str
+
+
+def file_of(rank: int, ranks: int) -> str:
+    """The name of the file with a rank's rows."""
+    return f"state-{rank}-of-{ranks}.pt"
+
+
+def state_files(names: Iterable[str]) -> list[str]:
+    """The names that hold the state, in the order of ranks, of all files of a checkpoint.
+
+    Raises:
+        LookupError: one is missing.
+    """
+    there = set(names)
+    ranks = max(
+        (int(found[1]) for name in there if (found := re.fullmatch(r"state-\d+-of-(\d+)\.pt", name))), default=0
+    )
+    expected = [STATE] if STATE in there or not ranks else [file_of(rank, ranks) for rank in range(ranks)]
+    if missing := [name for name in expected if name not in there]:
+        raise LookupError(f"{missing[0]} is missing")
+    return expected
+
+
+def read_state(path: Path, step: int, in_place: bool) -> dict[str, Any]:
+    """Read the state of a checkpoint's folder; of a sharded run: all its rows, joined. See `checkpoint.unpack`."""
+    parts = read_parts(path, step, in_place)
+    return parts[0] if "rows" not in parts[0] else rows_of(parts, 0, 1)
+
+
+def read_parts(path: Path, step: int, in_place: bool) -> list[dict[str, Any]]:
+    """Read each file of a checkpoint that holds its state, in the order of ranks.
+
+    Raises:
+        Damaged: one is missing, does not load without running code, or is not of this step.
+    """
+    try:
+        names = state_files(file.name for file in path.iterdir()) if path.is_dir() else [STATE]
+    except LookupError as error:
+        raise Damaged(f"{path}: {error.args[0]}") from None
+    parts = [_read(path / name, step, in_place) for name in names]
+    for rank, (name, part) in enumerate(zip(names, parts, strict=True)):
+        rows = part.get("rows")
+        if name != STATE and not (isinstance(rows, dict) and (rows["rank"], rows["ranks"]) == (rank, len(parts))):
+            raise Damaged(f"{path / name}: has the rows of another rank")
+    return parts
+
+
+def _read(file: Path, step: int, in_place: bool) -> dict[str, Any]:
+    import torch
+
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=in_place)
+    except Exception as error:  # a file that is no archive, or no pickle, raises errors of any type
+        from ..common.memory import is_out_of_memory
+
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise Damaged(f"{file}: does not load: {type(error).__name__}: {reason}") from None
+    parts = {"step": int, "model": dict, "optimizers": list}
+    if not isinstance(state, dict) or not all(isinstance(state.get(part), parts[part]) for part in parts):
+        raise Damaged(f"{file}: is not the state of a run: has no {', '.join(parts)}")
+    if state["step"] != step:
+        raise Damaged(f"{file}: is the state of step {state['step']}")
+    for part in state.keys() & {"model", "ema"}:  # of earlier versions, if the task had called torch.compile
+        state[part] = {".".join(n for n in name.split(".") if n != "_orig_mod"): v for name, v in state[part].items()}
+    return state
+
+
+def span(number: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The first row of a rank and the one after its last, of this many rows, by the rule of `torch.chunk`."""
+    size = -(-number // ranks)
+    return min(rank * size, number), min((rank + 1) * size, number)
+
+
+def rows_of(parts: Sequence[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+    """What one of any number of ranks has, from files that any other number of ranks has written.
+
+    Args:
+        parts: what :func:`read_parts` returns. Only the wanted rows are read of files that were opened in place.
+        rank: whose rows; 0 of 1 has the whole state, in the form of one that was never divided.
+        ranks: how many there are.
+    """
+    import torch
+
+    from ..training.state import named_tensors
+    from ..training.staging import map_tensors
+
+    of: dict[str, int] = parts[0]["rows"]["of"]
+    theirs = [named_tensors(part) for part in parts]
+
+    def wanted(tensor: torch.Tensor, path: tuple[object, ...]) -> torch.Tensor:
+        name = ".".join(map(str, path))
+        if name not in of:
+            return tensor  # the same on all ranks
+        begin, end = span(of[name], rank, ranks)
+        pieces = []
+        for other, tensors in enumerate(theirs):
+            first, last = span(of[name], other, len(parts))
+            if len(tensors[name]) != last - first:
+                raise Damaged(f"{file_of(other, len(parts))}: {name} has {len(tensors[name])} of {of[name]} rows")
+            if max(begin, first) < min(end, last):
+                pieces.append(tensors[name][max(begin, first) - first : min(end, last) - first])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else tensor[:0]
+
+    plain = {name: value for name, value in parts[0].items() if name != "rows"}
+    found: dict[str, Any] = map_tensors(plain, wanted)
+    return found if ranks == 1 else found | {"rows": {"rank": rank, "ranks": ranks, "of": of}}
+
+
+def dump(value: Any, file: IO[bytes]) -> WrittenFile:
+    """`torch.save` that returns size and sha256, and reports a full disk as an OSError."""
+    import torch
+
+    writer = HashingWriter(file)
+    try:
+        torch.save(value, writer)  # type: ignore[arg-type]  # it needs no more than write and flush
+    except RuntimeError:
+        if writer.error:  # torch reports it as a wrong position in the file
+            raise writer.error from None
+        raise
+    file.flush()
+    return WrittenFile(writer.bytes, writer.digest.hexdigest())
+
+
+def clean(folder: Path) -> None:
+    """Delete what a kill in the middle of a save has left in a folder of checkpoints, or finish it."""
+    for replaced in folder.glob(".step-*.old"):
+        final = folder / replaced.name[1 : -len(".old")]
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.replace(final)
+    for temporary in folder.glob(".step-*.tmp"):
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def set_aside(path: Path, damage: object) -> None:
+    """Rename a damaged checkpoint, and log what is wrong with it."""
+    aside = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
+    path.replace(aside)
+    log.error("%s; set aside as %s, trying the one before", damage, aside.name)
