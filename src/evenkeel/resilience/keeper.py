@@ -142,9 +142,12 @@ class Keeper:
             if code == UNFORKABLE and not self._messages:
                 break
             if not self._forks_again(code):
+                if code:
+                    self._memory.save_slots()
                 self._end(code)
             self._forks += 1
             if self._changed():
+                self._memory.save_slots()
                 written = self._await_written()
                 if self._stopped:
                     self._end(STOPPED if written else KEYBOARD)

@@ -8,6 +8,8 @@ this if all processes die. The file is in no folder and has no size limit; the k
     rank        store          write a state, instead of or before a checkpoint
     keeper      KeeperMemory   what its rank has stored; a child writes it to the disk
     next rank   previous       the same, to start from
+
+A sharded run stores each step of each rank instead, in two slots that all ranks of a keeper share (`training.slots`).
 """
 
 from __future__ import annotations
@@ -60,6 +62,12 @@ _own = -1
 _facts: dict[str, Any] = {}
 """Of the state in `_own`; empty: that is not whole."""
 _previous: MemoryCheckpoint | None = None
+_slots: list[int] = []
+
+
+def slots() -> list[int]:
+    """Two files in memory, with what the previous rank of this keeper has left there. Without a keeper: new ones."""
+    return _slots or [os.memfd_create("slot") for _ in range(2)]
 
 
 def store(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
@@ -151,7 +159,7 @@ class KeeperMemory:
     def __init__(self, save: Callable[[MemoryCheckpoint], object]) -> None:
         self._save = save
         self._checkpoint: MemoryCheckpoint | None = None
-        self._next = -1
+        self._next, self._slots = -1, list[int]()
         self._writers: dict[int, tuple[MemoryCheckpoint, int]] = {}
         """By pid: what each child writes, and how many tries are left."""
 
@@ -159,11 +167,12 @@ class KeeperMemory:
         """Allocate the memory of the rank that is forked next."""
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then the rank writes to the disk
             self._next = os.memfd_create("state")
+            self._slots = self._slots or slots()
 
     def enter(self) -> None:
         """In that rank: :func:`store` writes there, and :func:`previous` is what the keeper has."""
-        global _own, _previous
-        _own, _previous = self._next, self._checkpoint
+        global _own, _previous, _slots
+        _own, _previous, _slots = self._next, self._checkpoint, self._slots
         being_written = {found.descriptor for found, _ in self._writers.values()}
         for descriptor in being_written - {_previous and _previous.descriptor}:
             os.close(descriptor)
@@ -173,6 +182,8 @@ class KeeperMemory:
         def save_orphaned() -> None:
             if _facts and os.getppid() != keeper:  # it died before it could save it
                 self._save(MemoryCheckpoint(_own, _facts))
+            elif os.getppid() != keeper and (left := self._in_slots()):
+                self._save(left)
 
         keeper_link.before_exit(save_orphaned)
 
@@ -189,6 +200,15 @@ class KeeperMemory:
         elif self._next >= 0:
             os.close(self._next)
         self._next = -1
+
+    def save_slots(self) -> None:
+        """Start to write what is in the slots, because no rank will be forked that could."""
+        if found := self._in_slots():
+            self._write(found, TRIES)
+
+    def _in_slots(self) -> MemoryCheckpoint | None:
+        steps = [int.from_bytes(os.pread(each, 8, 0), "little") for each in self._slots]
+        return MemoryCheckpoint(self._slots[0], {"step": max(steps), "slots": self._slots}) if any(steps) else None
 
     def _write(self, found: MemoryCheckpoint, tries: int) -> None:
         if pid := os.fork():

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Literal, get_args
+from typing import Any, Literal, get_args
 from uuid import uuid4
 
 from ..common.deadlines import FOREVER
@@ -296,7 +296,7 @@ def unpack(path: Path, in_place: bool = False) -> dict[str, Any]:
 
 
 def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: int = 0, ranks: int = 1) -> Manifest:
-    """Read every file of a checkpoint and compare its size and sha256 with the manifest; of several ranks each its part.
+    """Read every file of a checkpoint and compare its size and sha256 with the manifest; each of several ranks a part.
 
     Raises:
         Damaged: a file is missing, not readable or different. ``advance`` gets the bytes of each block that is read.

@@ -1,0 +1,189 @@
+"""The rows of a rank after its last two steps, in memory that outlives it.
+
+In a sharded run no other rank has a rank's rows, so a survivor cannot save them. Each rank copies its own after every
+step into memory that its keeper shares (`resilience.memory_checkpoint`). There are two slots, and a copy goes into the
+older one: a kill in the middle of it leaves the other whole. A step's exchange needs all ranks, so no rank begins a
+step before all have finished the one before. So the newest steps of ranks differ by one at most, and all ranks have
+*the smallest of the newest*.
+
+A slot is a file without a name: its step (0 while it is not whole) and where the rest is, tensors, and plain data. It
+has no lock: its keeper reads it only after the end of the rank.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.deadlines import FOREVER, left
+from ..common.errors import Ended
+from .seqlock import Torn
+from .staging import ALIGNED, Path, Staging, map_tensors
+
+HEAD, NUMBERS = 4096, struct.Struct("<qqqq")
+"""Bytes before the first tensor; the step, where the tensors end, and the bytes of layout and plain data after them."""
+
+Layout = list[tuple[Path, torch.dtype, tuple[int, ...]]]
+"""Where in the state each tensor is, in the order in which they are stored."""
+
+
+class Slot(Staging):
+    """Memory for one copy, as a file that other processes can open.
+
+    Args:
+        descriptor: of the file, which this process does not close.
+        devices: see :class:`Staging`.
+    """
+
+    def __init__(self, descriptor: int, *devices: torch.device) -> None:
+        super().__init__(*devices)
+        self._descriptor = descriptor
+        self._layout: Layout = []
+        self._end, self._layout_bytes = HEAD, 0
+
+    @property
+    def step(self) -> int:
+        """Of the state that is stored; 0: none is whole."""
+        return step_in(self._descriptor)
+
+    def place(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
+        """As `Staging.place`; from here on the slot is not whole."""
+        self.clear()
+        layout: Layout = []
+        state = {part: value for part, value in tree.items() if part not in ("done", "begun")}
+        map_tensors(state, lambda tensor, path: layout.append((path, tensor.dtype, tuple(tensor.shape))))
+        if layout != self._layout:  # in the first step only, unless the task's own state changes its shapes
+            self._end = _offsets(layout)[-1]
+            try:
+                os.posix_fallocate(self._descriptor, 0, self._end)  # a page that is missing later is a SIGBUS
+            except OSError as error:
+                size = f"{self._end / 1e6:.0f} MB"
+                raise Ended(f"--shard on: no memory for this rank's rows ({size}, twice): {error.strerror}") from None
+            self._buffers = _views(mmap.mmap(self._descriptor, self._end), layout)
+            self._layout, packed = layout, _packed(layout)
+            self._layout_bytes = os.pwrite(self._descriptor, packed, self._end)
+        return super().place(tree, ends)
+
+    def complete(self, captured: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Store the plain data of a state whose tensors are here, and what else a reader must know. It is whole now."""
+        plain = map_tensors(captured, lambda _tensor, _path: None)
+        size = os.pwrite(self._descriptor, _packed([plain, dict(facts)]), self._end + self._layout_bytes)
+        os.pwrite(self._descriptor, NUMBERS.pack(captured["step"], self._end, self._layout_bytes, size), 0)
+
+    def clear(self) -> None:
+        """Store no state."""
+        os.pwrite(self._descriptor, NUMBERS.pack(0, 0, 0, 0), 0)
+
+
+def step_in(descriptor: int) -> int:
+    """The step of the state in a slot; 0: none is whole."""
+    head = os.pread(descriptor, NUMBERS.size, 0)
+    return int(NUMBERS.unpack(head)[0]) if head else 0
+
+
+def read(descriptor: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state in a slot, whose tensors are in the slot's memory, and the facts that were stored with it."""
+    _, end, middle, size = NUMBERS.unpack(os.pread(descriptor, NUMBERS.size, 0))
+    layout, (plain, facts) = (
+        torch.load(io.BytesIO(os.pread(descriptor, number, begin)), weights_only=True)
+        for number, begin in ((middle, end), (size, end + middle))
+    )
+    return _filled(plain, _views(mmap.mmap(descriptor, end), layout)), facts
+
+
+class Slots:
+    """The two slots of a rank. One thread writes at a time; any may.
+
+    Args:
+        descriptors: of two files.
+        devices: where the state is.
+    """
+
+    def __init__(self, descriptors: Sequence[int], devices: Sequence[torch.device]) -> None:
+        self._descriptors = list(descriptors)
+        self._slots = [Slot(descriptor, *devices) for descriptor in descriptors]
+        self._writing = threading.Lock()
+
+    def steps(self) -> list[int]:
+        """The steps that are stored, the older first."""
+        return sorted({slot.step for slot in self._slots} - {0})
+
+    def write(
+        self, capture: Callable[[Staging], dict[str, Any]], facts: Mapping[str, Any], until: float = FOREVER
+    ) -> int:
+        """Copy a state over the older one. Returns its step.
+
+        Args:
+            capture: `State.capture` into this memory.
+            facts: see :func:`read`.
+            until: the moment until which to wait for another thread that writes.
+
+        Raises:
+            Torn: that thread hangs, or as `State.capture`.
+        """
+        if not self._writing.acquire(timeout=left(until)):
+            raise Torn("a copy of the last step is still in progress")
+        try:
+            slot = min(self._slots, key=lambda slot: slot.step)
+            captured = capture(slot)
+            slot.complete(captured, facts)
+            return int(captured["step"])
+        finally:
+            self._writing.release()
+
+    def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state of this step, in memory of its own, and the facts stored with it."""
+        state, facts = read(self.holding(step))
+        return map_tensors(state, lambda tensor, _path: tensor.clone()), facts
+
+    def holding(self, step: int) -> int:
+        """The descriptor of the slot with this step."""
+        return next(each for each in self._descriptors if step_in(each) == step)
+
+    def keep_only(self, step: int) -> None:
+        """Discard every other step, because the run goes on from this one; 0: from none."""
+        for slot in self._slots:
+            if slot.step != step:
+                slot.clear()
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _offsets(layout: Layout) -> list[int]:
+    """Where each tensor begins, and where the last one ends."""
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in layout]
+    return list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=HEAD))
+
+
+def _views(memory: mmap.mmap, layout: Layout) -> dict[Path, Tensor]:
+    """Tensors in a slot's memory, each with its own storage, because `torch.save` writes whole storages."""
+    found: dict[Path, Tensor] = {}
+    for (path, dtype, shape), offset in zip(layout, _offsets(layout), strict=False):
+        number = torch.Size(shape).numel()
+        flat = torch.frombuffer(memory, dtype=dtype, count=number, offset=offset) if number else torch.empty(0)
+        found[path] = flat.to(dtype).view(shape)
+    return found
+
+
+def _filled(tree: Any, tensors: Mapping[Path, Tensor], path: Path = ()) -> Any:
+    """Plain data with each tensor at its place."""
+    if path in tensors:
+        return tensors[path]
+    if isinstance(tree, dict):
+        return {key: _filled(value, tensors, (*path, key)) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_filled(value, tensors, (*path, i)) for i, value in enumerate(tree))
+    return tree
