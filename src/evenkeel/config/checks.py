@@ -64,6 +64,7 @@ def validate(config: Config, samples: int | None = None) -> None:
         raise Refusal("--memory-snapshot: needs the steps too, for example --profile 20:25")
     _check_devices(config)
     _check_verification(config)
+    _check_sharding(config)
 
 
 def profile_window(config: Config) -> range:
@@ -130,6 +131,32 @@ def _check_verification(config: Config) -> None:
     other = next((name for name, it in (options | {"--compile": config.compile}).items() if it), "")
     if config.verify_every and other:
         raise Refusal(f"{given} {other}: one rank cannot compute another's micro-batch then; leave one of them out")
+
+
+def _check_sharding(config: Config) -> None:
+    """Refuse what --shard on does not support."""
+    if config.shard == "off":
+        return
+    if config.reduce != "tree":
+        raise Refusal(f"--shard on --reduce {config.reduce}: sums gradients in the tree's order; add --reduce tree")
+    others = {
+        "--strategy dp": config.strategy == "dp",
+        "--place": bool(config.place),
+        "--model-parallel": config.model_parallel > 1,
+        "--sync-batchnorm": config.sync_batchnorm,
+        "--precision fp16": config.precision == "fp16",
+        "--compile": config.compile,
+        "--channels-last": config.channels_last,
+        "--micro-batch auto": config.micro_batch == "auto",
+        f"--shares {config.shares}": config.shares != "equal",
+        "--verify-every": config.verify_every > 0,
+        "--digest-every": config.digest_every > 0,
+        "--save-predictions": config.save_predictions,
+        "--optimizer muon": config.optimizer == "muon",
+        "--mirror": bool(config.mirror),
+    }
+    if other := next((name for name, given in others.items() if given), ""):
+        raise Refusal(f"--shard on {other}: do not work together; leave one of them out")
 
 
 def placed_networks(config: Config) -> dict[str, int]:

@@ -125,6 +125,8 @@ class ModelOptions:
     """Put networks of the model on different GPUs of each process, e.g. segmenter=0,discriminator=1."""
     model_parallel: int = option(1, 1, 1024, change="free")
     """Split the network over this many GPUs of each process."""
+    shard: Annotated[Literal["off", "on"], NAME] = option("off", change="free")
+    """on: divide weights, gradients and the optimizer's state among the processes (FSDP2). Needs --reduce tree."""
     strategy: Annotated[Literal["ddp", "dp"], NAME] = option("ddp", change="warned")
     """ddp: one process per GPU. dp: nn.DataParallel, one process for all visible GPUs, which is slower."""
     share_gpu: Flag = option(False, change="free")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
 from itertools import accumulate, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +88,9 @@ class ElasticSampler(DistributedSampler[Any]):
         self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
         self.sizes: tuple[int, ...] = ()
         """How many micro-batches of a full step each rank computes; empty: equally many."""
+        self.passes: Literal["own", "even", "dealt"] = "own"
+        """"own": a rank gets its share. "even": all ranks get equally many micro-batches, because each pass is a
+        collective (--shard); further ones repeat the first. "dealt": so, and the shares are dealt round-robin."""
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Set the epoch of the next iteration and the step within it to start from."""
@@ -116,7 +119,12 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global step."""
-        return self.plan.micro_batches(step, self.rank, self.num_replicas, self.sizes)
+        mine = self.plan.micro_batches(step, self.rank, self.num_replicas, self.sizes)
+        if self.passes == "own":
+            return mine
+        every = self.plan.micro_batches(step)
+        mine = every[self.rank :: self.num_replicas] if self.passes == "dealt" else mine
+        return mine + every[:1] * (len(mine) < -(-len(every) // self.num_replicas))
 
 
 class Step(NamedTuple):

@@ -58,6 +58,10 @@ class Ring:
         self.complete = False
         self._under_way.clear()
 
+    def repeats(self, micro_batch: int) -> bool:
+        """Whether this rank computes a micro-batch that counts on another rank, as with --shard an idle rank does."""
+        return False
+
     def keep(self, micro_batch: int) -> None:
         """Store the gradient of a micro-batch, which is in ``.grad``; another micro-batch of this rank follows."""
 

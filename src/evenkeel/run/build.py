@@ -147,6 +147,10 @@ def build_state(
     stopping = Stopping(plan.total_steps, every, best, config.patience, decides)
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
+    if config.shard == "on":
+        from ..training.sharding import refuse_unshardable  # imports FSDP2, which takes a second
+
+        refuse_unshardable(task, model, optimizers, world)
     own = task.schedulers(optimizers, replace(config, max_steps=plan.total_steps))
     made = checked_schedulers(own, optimizers, config, plan.total_steps, best, type(task).rates is not Task.rates)
     schedulers = Schedulers(made, best, plan.total_steps, every) if made else None
@@ -154,3 +158,10 @@ def build_state(
     memory = TaskState.of(task, config.seed, world)
     refresh = Refresh.of(task, model, config, world)
     return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory, refresh)
+
+
+def divide(state: State, task: Task, world: World, config: Config) -> None:
+    """For --shard: divide a state among the ranks, before it is loaded; the process group exists."""
+    from ..training.sharding import Sharding
+
+    Sharding(state, task, world, config.precision)

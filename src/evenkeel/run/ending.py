@@ -9,6 +9,8 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
+from torch import Tensor
+
 from ..common import keeper_link
 from ..common.errors import FAILED, Ended, Refusal, Unfit
 from ..common.files import write_atomically, write_json
@@ -60,6 +62,7 @@ class Ending:
             self._checkpointer.pack_compiled(asked=True)
         if attempt.compiled and self._world.local_rank == 0:
             attempt.compiled.clear()
+        weights = state.sharding.gathered(state.best_model.state_dict()) if state.sharding else {}
         if not (directory and tracker):
             return
         self._checkpointer.take_result()
@@ -70,7 +73,7 @@ class Ending:
         early = state.step < attempt.plan.total_steps
         why = f"stopped early at step {state.step}: {state.stopping.why()}" * early
         try:
-            seconds = self._write_last(directory, metrics, why)
+            seconds = self._write_last(directory, metrics, why, weights or cpu_state_dict(state.best_model))
         except OSError as error:
             raise Ended(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
@@ -78,10 +81,11 @@ class Ending:
             ) from error
         self._report_finished(tracker, metrics, seconds, why)
 
-    def _write_last(self, directory: RunDirectory, metrics: dict[str, float], why: str) -> dict[str, float]:
+    def _write_last(
+        self, directory: RunDirectory, metrics: dict[str, float], why: str, weights: dict[str, Tensor]
+    ) -> dict[str, float]:
         """Write the files of a finished run, with ``why`` it stopped early. Returns its ledger."""
         state, path = self._state, self._attempt.path
-        weights = cpu_state_dict(state.best_model)
         self._saver.save_last(state, metrics)
         directory.advance("running", state.step)
         write_atomically(path / "model.pt", lambda file: dump(weights, file))

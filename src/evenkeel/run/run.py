@@ -38,7 +38,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model, build_state, prepare
+from .build import build_model, build_state, divide, prepare
 from .checkpointer import Checkpointer
 from .disk_needed import disk_needed
 from .ending import Ending
@@ -127,6 +127,8 @@ class Run:
                 if finished:
                     yield run
                     return
+                if config.shard == "on":
+                    divide(state, task, world, config)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):
@@ -213,6 +215,7 @@ class Run:
             seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
             epochs=-(-plan.total_steps // plan.steps_per_epoch),
         )  # fmt: skip
+        sampler.passes = "dealt" if state.sharding else "own"
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
         self.evaluator.begin()
         if state.owes_evaluation or (self._unevaluated and state.due_for_evaluation):

@@ -108,7 +108,10 @@ class DistributedLoss:
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
         tree, compressed = reduce == "tree", reduce_dtype == "bf16"
-        self.reduction = Tree(self._network, world, unused) if tree else Ring(world, compressed)
+        if state.sharding:
+            self.reduction: Ring = state.sharding.reduction
+        else:
+            self.reduction = Tree(self._network, world, unused) if tree else Ring(world, compressed)
         self._whole = loss if isinstance(loss, WholeBatch) else None
         self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp", collectives)
         module = parallel(self._loss, strategy, world.device)
@@ -117,6 +120,8 @@ class DistributedLoss:
         self._arrivals = arrivals or Arrivals()
         self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
         self._synced = peers_of(state.model)  # with --sync-batchnorm: the layers that exchange statistics
+        if network and state.sharding:
+            raise Ended("--shard on is not for networks that take turns; leave it out")
         if network and (self._synced or strategy == "dp"):
             raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
         if self._synced:
@@ -156,7 +161,9 @@ class DistributedLoss:
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
                 with nullcontext() if self._last else self._no_reduction():
                     yield placed
-                self._parts.push(Node(0, micro_batch.id), self._collect())
+                collected = self._collect()
+                if not self.reduction.repeats(micro_batch.id):
+                    self._parts.push(Node(0, micro_batch.id), collected)
                 if not self._last:
                     self.reduction.keep(micro_batch.id)
                 if not (self._last and self.reduction.hooked):  # otherwise the hook has done so
@@ -322,7 +329,7 @@ class DistributedLoss:
 
 def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Ring, unused: bool) -> nn.Module:
     """The model with its loss, wrapped in DDP if DDP reduces the gradients."""
-    if not world.launched:
+    if not world.launched or any(hasattr(p, "to_local") for p in network.parameters()):  # --shard: FSDP2 wraps them
         return module
     if not reduction.hooked:
         network.load_state_dict(world.broadcast_tensors(network.state_dict()))  # as DDP does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,17 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float, buffers: Buffers) -> None:
         self.model = frozen_copy(model, "--ema")
-        self.decay = decay
+        self.decay, self._model = decay, model
         self._live: list[Tensor] = list(model.parameters())
         self._mean: list[Tensor] = list(self.model.parameters())
         mine = dict(self.model.named_buffers())
         self._buffers = [([mine[name] for name in group.names], group.committed_views) for group in buffers.groups]
+
+    def divide(self) -> None:
+        """Average this rank's rows of the model's parameters, and of its own, which have become DTensors (--shard)."""
+        pairs = zip(self._model.parameters(), self.model.parameters(), strict=True)
+        both: list[tuple[Any, Any]] = [(live.detach(), mean.detach()) for live, mean in pairs]
+        self._live, self._mean = [live.to_local() for live, _ in both], [mean.to_local() for _, mean in both]
 
     @torch.no_grad()
     def update(self, step: int, bad: Tensor) -> None:

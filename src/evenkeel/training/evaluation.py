@@ -77,6 +77,8 @@ class Evaluation:
             shuffle=False,
             seed=config.seed,
         )
+        if hasattr(next(model.parameters(), None), "to_local"):  # --shard: a forward pass is a collective
+            self.sampler.passes = "even"
         self._transfer = Transfer(world.device)
         self._is_first = False
         self.shows = False
@@ -174,6 +176,7 @@ class Evaluation:
         This is not a generator, which would turn a StopIteration in a task into another error.
         """
         mine, refused = self.sampler.micro_batches(0), "" if self.task.collectives else "the evaluation"
+        own = len(self.sampler.plan.micro_batches(0, self.sampler.rank, self.sampler.num_replicas))
         with evaluating(self.model):
             for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
                 activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again: each batch is progress
@@ -185,7 +188,8 @@ class Evaluation:
                 except Exception as error:
                     note_batch(error, batch)
                     raise
-                take(computed, micro_batch.size)
+                if number < own:  # further ones are repeated, so that other ranks can go on
+                    take(computed, micro_batch.size)
 
 
 def _of_each(values: Any, samples: int) -> Any:

@@ -110,6 +110,10 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     5.0
     """
     parameters = list(parameters)
+    if parameters and hasattr(parameters[0], "to_local"):  # --shard
+        from .row_norm import clip_rows
+
+        return clip_rows([p.grad for p in parameters if p.grad is not None], max_norm)  # type: ignore[misc]
     norm = get_total_norm([_aligned(p.grad) for p in parameters if p.grad is not None])
     if max_norm:
         clip_grads_with_norm_(parameters, max_norm, norm)

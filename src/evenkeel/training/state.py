@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from .schedulers import Schedulers, load_schedulers
 from .seqlock import Seqlock, Torn
 from .staging import Staging, map_tensors
 from .task_state import TaskState, load_task_state
+
+if TYPE_CHECKING:
+    from .sharding import Sharding  # imports FSDP2, which takes a second
 
 
 class State:
@@ -69,6 +72,8 @@ class State:
         refresh: Refresh | None = None,
     ) -> None:
         self.own, self.refresh = own, refresh
+        self.sharding: Sharding | None = None
+        """How its tensors are divided among ranks, with --shard on."""
         self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
         self.scaler, self.stopping, self.schedulers = scaler, stopping or Stopping(), schedulers
@@ -95,6 +100,14 @@ class State:
         self._rate_names = rate_names(optimizers, model)
         if schedulers:
             schedulers.taken = schedulers.taken.to(self._devices[0])
+
+    def divide(self, sharding: Sharding) -> None:
+        """Take the divided parameters, which have replaced the model's, before the first step."""
+        self.sharding = sharding
+        self.parameters[:] = self.model.parameters()
+        self._named = dict(self.model.named_parameters(remove_duplicate=False))
+        if self.average:
+            self.average.divide()
 
     def clear_gradients(self) -> None:
         """Clear the last step's gradients, also of parameters that no optimizer has: they would count in the norm."""
@@ -269,13 +282,14 @@ class State:
         """The committed state itself, in the order in which it must be copied."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
         own = {name: parameter.detach() for name, parameter in self._named.items()} | self.buffers.committed
-        return {
+        live = {
             "done": self._seqlock.done,
             "model": {name: own.get(name, value) for name, value in self.model.state_dict().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._options(),
-            "begun": self._seqlock.begun,
         }
+        live = self.sharding.local(live) if self.sharding else live
+        return {**live, "begun": self._seqlock.begun}
 
     def _options(self) -> dict[str, Any]:
         """The parts of the state that not every run has."""
@@ -307,7 +321,8 @@ class State:
         return named_tensors({"model": self._live()["model"], "optimizers": kept, **self._options()})
 
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`capture`, whatever device it was on."""
+        """Load the result of :meth:`capture`, whatever device it was on; of a divided state this rank's rows."""
+        captured = self.sharding.divided(captured) if self.sharding else captured
         with self._seqlock.change(captured["step"]):
             self.model.load_state_dict(captured["model"])
             for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):

@@ -1,0 +1,149 @@
+"""The sum of the ranks' gradients with --shard: each rank gets the sum of its own rows, in the order of `tree`.
+
+FSDP2 reduces the gradient of each block as soon as backward has computed it, in each micro-batch. Its own reduce-scatter
+adds in the order of the ranks, and `.grad` adds up in the order of a rank's micro-batches; both depend on the number of
+ranks. Here micro-batches are dealt round-robin, so the ranks compute consecutive ones at the same time: round j has
+those from j * W on. An all-to-all brings each micro-batch's gradient of a row to the row's owner, who folds them as
+they come. It stores at most log2(M) + 1 partial sums of its rows.
+
+A pass is a collective of all ranks. A rank that has no micro-batch in the last round repeats the step's first one, and
+sends nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from .collectives import no_collectives
+from .reduction import Ring
+from .tree import Fold, Node
+from .world import World
+
+
+class ShardedReduction(Ring):
+    """Counts the rounds of a step for the reductions of all blocks.
+
+    Args:
+        world: who takes part; each rank owns some rows of each parameter.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.hooked = False  # FSDP2 reduces in each backward pass
+        self.parameters: list[nn.Parameter] = []
+        """Those of the model, as FSDP2 has made them."""
+        self.micro_batches = 0
+        """M of the present step."""
+        self.round = 0
+        """How many micro-batches this rank has finished."""
+
+    @property
+    def present(self) -> range:
+        """The micro-batches of this round: that of rank r is the r-th; further ranks repeat the step's first one."""
+        first = self.round * self.world.world_size
+        return range(first, min(first + self.world.world_size, self.micro_batches))
+
+    @property
+    def is_last_round(self) -> bool:
+        """Whether the sum is complete after this round."""
+        return self.present.stop == self.micro_batches
+
+    def begin(self, runs: Sequence[range]) -> None:
+        """Begin a step, of which only the number of micro-batches counts."""
+        super().begin(runs)
+        self.micro_batches, self.round = max(run.stop for run in runs), 0
+
+    def repeats(self, micro_batch: int) -> bool:
+        """Whether this rank only repeats a micro-batch, because it has none of its own in this round."""
+        return micro_batch != self.round * self.world.world_size + self.world.rank
+
+    def keep(self, micro_batch: int) -> None:
+        """Begin the next round. The reductions have stored the gradient; what is in ``.grad`` is no sum yet."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.round += 1
+
+    def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
+        """Add up in the order of the tree; each rank has single micro-batches, and gathers those of all."""
+        ranks, rounds = self.world.world_size, -(-self.micro_batches // self.world.world_size)
+        mine = torch.zeros(rounds, numel, dtype=torch.float64, device=self.world.device)
+        if ranks == 1:
+            return fold.root
+        for row, (_, value) in zip(mine, fold.sums, strict=False):
+            row.copy_(value)
+        every = mine.new_empty(ranks, rounds, numel)
+        work = dist.all_gather_into_tensor(every.view(-1), mine.view(-1), async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            total = Fold[Tensor](torch.add)
+            for number, row in enumerate(every.transpose(0, 1).reshape(-1, numel)[: self.micro_batches]):
+                total.push(Node(0, number), row)
+            return total.root()
+
+        return wait
+
+
+class Weights(AllGather):
+    """The stock all-gather of a block's weights, allowed within a task's methods, which call no collectives."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the flat weights."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather this rank's part, [n], of all ranks, [W * n]."""
+        with no_collectives(""):
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class TreeReduceScatter(ReduceScatter):
+    """In place of FSDP2's reduce-scatter, for one block: the gradient of each micro-batch goes to the owners of its
+    rows, who fold. The result of any round but the last is not used."""
+
+    def __init__(self, steps: ShardedReduction) -> None:
+        self._steps = steps
+        self._fold = Fold[Tensor](lambda left, right: right.add_(left))
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the flat gradient, and for this rank's part of it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Exchange the flat gradient of this rank's micro-batch, [W * n], and put this rank's sums, [n], out if this is
+        the last round."""
+        ranks, present, size = group.size(), self._steps.present, output_tensor.numel()
+        mine = group.rank() < len(present)
+        received = input_tensor.new_empty(len(present), size)
+        sizes = [size] * len(present) + [0] * (ranks - len(present))
+        sent = input_tensor if mine else input_tensor[:0]
+        dist.all_to_all_single(received.flatten(), sent, sizes, [size * mine] * ranks, group=group)
+        self._add(received, present, output_tensor)
+
+    def alone(self, output: Tensor) -> None:
+        """FSDP2's all-reduce hook: with one rank FSDP2 calls no reduce-scatter, but this."""
+        if self._steps.world.world_size == 1:
+            self._add(output.clone().view(1, -1), self._steps.present, output)
+
+    def _add(self, rows: Tensor, numbers: range, output: Tensor) -> None:
+        for number, row in zip(numbers, rows, strict=True):
+            self._fold.push(Node(0, number), row)
+        if self._steps.is_last_round:
+            output.copy_(self._fold.root())
+            return
+        # partial sums are views of what was received in this round: copied, so that its memory can be freed
+        of_this_round = rows.untyped_storage().data_ptr()
+        self._fold.sums = [
+            (node, value.clone() if value.untyped_storage().data_ptr() == of_this_round else value)
+            for node, value in self._fold.sums
+        ]

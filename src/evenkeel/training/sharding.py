@@ -1,0 +1,195 @@
+"""--shard on: parameters, gradients, moments and averages divided among the ranks by rows, with FSDP2.
+
+Each rank owns some rows (dimension 0) of each parameter, as `torch.chunk` would divide them. A block's parameters are
+gathered for its forward and backward pass, and freed after each (`torch.distributed.fsdp.fully_shard`; Zhao et al.,
+"PyTorch FSDP", 2023, arXiv 2304.11277; Rajbhandari et al., "ZeRO", 2020, arXiv 1910.02054). The committed state of a
+rank has its rows only, as plain tensors, and says under "rows" which tensors those are.
+
+Optimizers must compute each element by itself, in torch's `foreach` way: fused kernels compute the end of a tensor
+otherwise than its middle, and where a tensor ends would depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ..common.errors import Refusal
+from ..common.naming import kind_of
+from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter, Weights
+from ..distributed.world import World
+from .cut import has_batchnorm
+from .staging import map_tensors
+from .task import Task, defines
+
+if TYPE_CHECKING:
+    from .state import State
+
+ELEMENTWISE = (SGD, Adam, AdamW)
+OPTION = "--shard on"
+
+
+def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer], world: World) -> None:
+    """Refuse what FSDP2 cannot train, or not with the same bits on any number of ranks, before anything is written."""
+    if not world.launched:
+        raise Refusal(f"{OPTION}: needs a process group; start with torchrun --standalone --nproc_per_node=N train.py")
+    if task.unused_parameters:
+        raise Refusal(f"{OPTION}: {kind_of(task)} says that parameters may get no gradient; leave it out")
+    if has_batchnorm(model):
+        raise Refusal(f"{OPTION}: the model has BatchNorm, which it does not support; use GroupNorm or LayerNorm")
+    for method in ("batch_loss", "refresh", "schedulers", "show"):
+        if defines(type(task), method):
+            raise Refusal(f"{OPTION}: {kind_of(task)} defines {method}(), which it does not support; leave one out")
+    blocks = task.blocks(model)
+    if not blocks:
+        raise Refusal(
+            f"{OPTION}: {kind_of(model)} has no repeated blocks in an nn.Sequential or nn.ModuleList; define "
+            "blocks(model) in the task and return the modules whose parameters are gathered one after the other"
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise Refusal(f"{OPTION}: {name} is a number without rows; make it a tensor of one element")
+    _refuse_tied(model, blocks)
+    for optimizer in optimizers:
+        if type(optimizer) not in ELEMENTWISE:
+            raise Refusal(
+                f"{OPTION}: {kind_of(optimizer)} is not known to compute each element by itself; use SGD, Adam or AdamW"
+            )
+
+
+def _refuse_tied(model: nn.Module, blocks: list[nn.Module]) -> None:
+    owners: dict[int, tuple[str, str]] = {}
+    names = {id(module): name for name, module in model.named_modules()}
+    places = [names[id(block)] for block in blocks if names.get(id(block))]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        place = next((place for place in places if name.startswith(f"{place}.")), "")
+        other, there = owners.setdefault(id(parameter), (name, place))
+        if there != place:
+            raise Refusal(f"{OPTION}: {other} and {name} are one tensor, in different blocks; untie them")
+
+
+class Sharding:
+    """How the tensors of a run's state are divided among the ranks.
+
+    Args:
+        state: before its first step; its parameters, those of its average and of its optimizers are replaced.
+        task: names the blocks.
+        world: the ranks, with a process group.
+        precision: "bf16" computes with parameters in bfloat16, and adds gradients in float32.
+    """
+
+    def __init__(self, state: State, task: Task, world: World, precision: str) -> None:
+        self.rank, self.ranks = world.rank, world.world_size
+        self.reduction = ShardedReduction(world)
+        self._state, self._mesh = state, init_device_mesh(world.device.type, (world.world_size,))
+        self._policy = MixedPrecisionPolicy()
+        if precision == "bf16":
+            self._policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        names = {id(module): name for name, module in state.model.named_modules()}
+        blocks = {names[id(block)] for block in task.blocks(state.model)}
+        before = dict(state.model.named_parameters())
+        for model in [state.model, *([state.average.model] if state.average else [])]:
+            self._divide(model, sorted(blocks - {""}, key=lambda name: -name.count(".")))
+        after = dict(state.model.named_parameters())
+        instead = {id(before[name]): after[name] for name in before}
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [instead[id(parameter)] for parameter in group["params"]]
+                group |= {"fused": None, "foreach": True}
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused ones
+        state.divide(self)
+        self.reduction.parameters = state.parameters
+
+    def _divide(self, model: nn.Module, blocks: list[str]) -> None:
+        """Divide the parameters of the blocks, and as one further block all others."""
+        for module in [*map(model.get_submodule, blocks), model]:
+            # the rest is freed after forward too: an evaluation has no backward pass that would do so, and the
+            # gathered weights would be those of an old step
+            divided: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._policy)
+            divided.set_gradient_divide_factor(1.0)  # the loss has the weights
+            divided.set_force_sum_reduction_for_comms(True)
+            communication = TreeReduceScatter(self.reduction)
+            divided.set_custom_all_gather(Weights())
+            divided.set_custom_reduce_scatter(communication)
+            divided.set_all_reduce_hook(communication.alone)
+
+    def local(self, live: dict[str, Any]) -> dict[str, Any]:
+        """A tree of state with this rank's rows in place of divided tensors, and the list of these under "rows"."""
+        of: dict[str, int] = {}
+
+        def rows(tensor: Tensor, path: tuple[object, ...]) -> Tensor:
+            if isinstance(tensor, DTensor):
+                of[dotted(path)] = tensor.shape[0]
+                return tensor.to_local().detach()
+            return tensor
+
+        return {**map_tensors(live, rows), "rows": {"rank": self.rank, "ranks": self.ranks, "of": of}}
+
+    def divided(self, captured: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse of :meth:`local`."""
+        of = captured["rows"]["of"]
+
+        def whole(rows: Tensor, path: tuple[object, ...]) -> Tensor:
+            if dotted(path) not in of:
+                return rows
+            shape = torch.Size([of[dotted(path)], *rows.shape[1:]])
+            stride = torch.empty(shape, device="meta").stride()
+            rows = rows.to(self._mesh.device_type).contiguous()
+            return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+        return {name: part for name, part in map_tensors(dict(captured), whole).items() if name != "rows"}
+
+    def cut(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's rows of a state that is not divided, in the form of :meth:`local`."""
+        of: dict[str, int] = {}
+        divided = {f"{part}.{name}" for part in ("model", "ema") for name in self._names()}
+        shapes = {
+            f"optimizers.{number}.state.{i}": parameter.shape
+            for number, optimizer in enumerate(self._state.optimizers)
+            for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+
+        def rows(tensor: Tensor, path: tuple[object, ...]) -> Tensor:
+            if dotted(path) not in divided and shapes.get(dotted(path[:-1])) != tensor.shape:
+                return tensor
+            of[dotted(path)] = len(tensor)
+            mine = span(len(tensor), self.rank, self.ranks)
+            return tensor[mine.start : mine.stop]
+
+        return {**map_tensors(dict(whole), rows), "rows": {"rank": self.rank, "ranks": self.ranks, "of": of}}
+
+    def _names(self) -> Iterator[str]:
+        return (name for name, _ in self._state.model.named_parameters(remove_duplicate=False))
+
+    def gathered(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU of rank 0, for a file that loads anywhere; other ranks get {}. All must call it."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            whole = tensor.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            if self.rank == 0:
+                found[name] = whole.cpu().contiguous()
+        return found
+
+
+def span(number: int, rank: int, ranks: int) -> range:
+    """The rows of a rank among ``number``, as `torch.chunk` divides them: equally many, fewer or none at the end.
+
+    >>> [len(span(7, rank, 4)) for rank in range(4)], [len(span(5, rank, 4)) for rank in range(4)]
+    ([2, 2, 2, 1], [2, 2, 1, 0])
+    """
+    size = -(-number // ranks)
+    return range(min(rank * size, number), min((rank + 1) * size, number))
+
+
+def dotted(path: tuple[object, ...]) -> str:
+    """The name of a tensor in nested dicts and lists, as `named_tensors` makes it."""
+    return ".".join(map(str, path))
