@@ -13,12 +13,13 @@ from .attempt import Attempt
 from .chain import options_digest, samples_digest, whole_steps
 from .digest import digests
 from .saver import Saver
+from .sharded_saver import ShardedSaver
 
 log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves the state on rank 0 while training goes on. On other ranks the attempt has no tracker."""
+    """Saves the state while training goes on: on rank 0, or in a sharded run on all. Others have no tracker."""
 
     def __init__(self, attempt: Attempt, state: State) -> None:
         config = attempt.config
@@ -29,7 +30,8 @@ class Checkpointer:
         if config.digest_every and attempt.tracker:
             self._sampler = whole_steps(attempt.sets[TRAINING], config, attempt.plan.micro_batch, attempt.plan.number)
             self._options = options_digest(attempt.options, attempt.harmless)
-        self.saver = Saver(attempt.checkpoints, devices, config.grace, self._note, memory)
+        make = ShardedSaver if config.shard == "on" else Saver
+        self.saver = make(attempt.checkpoints, devices, config.grace, self._note, memory)
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """Report an evaluation, and save if a checkpoint is due or the evaluation is the best so far.
@@ -41,7 +43,7 @@ class Checkpointer:
             metrics: of this step; empty if it was not evaluated.
         """
         state, saver, tracker = self._state, self.saver, self._attempt.tracker
-        if not tracker:
+        if not (tracker or state.sharding):
             return
         saver.pin(state)
         self.record_digests()
@@ -50,23 +52,31 @@ class Checkpointer:
         if saver.done or (saver.busy and (due or metrics)):
             with activity.during(CHECKPOINT):
                 self.take_result()
-        if metrics:
+        if metrics and tracker:
             tracker.evaluation(state.step, metrics)
-        if due or (metrics and saver.checkpoints.improves(metrics)):
+        if due or (metrics and self._improves(metrics)):
             saver.start(state, metrics)
+
+    def _improves(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is the best so far; the same on all ranks that save."""
+        here = self._attempt.tracker is not None and self.saver.checkpoints.improves(metrics)
+        return bool(self._attempt.world.broadcast(here)) if self._state.sharding else here
 
     def take_result(self) -> None:
         """Report the result of the last checkpoint in the background, if there is one; waits for it."""
         tracker = self._attempt.tracker
-        if not (tracker and self.saver.busy):
+        if not self.saver.busy:
             return
         step = self.saver.step
         try:
-            tracker.event("checkpoint", step, seconds=round(self.saver.result(), 4))
-            self.announce(step)
+            seconds = self.saver.result()
+            if tracker:
+                tracker.event("checkpoint", step, seconds=round(seconds, 4))
+                self.announce(step)
         except OSError as error:
             last = self.saver.checkpoints.newest_step()
-            tracker.event("checkpoint_failed", step, reason=str(error))
+            if tracker:
+                tracker.event("checkpoint_failed", step, reason=str(error))
             log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %d", step, error, last)
 
     def saved_elsewhere(self, step: int) -> None:

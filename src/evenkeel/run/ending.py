@@ -64,6 +64,9 @@ class Ending:
             attempt.compiled.clear()
         weights = state.sharding.gathered(state.best_model.state_dict()) if state.sharding else {}
         if not (directory and tracker):
+            if state.sharding:
+                self._checkpointer.take_result()
+                self._saver.save_last(state, metrics)
             return
         self._checkpointer.take_result()
         if metrics:

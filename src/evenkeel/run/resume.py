@@ -24,6 +24,8 @@ from .checkpoint import Checkpoints, Manifest, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
 from .records import read_records
 from .run_directory import RunDirectory
+from .saver import Saver
+from .sharded_saver import ShardedSaver
 from .tracking import Tracker
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,8 @@ class Resume:
         self._other_bits: Differences = {}
         self._other_best = ""
 
-    def load(self, state: State) -> None:
-        """Load the newest state into this one, if there is any.
+    def load(self, state: State, saver: Saver) -> None:
+        """Load the newest state into this one, if there is any. Of a sharded run the saver has it in memory.
 
         No shared file system is needed: after the loss of a node the newest state may be on any other. Ranks that start
         again in place usually find it in the memory of their own machine.
@@ -58,13 +60,32 @@ class Resume:
             Ended: it does not fit this model.
             Refusal: on all ranks, with --strict-bits, as :meth:`compare_bits`, if the newest checkpoint was damaged.
         """
+        if state.sharding:
+            from .sharded_resume import newest_rows  # imports FSDP2
+
+            assert isinstance(saver, ShardedSaver)
+            found, saved = newest_rows(self._world, state.sharding, saver)
+        else:
+            found, saved = self._newest()
+        self._other_bits = self.compare_bits(found)
+        if found:
+            self._restore(state, saved)
+            self.unevaluated = not found.metrics
+            before, now = found.best_by, self._checkpoints.best_by
+            if before and now and before != now:
+                state.stopping.memory = Memory()
+                self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
+        memory_checkpoint.discard_previous()
+        activity.enter(START_UP, "first step")
+
+    def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
+        """The newest whole state of any node, and its manifest; None if there is none. The same on all ranks."""
         while True:
             on_disk = self._checkpoints.newest_name() if self._world.local_rank == 0 else 0
             everywhere = self._world.gather((memory_checkpoint.offer(self._checkpoints.place), on_disk))
             newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
             if newest == 0:
-                self._other_bits = self.compare_bits(None)
-                break
+                return None, {}
             activity.enter(START_UP, "resuming")
             in_memory = [offer if offer and offer.step == newest else None for offer, _ in everywhere]
             if any(in_memory):
@@ -72,16 +93,7 @@ class Resume:
             else:
                 found, saved = self._read(newest, [step for _, step in everywhere].index(newest))
             if found:
-                self._other_bits = self.compare_bits(found)
-                self._restore(state, saved)
-                self.unevaluated = not found.metrics
-                before, now = found.best_by, self._checkpoints.best_by
-                if before and now and before != now:
-                    state.stopping.memory = Memory()
-                    self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
-                break
-        memory_checkpoint.discard_previous()
-        activity.enter(START_UP, "first step")
+                return found, saved
 
     def compare_bits(self, found: Manifest | None) -> Differences:
         """Why this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.

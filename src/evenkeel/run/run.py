@@ -154,7 +154,7 @@ class Run:
     def resume(self) -> None:
         """Load the newest whole state of any node, if there is one; raises as `Resume.load`."""
         resumed = Resume(self.config, self.world, self.attempt.checkpoints)
-        resumed.load(self.state)
+        resumed.load(self.state, self.checkpointer.saver)
         self._unevaluated = resumed.unevaluated
         if self.attempt.directory and self.attempt.tracker:
             if self.config.keep_every:
@@ -268,6 +268,7 @@ class Run:
         state, directory = self.state, self.attempt.directory
         if self.verification.again:
             return
+        self.checkpointer.saver.note(state)
         self._steps_here += 1
         if self._steps_here == 1:
             keeper_link.send("progress", str(state.step))

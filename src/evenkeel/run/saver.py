@@ -7,9 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
 from .checkpoint import LOCK_PATIENCE, Checkpoints, Kind, manifest_of
+from .sharded_checkpoint import checkpoints_of, facts_of, write_slots
 
 log = logging.getLogger(__name__)
 
@@ -114,14 +113,12 @@ class Saver:
         """
         self.checkpoints.save(state.capture(staging=Staging(*self._devices, still=True)), metrics)
 
+    def note(self, state: State) -> None:
+        """After each step. Only a sharded run does something then (`sharded_saver`)."""
+
     def _leave(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
-        facts = asdict(self.checkpoints.manifest(captured["step"], metrics, kind))
-        facts |= {
-            "folder": self.checkpoints.place,
-            "keep": self.checkpoints.keep,
-            "keep_best": self.checkpoints.keep_best,
-        }
+        facts = facts_of(self.checkpoints, captured["step"], metrics, kind)
         return self._memory and memory_checkpoint.store(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
@@ -164,15 +161,14 @@ class Saver:
 
 def write_memory_checkpoint(found: memory_checkpoint.MemoryCheckpoint) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
-    manifest = manifest_of(found.facts)
-    void = manifest.bits_void_from
-    folder, keep, keep_best = Path(found.facts["folder"]), int(found.facts["keep"]), int(found.facts["keep_best"])
-    every = manifest.keep_every
-    checkpoints = Checkpoints(folder, keep, manifest.best_by, manifest.fingerprint, void, keep_best, every)
-    time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
+    until = time.monotonic() + LOCK_PATIENCE
     try:
-        until = time.monotonic() + LOCK_PATIENCE
+        if "slots" in found.facts:
+            write_slots(found.facts["slots"], until)
+            return
+        time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
+        checkpoints, manifest = checkpoints_of(found.facts), manifest_of(found.facts)
         state = torch.load(found.path, map_location="cpu", weights_only=True, mmap=True)
         checkpoints.rescue(state, until, manifest.metrics, manifest.kind)
     except OSError as error:
-        say(f"evenkeel: NOT SAVED: {error}; step {manifest.step} was in memory only", to_stderr=True)
+        say(f"evenkeel: NOT SAVED: {error}; step {found.step} was in memory only", to_stderr=True)

@@ -145,7 +145,7 @@ def rows_of(parts: Sequence[dict[str, Any]], rank: int, ranks: int) -> dict[str,
 
     plain = {name: value for name, value in parts[0].items() if name != "rows"}
     found: dict[str, Any] = map_tensors(plain, wanted)
-    return found if ranks == 1 else found | {"rows": {"rank": rank, "ranks": ranks, "of": of}}
+    return found if ranks == 1 else {**found, "rows": {"rank": rank, "ranks": ranks, "of": of}}
 
 
 def dump(value: Any, file: IO[bytes]) -> WrittenFile:

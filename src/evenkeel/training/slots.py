@@ -111,7 +111,7 @@ class Slots:
     def __init__(self, descriptors: Sequence[int], devices: Sequence[torch.device]) -> None:
         self._descriptors = list(descriptors)
         self._slots = [Slot(descriptor, *devices) for descriptor in descriptors]
-        self._writing = threading.Lock()
+        self._writing, self._frozen = threading.Lock(), False
 
     def steps(self) -> list[int]:
         """The steps that are stored, the older first."""
@@ -139,6 +139,17 @@ class Slots:
             return int(captured["step"])
         finally:
             self._writing.release()
+
+    def freeze(self, until: float) -> list[int]:
+        """Allow no further copies, because the process is ending. Returns the steps that are stored, the older first.
+
+        Raises:
+            Torn: a copy is still in progress at the moment ``until``.
+        """
+        if not self._frozen and not self._writing.acquire(timeout=left(until)):
+            raise Torn("a copy of the last step is still in progress")
+        self._frozen = True
+        return self.steps()
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state of this step, in memory of its own, and the facts stored with it."""

@@ -1,0 +1,157 @@
+"""Writing a checkpoint of a sharded run: each rank its rows, without a message to any other.
+
+    checkpoints/.step-00000042.TOKEN.tmp/state-1-of-3.pt        rank 1's rows (state_files.py)
+                                         state-1-of-3.pt.json   its size and sha256, written after it
+
+All ranks of a launch write into one hidden folder, so it must be on a disk that they share. The rank that finds all
+pieces writes the manifest and renames the folder. So a folder called step-* is complete, as of any run; a rank that is
+killed leaves a hidden one, which the next start deletes. Writers lock it shared, so that a start first waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from ..common.deadlines import FOREVER
+from ..common.files import lock, read_json, write_json
+from ..training import slots
+from .checkpoint import LOCK_PATIENCE, MANIFEST, Checkpoints, Kind, manifest_of, publish, step_of
+from .state_files import WrittenFile, clean, dump, file_of, state_files
+
+PATIENCE = 600.0
+"""Seconds that rank 0 waits for the rows of the others, after its own are written."""
+
+
+def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
+    """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
+    more = {"folder": checkpoints.place, "keep": checkpoints.keep, "keep_best": checkpoints.keep_best}
+    return asdict(checkpoints.manifest(step, metrics, kind)) | more
+
+
+def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
+    """The folder that :func:`facts_of` has described."""
+    it = manifest_of(dict(facts))
+    folder, keep, keep_best = Path(facts["folder"]), int(facts["keep"]), int(facts["keep_best"])
+    return Checkpoints(folder, keep, it.best_by, it.fingerprint, it.bits_void_from, keep_best, it.keep_every)
+
+
+def write_rows(
+    checkpoints: Checkpoints,
+    captured: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    kind: Kind,
+    token: str,
+    until: float = FOREVER,
+) -> None:
+    """Write this rank's rows, and give the checkpoint its name if all others are there.
+
+    Args:
+        checkpoints: of the run.
+        captured: the result of `State.capture` in a sharded run.
+        metrics: the evaluation at this step, the same on all ranks.
+        kind: a snapshot that exists already is not written again.
+        token: the same on all ranks of a launch.
+        until: the moment until which to wait for a rank that deletes old checkpoints.
+
+    Raises:
+        OSError: the disk is full or gone; older checkpoints are untouched.
+    """
+    step, rows = captured["step"], captured["rows"]
+    final = checkpoints.folder / f"step-{step:08d}"
+    if kind == "snapshot" and (final / MANIFEST).exists():
+        return
+    folder = checkpoints.folder / f".{final.name}.{token}.tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = file_of(rows["rank"], rows["ranks"])
+    try:
+        with _written_by_this_process(folder):
+            if not (folder / f"{name}.json").exists():  # else this rank, or its keeper, has written them already
+                own = folder / f".{name}.{uuid4().hex}"
+                with own.open("wb") as file:
+                    written = dump(dict(captured), file)
+                    os.fsync(file.fileno())
+                own.replace(folder / name)
+                write_json(folder / f"{name}.json", asdict(written) | {"kind": kind, "metrics": dict(metrics)})
+        publish_if_whole(checkpoints, folder, until)
+    except FileNotFoundError:
+        if not (final / MANIFEST).exists():  # else another process of this rank was faster
+            raise
+
+
+def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FOREVER) -> None:
+    """Give a hidden folder its name if all ranks have written their rows."""
+    step = step_of(Path(folder.name[1:].partition(".")[0]))
+    try:
+        pieces = [folder / f"{name}.json" for name in state_files(file.name for file in folder.iterdir())]
+        infos = [read_json(piece) for piece in pieces]
+    except LookupError:
+        return
+    if not all(infos):
+        return
+    # a rank that is stopped while the others write a planned checkpoint writes a snapshot of the same step
+    kind: Kind = "checkpoint" if all(info["kind"] == "checkpoint" for info in infos) else "snapshot"
+    metrics = infos[0]["metrics"] if kind == "checkpoint" else {}
+    files = {piece.stem: WrittenFile(info["bytes"], info["sha256"]) for piece, info in zip(pieces, infos, strict=True)}
+    final = checkpoints.folder / f"step-{step:08d}"
+    with checkpoints.alone(until):
+        if folder.exists():
+            write_json(folder / MANIFEST, asdict(replace(checkpoints.manifest(step, metrics, kind), files=files)))
+            publish(checkpoints, folder, final, kind)
+            for piece in pieces:
+                (final / piece.name).unlink(missing_ok=True)
+
+
+def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
+    """Wait until a checkpoint of this step has its name; an OSError says which ranks' rows are missing by then."""
+    until = time.monotonic() + seconds
+    while not (checkpoints.folder / f"step-{step:08d}" / MANIFEST).exists() and checkpoints.newest_step() < step:
+        if time.monotonic() > until:
+            raise OSError(errno.ETIMEDOUT, "not all ranks have written their rows", checkpoints.place)
+        time.sleep(0.01)
+
+
+def await_writers(checkpoints: Checkpoints) -> None:
+    """At a start: wait for processes of earlier attempts that still write, complete what they can no longer, and
+    delete what is left."""
+    until = time.monotonic() + LOCK_PATIENCE
+    for folder in sorted(checkpoints.folder.glob(".step-*.tmp")):
+        with contextlib.suppress(OSError):  # it was complete, and has another name now
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                lock(descriptor, until)
+                publish_if_whole(checkpoints, folder, until)
+            finally:
+                os.close(descriptor)
+    clean(checkpoints.folder)
+
+
+@contextlib.contextmanager
+def _written_by_this_process(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a process that was forked meanwhile keeps it
+        os.close(descriptor)
+
+
+def write_slots(descriptors: list[int], until: float) -> None:
+    """Write what is in a rank's slots, the older step first: all ranks have that one, if not the newer.
+
+    Called by the rank, or if it is dead in a child of its keeper.
+    """
+    for step in sorted({slots.step_in(each) for each in descriptors} - {0}):
+        captured, facts = slots.read(next(each for each in descriptors if slots.step_in(each) == step))
+        checkpoints = checkpoints_of(facts)
+        if step > checkpoints.newest_step():
+            write_rows(checkpoints, captured, {}, "snapshot", facts["token"], until)

@@ -1,0 +1,109 @@
+"""How a sharded run continues: each rank takes its rows, from its keeper's memory or from files of any ranks.
+
+From memory the run goes on at *the smallest of the newest steps* of all ranks: ranks differ by one step at most, and
+each has its last two (`training.slots`). If a rank has none, because its node or its keeper is new, all read the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from ..common.errors import Ended
+from ..common.phases import START_UP, activity
+from ..distributed.world import World
+from ..training.sharding import Sharding
+from ..training.staging import map_tensors
+from .checkpoint import Checkpoints, Damaged, Manifest, manifest_of, step_folders, step_of, verify
+from .sharded_checkpoint import await_writers
+from .sharded_saver import ShardedSaver
+from .state_files import read_parts, rows_of, set_aside
+
+log = logging.getLogger(__name__)
+
+Found = tuple[Manifest | None, dict[str, Any]]
+
+
+def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver) -> Found:
+    """This rank's rows of the newest step that all ranks can have, and its manifest; None if there is none.
+
+    The saver gets the token of this launch. Every rank must call it.
+
+    Raises:
+        Ended: on all ranks, if one does not see the folder of the others.
+    """
+    checkpoints = saver.checkpoints
+    _refuse_own_folder(world, checkpoints)
+    if world.rank == 0:
+        await_writers(checkpoints)
+    on_disk = world.broadcast(checkpoints.newest_step() if world.rank == 0 else None)
+    everywhere = world.gather(saver.slots.steps())
+    step = common_step(everywhere)
+    activity.enter(START_UP, "resuming")
+    if step and step >= (on_disk or 0):
+        saver.slots.keep_only(step)
+        saved, facts = saver.slots.read(step)
+        saver.token = facts["token"]
+        log.info("continuing from step %d, which was in memory; the ranks had %s", step, everywhere)
+        found = world.broadcast(manifest_of(facts) if world.rank == 0 else None)
+        return found, saved
+    saver.slots.keep_only(0)
+    saver.token = world.broadcast(uuid4().hex if world.rank == 0 else None) or ""
+    return _from_disk(world, sharding, checkpoints)
+
+
+def common_step(everywhere: list[list[int]]) -> int:
+    """The smallest of the newest steps, of the steps that each rank has; 0 if a rank does not have it."""
+    step = min((max(steps, default=0) for steps in everywhere), default=0)
+    return step if all(step in steps for steps in everywhere) else 0
+
+
+def _from_disk(world: World, sharding: Sharding, checkpoints: Checkpoints) -> Found:
+    """The newest checkpoint that is whole. Each rank verifies some of its files; one that is damaged is set aside."""
+    while True:
+        paths = world.broadcast(step_folders(checkpoints.folder)[-1:] if world.rank == 0 else [])
+        if not paths:
+            return None, {}
+        path = paths[0]
+        damage, saved = "", {}
+        try:
+            found = verify(path, rank=world.rank, ranks=world.world_size)
+            saved = own_rows(path, sharding)
+        except Damaged as error:
+            damage = str(error)
+        damages = [each for each in world.gather(damage) if each]
+        if not damages:
+            return found, saved
+        if world.rank == 0:
+            set_aside(path, damages[0])
+
+
+def own_rows(path: Path, sharding: Sharding) -> dict[str, Any]:
+    """This rank's rows of a checkpoint, sharded or not. Of its files only these are read, and they may be deleted."""
+    parts = read_parts(path, step_of(path), in_place=True)
+    rows = rows_of(parts, sharding.rank, sharding.ranks) if "rows" in parts[0] else sharding.cut(parts[0])
+    found: dict[str, Any] = map_tensors(rows, lambda tensor, _path: tensor.clone())
+    if "rows" not in found:  # one rank
+        found["rows"] = {"rank": sharding.rank, "ranks": sharding.ranks, "of": parts[0]["rows"]["of"]}
+    return found
+
+
+def _refuse_own_folder(world: World, checkpoints: Checkpoints) -> None:
+    """End the run on all ranks if their folders are not one."""
+    name = world.broadcast(f".shared-{uuid4().hex}" if world.rank == 0 else None)
+    mark = checkpoints.folder / str(name)
+    if world.rank == 0:
+        checkpoints.folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    world.gather(None)
+    seen = world.gather(mark.exists())
+    if world.rank == 0:
+        mark.unlink(missing_ok=True)
+    if not all(seen):
+        blind = ", ".join(str(rank) for rank, it in enumerate(seen) if not it)
+        raise Ended(
+            f"--shard on needs a shared folder for checkpoints: rank {blind} does not see {checkpoints.place} of "
+            "rank 0; name a --run-dir on a disk that all nodes share"
+        )

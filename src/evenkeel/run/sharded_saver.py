@@ -1,0 +1,107 @@
+"""Saving in a sharded run: every rank copies each step into its slots, and writes its rows of every checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ..common import keeper_link
+from ..common.deadlines import FOREVER
+from ..common.phases import CHECKPOINT, activity
+from ..resilience import memory_checkpoint
+from ..training.seqlock import Torn
+from ..training.slots import Slots
+from ..training.staging import Staging
+from ..training.state import State
+from .checkpoint import Checkpoints
+from .saver import Saver
+from .sharded_checkpoint import PATIENCE, await_whole, facts_of, write_rows, write_slots
+
+log = logging.getLogger(__name__)
+
+LAST_WAIT = 5.0
+"""Seconds that rank 0 waits after a stop signal for the rows of the others, to report what is saved."""
+
+
+class ShardedSaver(Saver):
+    """As `Saver`, on all ranks of a sharded run.
+
+    Attributes:
+        slots: this rank's rows of the last two steps.
+        token: the same on all ranks; once the run has been resumed.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        devices: Sequence[torch.device],
+        grace: float,
+        written: Callable[[int], None],
+        memory: bool = False,
+    ) -> None:
+        super().__init__(checkpoints, devices, grace, written)
+        self._descriptors = memory_checkpoint.slots()
+        self.slots, self.token = Slots(self._descriptors, devices), ""
+
+    def note(self, state: State) -> None:
+        """Copy the step that was just taken."""
+        with activity.during(CHECKPOINT):
+            self._store(state)
+
+    def _store(self, state: State, until: float = FOREVER, final: bool = False) -> None:
+        facts = facts_of(self.checkpoints, state.step, {}, "snapshot") | {"token": self.token}
+        self.slots.write(lambda slot: state.capture(until, slot, final), facts, until)
+
+    def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
+        try:
+            self._write(capture(), metrics)
+        finally:
+            self._staging.give_back()
+        return time.perf_counter() - begun
+
+    def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
+        write_rows(self.checkpoints, captured, metrics, "checkpoint", self.token)
+        if captured["rows"]["rank"] == 0:
+            await_whole(self.checkpoints, captured["step"], PATIENCE)
+            self._written(captured["step"])
+
+    def save_last(self, state: State, metrics: dict[str, float]) -> None:
+        """As `Saver.save_last`, on every rank."""
+        self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
+
+    def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
+        """Save this rank's rows of the last two steps; see `Saver.rescue`. No other rank has them.
+
+        Ranks that start again in place find them in memory, so nothing is written then.
+        """
+        if state.step == 0:
+            return "no step has finished; nothing to save"
+        begun, grace = time.monotonic(), self._grace
+        taken = self._staging.take(begun + grace / 4)  # a checkpoint that is being written comes first
+        try:
+            if state.step > max(self.slots.steps(), default=0):  # stopped between the commit and the copy
+                with suppress(Torn):
+                    self._store(state, begun + grace / 2, final=True)
+            steps = self.slots.freeze(begun + grace / 2)
+            if not steps:
+                return "no step has finished; nothing to save"
+            if in_place and keeper_link.has_keeper():
+                return f"step {steps[-1]} is in memory"
+            write_slots(self._descriptors, begun + grace / 2)
+            if state.sharding and state.sharding.rank == 0:
+                with suppress(OSError):
+                    await_whole(self.checkpoints, steps[-1], min(LAST_WAIT, grace / 4))
+        except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
+            log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
+            return f"not saved ({error})"
+        finally:
+            if taken:
+                self._staging.give_back()
+        log.info("saved this rank's rows of steps %s in %.2f s", steps, time.monotonic() - begun)
+        whole = self.checkpoints.newest_step()
+        return f"step {whole} is saved" if whole >= steps[0] else f"the rows of step {steps[-1]} of this rank are saved"
