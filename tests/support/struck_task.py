@@ -1,7 +1,7 @@
 """The sharded task, slowed down, whose ranks are killed at chosen moments.
 
-STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", when so many steps are done: in the "loss",
-inside the "optimizer"'s step, or in the "copy" into a slot. STRUCK is a folder.
+STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", when so many steps are done: in the
+"loss", inside the "optimizer"'s step, or in the "copy" into a slot. STRUCK is a folder.
 """
 
 from __future__ import annotations

@@ -1,0 +1,159 @@
+"""--shard on: kills, stops, other numbers of ranks and damaged files end in the same bits.
+
+The controls of slots and files are in tests/run/test_sharded_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenkeel.run.checkpoint import load
+from tests.run.test_checkpoint import same
+from tests.support import processes
+from tests.support.processes import ROOT, TRAIN, fork_ranks, start, torchrun
+from tests.support.small_runs import (
+    ended,
+    keepers_of,
+    options,
+    signal_ranks_at,
+    starts,
+    told_step,
+    trained,
+    wait_for_start,
+    wait_for_step,
+    weights_of,
+)
+
+STEPS = 12
+SHARD = ["--shard", "on", "--reduce", "tree", "--batch-size", 7, "--micro-batch", 1, "--max-steps", STEPS]
+QUIET = ["--eval-every", STEPS, "--ema", 0.9, "--log-every", 1]
+RARE = [*SHARD, *QUIET, "--checkpoint-every", 0]
+
+
+def job(run_dir: Path, *more: object) -> list[str]:
+    return options(f"{ROOT / 'tests' / 'support' / 'struck_task.py'}:Struck", run_dir, *(more or RARE))
+
+
+@pytest.fixture(autouse=True)
+def slowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PAUSE": "0.03", "STRUCK": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sha256 of the weights that one rank gets, which nobody disturbs."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    trained(1, job(run_dir))
+    return weights_of(run_dir)
+
+
+def three_ranks(run_dir: Path, *more: object, restarts: int = 0) -> subprocess.Popen[str]:
+    return start(torchrun(3, TRAIN, *job(run_dir, *(more or RARE)), restarts=restarts))
+
+
+def log_of(run_dir: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted((run_dir / "logs").glob("*/rank-*.log")))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_kills_in_the_pass_the_step_and_the_copy_cost_no_step_that_all_ranks_have(
+    run_dir: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRIKES", "loss:1:3 optimizer:2:5 copy:0:7 loss:all:9")
+    ended(three_ranks(run_dir))
+    # in the optimizer's sixth step and in the copy of the seventh, one rank had only the step before
+    assert starts(run_dir) == [0, 3, 5, 6, 9]
+    assert "from step 5, which was in memory; the ranks had [[5, 6], [5, 6], [4, 5]]" in log_of(run_dir)
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_ranks_may_be_three_then_two_then_four_then_one(run_dir: Path, one_rank: str) -> None:
+    begins = []
+    for ranks, step in ((3, 2), (2, 5), (4, 8)):
+        began = told_step(run_dir)
+        codes = signal_ranks_at(max(step, began + 1), run_dir, fork_ranks(ranks, TRAIN, *job(run_dir)), signal.SIGTERM)
+        assert 0 not in codes
+        begins.append(told_step(run_dir))
+    trained(1, job(run_dir))
+    assert starts(run_dir) == [0, *begins], "all steps that were finished were saved, and none was done twice"
+    assert weights_of(run_dir) == one_rank
+    files = sorted(path.name for path in (run_dir / "checkpoints" / f"step-{STEPS:08d}").iterdir())
+    assert files == ["manifest.json", "state-0-of-1.pt"]
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_set_aside_on_all_ranks_and_the_checkpoint_before_is_taken(
+    run_dir: Path, one_rank: str
+) -> None:
+    often = [*SHARD, *QUIET, "--checkpoint-every", 3, "--keep", 3]
+    process = three_ranks(run_dir, *often)
+    wait_for_step(run_dir, 9, process)
+    for keeper in keepers_of(process).values():
+        os.killpg(keeper, signal.SIGKILL)
+    process.wait()
+    steps = sorted((run_dir / "checkpoints").glob("step-*"))
+    assert len(steps) >= 2
+    flip_a_bit(steps[-1] / "state-1-of-3.pt")
+    trained(2, job(run_dir, *often))
+    assert starts(run_dir)[1] == int(steps[-2].name[5:])
+    assert re.search(rf"{steps[-1].name}/state-1-of-3.pt: sha256 is .* set aside", log_of(run_dir))
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_a_keeper_that_is_killed_costs_no_step(run_dir: Path, one_rank: str) -> None:
+    process = three_ranks(run_dir, restarts=1)
+    wait_for_step(run_dir, 4, process)
+    os.kill(keepers_of(process)[1], signal.SIGKILL)
+    wait_for_start(run_dir, 2)
+    assert starts(run_dir)[1] >= 4
+    ended(process)
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_commands_read_a_sharded_checkpoint_and_a_run_without_shards_goes_on_from_it(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    def printed(*words: Any) -> str:
+        return processes.evenkeel(*words).stdout
+
+    signal_ranks_at(4, run_dir, fork_ranks(3, TRAIN, *job(run_dir)), signal.SIGTERM)
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir, copy)
+    path = max((run_dir / "checkpoints").glob("step-*"))
+    assert "snapshot" in printed("checkpoint", "list", run_dir)
+    assert "state-2-of-3.pt" in printed("checkpoint", "inspect", run_dir)
+    assert f"{path.name}: ok" in printed("checkpoint", "verify", run_dir)
+    flip_a_bit(path / "state-2-of-3.pt")
+    assert "state-2-of-3.pt" in processes.evenkeel("checkpoint", "verify", run_dir, expect=1).stdout
+    exported = tmp_path / "model.pt"
+    printed("checkpoint", "export", copy, "-o", exported, "--raw")
+    assert same(torch.load(exported), dict(load(copy / "checkpoints" / path.name)["model"]))
+    # without shards: one step more, and back
+    unsharded = [word if word != "on" else "off" for word in RARE]
+    signal_ranks_at(told_step(copy) + 1, copy, fork_ranks(1, TRAIN, *job(copy, *unsharded)), signal.SIGTERM)
+    assert "state.pt" in {file.name for file in max((copy / "checkpoints").glob("step-*")).iterdir()}
+    trained(2, job(copy))
+    assert starts(copy)[1] == int(path.name[5:])
+    assert starts(copy) == sorted(set(starts(copy)))
+    fresh = tmp_path / "fresh"
+    trained(2, job(fresh, *RARE, "--init-from", copy))
+    assert len(weights_of(fresh)) == 64
