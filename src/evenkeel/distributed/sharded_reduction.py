@@ -1,10 +1,10 @@
 """The sum of the ranks' gradients with --shard: each rank gets the sum of its own rows, in the order of `tree`.
 
-FSDP2 reduces the gradient of each block as soon as backward has computed it, in each micro-batch. Its own reduce-scatter
-adds in the order of the ranks, and `.grad` adds up in the order of a rank's micro-batches; both depend on the number of
-ranks. Here micro-batches are dealt round-robin, so the ranks compute consecutive ones at the same time: round j has
-those from j * W on. An all-to-all brings each micro-batch's gradient of a row to the row's owner, who folds them as
-they come. It stores at most log2(M) + 1 partial sums of its rows.
+FSDP2 reduces the gradient of each block as soon as backward has computed it, in each micro-batch. Its own
+reduce-scatter adds in the order of the ranks, and `.grad` adds up in the order of a rank's micro-batches; both depend
+on the number of ranks. Here micro-batches are dealt round-robin, so ranks compute consecutive ones at the same time:
+round j has those from j * W on. An all-to-all brings each micro-batch's gradient of a row to the row's owner, who folds
+them as they come. It stores at most log2(M) + 1 partial sums of its rows.
 
 A pass is a collective of all ranks. A rank that has no micro-batch in the last round repeats the step's first one, and
 sends nothing of it.
@@ -81,7 +81,8 @@ class ShardedReduction(Ring):
         work = dist.all_gather_into_tensor(every.view(-1), mine.view(-1), async_op=True)
 
         def wait() -> Tensor:
-            work.wait()
+            if work:
+                work.wait()
             total = Fold[Tensor](torch.add)
             for number, row in enumerate(every.transpose(0, 1).reshape(-1, numel)[: self.micro_batches]):
                 total.push(Node(0, number), row)
