@@ -64,7 +64,7 @@ def one_step(world: World) -> dict[str, str]:
         number = own if own < micro_batches else 0
         (task.loss(model, batch(number)) / micro_batches).backward()
         if not reduction.is_last_round:
-            reduction.keep(number)
+            reduction.accumulate(number)
     gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
     found = {"gradients": fingerprint(gradients), "norm": clip_rows(gradients, 0.5).item().hex()}
     found["clipped"] = fingerprint(gradients)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from .collectives import no_collectives
-from .reduction import Ring
+from .reduction import Reduction
 from .tree import Fold, Node
 from .world import World
 
 
-class ShardedReduction(Ring):
+class ShardedReduction(Reduction):
     """Counts the rounds of a step for the reductions of all blocks.
 
     Args:
@@ -63,7 +63,7 @@ class ShardedReduction(Ring):
         """Whether this rank only repeats a micro-batch, because it has none of its own in this round."""
         return micro_batch != self.round * self.world.world_size + self.world.rank
 
-    def keep(self, micro_batch: int) -> None:
+    def accumulate(self, micro_batch: int) -> None:
         """Begin the next round. The reductions have stored the gradient; what is in ``.grad`` is no sum yet."""
         for parameter in self.parameters:
             parameter.grad = None
