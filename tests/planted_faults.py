@@ -189,7 +189,7 @@ each step takes the learning rate of the one before
 
 a step that was left out counts for the schedulers of who loads the state
     training/*.py | tests/training/test_schedulers.py
-    - self.taken += ~bad
+    - self.taken += ~skip
     + self.taken += 1
 
 gradients of parameters that no optimizer has are not cleared

@@ -20,7 +20,7 @@ from evenkeel.launch import launchers
 from evenkeel.launch.launchers import MultiNode, parse_arguments
 from evenkeel.tasks import command_line as cli
 from evenkeel.tasks.registry import built_in, load_task
-from evenkeel.training.cut import settle
+from evenkeel.training.cut import decide_cut
 from evenkeel.training.determinism import threads_of_a_rank
 from tests.support.components import has, optional
 from tests.support.processes import ROOT, TRAIN
@@ -206,7 +206,7 @@ def test_no_torchrun_makes_this_environment(
 def test_other_variables(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(LARGEST_WORLD, value)
     with pytest.raises(Refusal, match=f"^{LARGEST_WORLD}="):
-        settle(Config(), 2, lambda: False, {})
+        decide_cut(Config(), 2, lambda: False, {})
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert 1 <= threads_of_a_rank(False, 1) <= BOUNDS["threads"][1]
 

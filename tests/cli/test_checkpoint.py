@@ -37,7 +37,7 @@ def run_dir(tmp_path: Path) -> Path:
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=9, best=BEST)
     for step, metrics in {5: {}, 10: {"accuracy": 0.9, "loss": 0.1}, 200: {"accuracy": 0.8, "loss": 0.2}}.items():
         checkpoints.save(state(step), metrics)
-    checkpoints.rescue(state(210))
+    checkpoints.save_if_new(state(210))
     (checkpoints.folder / "damaged-step-00000042-1700000000000000000").mkdir()
     return run_dir
 

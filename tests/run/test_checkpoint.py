@@ -98,7 +98,7 @@ def test_the_manifest(checkpoints: Checkpoints) -> None:
     assert manifest["files"][STATE]["bytes"] == (path / STATE).stat().st_size
     assert manifest["files"][STATE]["sha256"] == hashlib.sha256((path / STATE).read_bytes()).hexdigest()
     assert (manifest["kind"], manifest["host"]) == ("checkpoint", socket.gethostname())
-    snapshot = checkpoints.rescue(state(4))
+    snapshot = checkpoints.save_if_new(state(4))
     assert snapshot
     assert read_manifest(snapshot).kind == "snapshot"
 
@@ -106,14 +106,14 @@ def test_the_manifest(checkpoints: Checkpoints) -> None:
 def test_a_planned_checkpoint_that_comes_late_replaces_a_snapshot_of_its_step(checkpoints: Checkpoints) -> None:
     """Which has no evaluation. One that is there already is not written again, nor is a snapshot of an older step."""
     evaluated: dict[str, Any] = {"metrics": {"accuracy": 0.9}, "kind": "checkpoint"}
-    checkpoints.rescue(state(4))
-    path = checkpoints.rescue(state(4), **evaluated)
+    checkpoints.save_if_new(state(4))
+    path = checkpoints.save_if_new(state(4), **evaluated)
     assert path
     assert read_manifest(path).metrics == {"test/accuracy": 0.9}
-    assert checkpoints.rescue(state(4), **evaluated) is None
-    assert checkpoints.rescue(state(4)) is checkpoints.rescue(state(3)) is None
+    assert checkpoints.save_if_new(state(4), **evaluated) is None
+    assert checkpoints.save_if_new(state(4)) is checkpoints.save_if_new(state(3)) is None
     assert read_manifest(path).kind == "checkpoint"
-    assert checkpoints.rescue(state(3), metrics={"accuracy": 1.0}, kind="checkpoint") == checkpoints.best_path()
+    assert checkpoints.save_if_new(state(3), metrics={"accuracy": 1.0}, kind="checkpoint") == checkpoints.best_path()
 
 
 def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -158,7 +158,7 @@ def snapshots(folder: Path, *numbers: int) -> Checkpoints:
     """A folder with snapshots of this host at some steps."""
     checkpoints = Checkpoints(folder, keep=99, best=("accuracy", "max"))
     for step in numbers:
-        assert checkpoints.rescue(state(step))
+        assert checkpoints.save_if_new(state(step))
     return checkpoints
 
 
@@ -243,7 +243,7 @@ def test_each_nth_is_kept_for_ever_even_by_a_later_attempt_without_the_option(tm
         first = Checkpoints(folder, keep=2, best=None, keep_every=every)
         for step in range(1, 8):
             first.save(state(step), {})
-        first.rescue(state(9))  # a snapshot is a whole state too
+        first.save_if_new(state(9))  # a snapshot is a whole state too
         assert read_manifest(folder / "step-00000009").kept_for_ever == bool(every)
         later = Checkpoints(folder, keep=2, best=None)
         later.save(state(11), {})
@@ -269,7 +269,7 @@ def test_an_old_step_that_comes_late_takes_nothing_from_newer_ones(checkpoints: 
     for step, accuracy in there.items():
         checkpoints.save(state(step), {"accuracy": accuracy})
     if kind == "snapshot":
-        assert checkpoints.rescue(state(3)) is None, "it need not begin"
+        assert checkpoints.save_if_new(state(3)) is None, "it need not begin"
     checkpoints._write(state(3), {} if metric is None else {"accuracy": metric}, kind)  # it had begun before
     assert steps(checkpoints) == left
     assert best_value(checkpoints) == best
@@ -284,7 +284,7 @@ def test_a_writer_that_waited_does_not_write_into_the_run_that_began_meanwhile(c
     for fresh in (False, True):
         checkpoints.folder.mkdir(parents=True, exist_ok=True)
         with checkpoints.alone(0.0):  # the lock is taken
-            writer = FORK.Process(target=checkpoints.rescue, args=(state(7), time.monotonic() + 60))
+            writer = FORK.Process(target=checkpoints.save_if_new, args=(state(7), time.monotonic() + 60))
             writer.start()
             wait_until(lambda: opened_by(writer.pid).count(str(checkpoints.folder)) == 2, "its wait")  # noqa: B023
             if fresh:
@@ -298,7 +298,7 @@ def opened_by(pid: int | None) -> list[str]:
     return [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
 
 
-def test_steps_are_numbers_and_other_folders_are_left_alone(checkpoints: Checkpoints) -> None:
+def test_steps_are_numbers_and_other_folders_are_leftalone(checkpoints: Checkpoints) -> None:
     for step in (99_999_999, 100_000_000, 100_000_001):
         checkpoints.save(state(step), {})
     backup = checkpoints.folder / "step-00000001.bak"
@@ -634,7 +634,7 @@ def rescue_step_5(folder: Path) -> float:
     """Rescue a large state; returns the seconds that it has waited for the lock, and written."""
     torch.set_num_threads(1)
     begun = time.monotonic()
-    assert Checkpoints(folder, keep=2, best=("accuracy", "max")).rescue(state(5, BIG), begun + 0.2)
+    assert Checkpoints(folder, keep=2, best=("accuracy", "max")).save_if_new(state(5, BIG), begun + 0.2)
     return time.monotonic() - begun
 
 

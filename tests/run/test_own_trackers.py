@@ -31,7 +31,7 @@ NOTES = f"{MODULE}:Notes"
 def tracker(folder: Path, start: int, *names: str) -> Tracker:
     made = Tracker(Config(wandb="disabled"), PLAN, folder, 1, 1)
     for name, make in openers_of(names).items():
-        made.own[name] = partial(make, "mine", folder, {"batch_size": 10})
+        made.own_trackers[name] = partial(make, "mine", folder, {"batch_size": 10})
     made.start(start)
     return made
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenkeel.data.plan import Plan
-from evenkeel.distributed.reduction import Exchange, Tree
+from evenkeel.distributed.exchange import Exchange
+from evenkeel.distributed.reduction import Tree
 from evenkeel.distributed.sync_batchnorm import synchronise
 from evenkeel.distributed.world import World
 from evenkeel.resilience import flight_recorder

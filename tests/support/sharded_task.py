@@ -1,4 +1,4 @@
-"""A tiny language model for tests of --shard: vocabulary and width that few numbers of ranks divide, tied embeddings."""
+"""A tiny language model for tests of --shard: tied embeddings, and sizes that few numbers of ranks divide."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-
-from evenkeel.training.task import Task
+from evenkeel.config import Config
 from evenkeel.tasks.transformer import Decoder
+from evenkeel.training.task import Task
 
 VOCABULARY, LENGTH = 65, 12
 
@@ -48,3 +49,10 @@ class Sharded(Task):
         logits = model(batch[:, :-1]).float()
         losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
         return {"loss": losses.mean(1)}
+
+
+class Foreach(Sharded):
+    """With the optimizer that --shard on uses, for comparison with runs without it."""
+
+    def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
+        return [torch.optim.AdamW(model.parameters(), config.lr, foreach=True)]

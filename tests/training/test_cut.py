@@ -21,10 +21,10 @@ from evenkeel.run.records import recorded_options
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.checks import explain
 from evenkeel.training.cut import (
+    decide_cut,
     fact_of_the_job,
     has_batchnorm,
     refuse_single_samples,
-    settle,
     single,
     takes_one_sample,
 )
@@ -37,7 +37,7 @@ def cut(
     world_size: int, recorded: dict[str, Any] | None = None, batchnorm: bool = False, **options: Any
 ) -> tuple[object, int]:
     """(--micro-batch, --micro-batches) of what is settled."""
-    config = settle(Config(batch_size=64, **options), world_size, lambda: batchnorm, recorded or {})
+    config = decide_cut(Config(batch_size=64, **options), world_size, lambda: batchnorm, recorded or {})
     return config.micro_batch, config.micro_batches
 
 

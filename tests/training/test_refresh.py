@@ -60,7 +60,7 @@ def data_of(task: Task, epoch: int = 1, config: Config = Config()) -> Any:  # no
     state = state_of(task, config)
     assert state.refresh
     begin_epoch(state, state.refresh, epoch)
-    return state.refresh.data(training_set(task, config), state.own)
+    return state.refresh.data(training_set(task, config), state.task_state)
 
 
 def labels(dataset: Any) -> list[float]:
@@ -72,22 +72,22 @@ def test_it_is_made_from_the_weights_and_the_state_at_the_epochs_first_step() ->
     task = Refreshed()
     state, other = state_of(task), state_of(later := Refreshed())
     assert state.refresh
-    assert state.own
+    assert state.task_state
     torch.nn.init.ones_(state.parameters[0])  # other weights than those it begins with
     task.past = [30.0]
-    state.own.load({"past": [30.0]})
+    state.task_state.load({"past": [30.0]})
     begin_epoch(state, state.refresh, 1)
-    made = labels(state.refresh.data(task.train_dataset(), state.own))
+    made = labels(state.refresh.data(task.train_dataset(), state.task_state))
     torch.nn.init.zeros_(state.parameters[0])
-    state.own.load({"past": [7.0]})
+    state.task_state.load({"past": [7.0]})
     other.restore(state.capture())
     assert later.past == [7.0]
     assert other.refresh
-    assert labels(other.refresh.data(later.train_dataset(), other.own)) == made
+    assert labels(other.refresh.data(later.train_dataset(), other.task_state)) == made
     assert later.past == [7.0], "the present one again"
     assert min(made) > 10, "of the state then"
     begin_epoch(other, other.refresh, 1)  # the control
-    assert labels(other.refresh.data(later.train_dataset(), other.own)) != made
+    assert labels(other.refresh.data(later.train_dataset(), other.task_state)) != made
 
 
 def test_it_leaves_no_trace() -> None:
@@ -103,11 +103,11 @@ def test_it_leaves_no_trace() -> None:
     assert state.refresh
     begin_epoch(state, state.refresh, 2)
     before = (torch.get_rng_state().tolist(), random.getstate(), str(state.capture()))
-    made = labels(state.refresh.data(task.train_dataset(), state.own))
+    made = labels(state.refresh.data(task.train_dataset(), state.task_state))
     assert (torch.get_rng_state().tolist(), random.getstate(), str(state.capture())) == before
-    assert labels(state.refresh.data(task.train_dataset(), state.own)) == made, "seeded"
+    assert labels(state.refresh.data(task.train_dataset(), state.task_state)) == made, "seeded"
     begin_epoch(state, state.refresh, 3)
-    assert labels(state.refresh.data(task.train_dataset(), state.own))[0] != made[0] + 1, "by the epoch"
+    assert labels(state.refresh.data(task.train_dataset(), state.task_state))[0] != made[0] + 1, "by the epoch"
 
 
 def test_a_random_split_is_the_same_there() -> None:

@@ -40,7 +40,7 @@ class PlanCommand:
 
         config, task = parse(train_options)
         dp, train_set = config.strategy == "dp", training_set(task, config)
-        config, why = self._settle(config, task)
+        config, why = self._decide_cut(config, task)
         plan = Plan.of(config, positions_in(train_set))
         most = plan.max_world_size
         ranks = f"up to {most} ranks have work" if most > 1 else "one rank has work"
@@ -74,11 +74,11 @@ class PlanCommand:
                 say(f"  {'GPU' if dp else 'rank'} {worker}: {_count(sum(sizes), 'sample')}{parts}")
         return 0
 
-    def _settle(self, config: Config, task: Task) -> tuple[Config, str]:
+    def _decide_cut(self, config: Config, task: Task) -> tuple[Config, str]:
         """The options with the micro-batch filled in, and the reason for its size; no reason if it was typed."""
         from ..data.randomness import seed_task
         from ..run.records import recorded_options
-        from ..training.cut import has_batchnorm, settle
+        from ..training.cut import decide_cut, has_batchnorm
 
         ranks = 1 if config.strategy == "dp" else self.world_size
         if config.micro_batch == "auto":  # the search begins with each rank's whole share
@@ -89,10 +89,10 @@ class PlanCommand:
             seed_task(config.seed, "weights")
             return has_batchnorm(task.model())
 
-        settled = settle(config, ranks, has_norm, recorded)
+        settled = decide_cut(config, ranks, has_norm, recorded)
         if settled == config:
             return config, ""
-        if recorded and settled == settle(config, 1, lambda: False, recorded):
+        if recorded and settled == decide_cut(config, 1, lambda: False, recorded):
             return settled, f"as the run in {config.run_dir} has recorded it"
         if config.strategy == "dp":
             return settled, "the whole batch"

@@ -1,10 +1,10 @@
 """The sum of the ranks' gradients with --shard: each rank gets the sum of its own rows, in the order of `tree`.
 
-FSDP2 reduces the gradient of each block as soon as backward has computed it, in each micro-batch. Its own reduce-scatter
-adds in the order of the ranks, and `.grad` adds up in the order of a rank's micro-batches; both depend on the number of
-ranks. Here micro-batches are dealt round-robin, so the ranks compute consecutive ones at the same time: round j has
-those from j * W on. An all-to-all brings each micro-batch's gradient of a row to the row's owner, who folds them as
-they come. It stores at most log2(M) + 1 partial sums of its rows.
+FSDP2 reduces the gradient of each block as soon as backward has computed it, in each micro-batch. Its own
+reduce-scatter adds in the order of the ranks, and `.grad` adds up in the order of a rank's micro-batches; both depend
+on the number of ranks. Here micro-batches are dealt round-robin, so ranks compute consecutive ones at the same time:
+round j has those from j * W on. An all-to-all brings each micro-batch's gradient of a row to the row's owner, who folds
+them as they come. It stores at most log2(M) + 1 partial sums of its rows.
 
 A pass is a collective of all ranks. A rank that has no micro-batch in the last round repeats the step's first one, and
 sends nothing of it.
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from .collectives import no_collectives
-from .reduction import Ring
+from .reduction import Reduction
 from .tree import Fold, Node
 from .world import World
 
 
-class ShardedReduction(Ring):
+class ShardedReduction(Reduction):
     """Counts the rounds of a step for the reductions of all blocks.
 
     Args:
@@ -63,7 +63,7 @@ class ShardedReduction(Ring):
         """Whether this rank only repeats a micro-batch, because it has none of its own in this round."""
         return micro_batch != self.round * self.world.world_size + self.world.rank
 
-    def keep(self, micro_batch: int) -> None:
+    def accumulate(self, micro_batch: int) -> None:
         """Begin the next round. The reductions have stored the gradient; what is in ``.grad`` is no sum yet."""
         for parameter in self.parameters:
             parameter.grad = None
@@ -81,7 +81,8 @@ class ShardedReduction(Ring):
         work = dist.all_gather_into_tensor(every.view(-1), mine.view(-1), async_op=True)
 
         def wait() -> Tensor:
-            work.wait()
+            if work:
+                work.wait()
             total = Fold[Tensor](torch.add)
             for number, row in enumerate(every.transpose(0, 1).reshape(-1, numel)[: self.micro_batches]):
                 total.push(Node(0, number), row)

@@ -18,7 +18,8 @@ from ..common.arguments import some_options
 from ..common.errors import Refusal
 from ..config import Config
 from ..distributed.exits import exit_code, leave
-from ..resilience.keeper import Keeper, unforkable
+from ..resilience.forking import unforkable
+from ..resilience.keeper import Keeper
 from ..run.records import read_config
 from ..run.saver import write_memory_checkpoint
 from ..tasks.command_line import options_of

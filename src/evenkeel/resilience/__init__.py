@@ -1,6 +1,7 @@
 """What ends a job too early, and how the surviving ranks react. See docs/what-happens.md.
 
     keeper        forks the process that trains, and forks it again when it dies: a restart without imports
+    forking       whether a process may fork one
     memory_checkpoint  the last step in memory, for the next rank; its keeper writes it to the disk
     peers         messages between keepers in the job's store, and the process that serves it
     interruption  a thread for stop signals: saves the state, and ends the process within --grace

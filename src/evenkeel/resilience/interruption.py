@@ -107,7 +107,7 @@ class Interruption:
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
             if first and number == signal.SIGINT and time.monotonic() - first > ONE_PRESS:
-                _leave(KEYBOARD, "second Ctrl-C: exiting without saving", patience=1.0)
+                _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", patience=1.0)
             first, name = first or time.monotonic(), signal.Signals(number).name
             self.end(name, partial(self._rescue, name), STOPPED)
 
@@ -117,12 +117,12 @@ class Interruption:
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:
-            _leave(code)
+            _exit_now(code)
 
     def _give_up(self, code: int) -> None:
         time.sleep(self.grace)
         what = f"not finished within --grace {self.grace:g} s after {self.reason}"
-        _leave(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", patience=1.0)
+        _exit_now(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", patience=1.0)
 
 
 class Resident(Interruption):
@@ -144,7 +144,7 @@ def _take(number: signal.Signals) -> None:
     signal.siginterrupt(number, False)
 
 
-def _leave(code: int, last_line: str = "", patience: float | None = None) -> NoReturn:
+def _exit_now(code: int, last_line: str = "", patience: float | None = None) -> NoReturn:
     """Print a last line and end the process, without waiting for the main thread, which may be stuck.
 
     A stopped reader or a slow disk can block the output for ever, so it is limited to `patience` seconds.

@@ -21,7 +21,7 @@ that rank confirms its death. All else (an exception, out of memory, exit codes 
 keeper ends as its trainer did.
 
 A fork copies one thread. So the keeper has only one, no GPU context and no process group, and waits for signals by
-`sigtimedwait`. Where a fork is not safe the process trains itself, as without a keeper.
+`sigtimedwait`. Where a fork is not safe (`forking`) the process trains itself, as without a keeper.
 
 Keeper and trainer are in one process group: a debugger keeps the terminal, Ctrl-Z stops both, and a SIGKILL for the
 group leaves nothing. A signal to the group therefore reaches the trainer twice, from the sender and from its keeper,
@@ -67,30 +67,6 @@ COUNTS = "EVENKEEL_KEEPER_COUNTS"
 """The environment variable that passes a keeper's counts to the program that replaces it."""
 
 
-def unforkable() -> str:
-    """Why this process must not fork a trainer; "" if it may."""
-    if sys.platform != "linux":
-        return "only Linux signals a parent's death"
-    if not all(os.environ.get(name, "0").isdecimal() for name in ("RANK", "WORLD_SIZE")):
-        return "RANK or WORLD_SIZE is no number"
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return "it uses a GPU already"
-    if len(_threads()) > 1:  # OpenBLAS ends its own before a fork, and starts them again when it computes
-        if not (child := os.fork()):
-            os._exit(0)
-        os.waitpid(child, 0)
-    names = _threads()
-    return f"it has {len(names)} threads: {', '.join(names)}" if len(names) > 1 else ""
-
-
-def _threads() -> list[str]:
-    names = []
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has just ended
-            names.append(path.read_text().strip())
-    return sorted(names)
-
-
 class Keeper:
     """Forks trainers until one ends for good.
 
@@ -114,13 +90,11 @@ class Keeper:
         # forks so far, consecutive ones without progress, and the first step of the newest trainer that got further
         # than those before it
         self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
-        self._stopped = 0.0
-        """When the first stop signal came; 0: none has come."""
-        self._stop = 0
-        """The first stop signal."""
-        self._hurried = False
+        self._stop_time, self._stop_signal = 0.0, 0
+        """When the first stop signal came, and which; 0: none has come."""
+        self._exit_at_once = False
         """Whether Ctrl-C was pressed after that: exit without waiting."""
-        self._asked = 0.0
+        self._regroup_time = 0.0
         """When the trainer got REGROUP; 0: it has not."""
         self._messages: dict[str, str] = {}
         """The last value of each message from the trainer."""
@@ -149,7 +123,7 @@ class Keeper:
             if self._changed():
                 self._memory.save_slots()
                 written = self._await_written()
-                if self._stopped:
+                if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
                 os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -164,7 +138,7 @@ class Keeper:
         """Fork a trainer, which does not return from here. Returns its pid."""
         self._pipe, sending = os.pipe()
         os.set_blocking(self._pipe, False)
-        self._messages, self._asked, self._text = {}, 0.0, b""
+        self._messages, self._regroup_time, self._text = {}, 0.0, b""
         self._peers.join("")
         self._memory.prepare()
         for stream in (sys.stdout, sys.stderr):
@@ -201,13 +175,13 @@ class Keeper:
             if ended:
                 os.close(self._pipe)
                 return status
-            if self._stopped:
+            if self._stop_time:
                 continue
-            if self._asked:
-                if time.monotonic() - self._asked > self._grace + UNASKED:
+            if self._regroup_time:
+                if time.monotonic() - self._regroup_time > self._grace + UNASKED:
                     os.kill(pid, signal.SIGKILL)
             elif self._peers.has_died():
-                self._asked = time.monotonic()
+                self._regroup_time = time.monotonic()
                 os.kill(pid, keeper_link.REGROUP)
 
     def _read_messages(self) -> None:
@@ -235,15 +209,15 @@ class Keeper:
         """Wait; return whether a stop signal has come."""
         if number := _await_signal(self._stops, seconds):
             self._note_stop(number)
-        return bool(self._stopped)
+        return bool(self._stop_time)
 
     def _note_stop(self, number: int) -> None:
         """Only a second Ctrl-C cuts the wait short: agents and schedulers may send one SIGTERM several times."""
         now = time.monotonic()
-        if not self._stopped:
-            self._stopped, self._stop = now, number
-        elif signal.SIGINT in (number, self._stop) and now - self._stopped > ONE_PRESS:
-            self._hurried = True
+        if not self._stop_time:
+            self._stop_time, self._stop_signal = now, number
+        elif signal.SIGINT in (number, self._stop_signal) and now - self._stop_time > ONE_PRESS:
+            self._exit_at_once = True
 
     def _await_written(self) -> bool:
         """Wait until what trainers have stored in memory is on the disk: at most --grace, counted from a stop signal if
@@ -251,35 +225,35 @@ class Keeper:
         begun, announced = time.monotonic(), False
         while steps := self._memory.reap():
             what, now = f"step {' and '.join(map(str, steps))}", time.monotonic()
-            until = (self._stopped or begun) + self._grace
-            if self._hurried:
+            until = (self._stop_time or begun) + self._grace
+            if self._exit_at_once:
                 self._memory.kill_writers()
                 self._say(f"second Ctrl-C: exiting, {what} is NOT SAVED")
                 return False
             if now > until:
                 self._say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
                 break
-            if self._stopped and not announced and now > max(self._stopped, begun) + AT_ONCE:
-                announced, again = True, "again " * (self._stop == signal.SIGINT)
+            if self._stop_time and not announced and now > max(self._stop_time, begun) + AT_ONCE:
+                announced, again = True, "again " * (self._stop_signal == signal.SIGINT)
                 self._say(
-                    f"{_name(self._stop)}: waiting {until - now:.0f} s at most until {what} is on the disk; press "
-                    f"Ctrl-C {again}to exit without it"
+                    f"{_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the disk; "
+                    f"press Ctrl-C {again}to exit without it"
                 )
             self._stopped_within(0.01)
         return True
 
     def _forks_again(self, code: int) -> bool:
         """Whether to fork another trainer after this end of one."""
-        if self._stopped or -code in STOP_SIGNALS or code == REFUSED or not holds_store():
+        if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or not holds_store():
             return False
         if code == 0:
             return not self._peers.await_all(self._stopped_within)
         why = ""
-        if code < 0 and not self._asked:
+        if code < 0 and not self._regroup_time:
             why = f"was killed by {_name(-code)}"
         elif "hang" in self._messages:
             why = "ended because of a hang"
-        elif not self._asked and not ("lost" in self._messages and self._is_confirmed()):
+        elif not self._regroup_time and not ("lost" in self._messages and self._is_confirmed()):
             return False
         if self._fruitless >= self._limit:
             self._say(f"rank {self._rank} {why or 'lost another rank'} again, without progress; torchrun decides")
@@ -295,7 +269,7 @@ class Keeper:
         """Whether the trainer has lost a rank that died; if not, print the error that looked like it."""
         if self._peers.confirm_death(self._stopped_within):
             return True
-        if not self._stopped:
+        if not self._stop_time:
             with contextlib.suppress(OSError, ValueError):
                 print(json.loads(self._messages["lost"]), file=sys.stderr, end="", flush=True)
         return False
@@ -306,7 +280,7 @@ class Keeper:
             refuse(self._messages["refusal"])
         if code:
             self._peers.report_end()
-        self._hurried |= code == KEYBOARD
+        self._exit_at_once |= code == KEYBOARD
         if not self._await_written():
             code = KEYBOARD
         end_store()

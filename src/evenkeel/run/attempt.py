@@ -24,15 +24,12 @@ from ..config import Config, differences, saved_options
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
-from ..data.streams import stream_of
 from ..distributed.data_parallel import replicas
-from ..distributed.devices import describe, explain_uneven, explain_unused
+from ..distributed.devices import describe, explain_uneven
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
 from ..training import compilation
 from ..training.cut import Cutter
-from ..training.precision import substitute
-from ..training.shares import first_shares
 from ..training.task import Task
 from . import tracking
 from .checkpoint import Checkpoints
@@ -42,6 +39,7 @@ from .fingerprint import MICRO_BATCH, fingerprint
 from .records import read_facts, recorded_options
 from .resume import Resume
 from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, launch_token, refuse_unmirrored
+from .start_warnings import at_start
 from .trackers import own_trackers, wandb_mode
 
 log = logging.getLogger(__name__)
@@ -132,6 +130,7 @@ class Attempt:
             Ended: too many attempts died before they finished a step, or a node cannot write.
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
+        # 1. what each node knows of the run: the newest status says whether it begins, goes on or is over
         first_here = self.world.local_rank == 0
         status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
         known: Known = self.world.gather((launch_token(), status))
@@ -139,20 +138,23 @@ class Attempt:
         newest = max((status for _, status in known), key=_attempts)
         # with --fresh, unless this launch has itself begun the run and is restarted
         anew = self.config.fresh and not set(filter(None, tokens)) & set(newest.get("launch", []))
+        # 2. refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         note = self.compiled.unpack(begins=anew) if self.compiled and first_here else ""  # others wait below
         self._refuse_other_options()
         self.data.compare({} if anew else newest)
         said = self._settle_cut(known, find_micro_batch)
         if self.config.strict_bits and (self.config.fresh or not self._finished(newest)):
             self._refuse_other_bits()
-        status = self._open(tokens, newest)
+        # 3. rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
+        status = self._record_start(tokens, newest)
         if self._finished(status):
             early = " early" * status.get("stopped_early", False)
             self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
             return True
-        uneven = self._open_here(status)
-        if note:
+        uneven = self._start_logging(status)
+        if note:  # not earlier: there was no log
             log.warning("%s", note)
+        # 4. the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
         if status["fruitless"] > MAX_FRUITLESS:
             self._end_crash_loop()
         if self.directory:
@@ -180,23 +182,23 @@ class Attempt:
         newest = max(before, key=lambda manifest: manifest.step, default=None)
         Resume(self.config, self.world, self.checkpoints).compare_bits(newest)
 
-    def _open(self, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:
-        """Begin the attempt on rank 0, unless the run is finished. Returns its status, on all ranks.
+    def _record_start(self, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:
+        """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks.
 
         Args:
             tokens: of all ranks.
             newest: the most recent status of the run.
         """
-        opened: dict[str, Any] | Ended | None = None
+        written: dict[str, Any] | Ended | None = None
         if directory := self.directory:
-            opened = self._written(lambda: self._record(directory, tokens, newest))
-        result: Any = self.world.broadcast(opened)
+            written = self._try_to_write(lambda: self._write_start(directory, tokens, newest))
+        result: Any = self.world.broadcast(written)
         if isinstance(result, Ended):
             raise result
         return dict(result)
 
-    def _record(self, directory: RunDirectory, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:
-        """On rank 0: the part of :meth:`_open` that writes."""
+    def _write_start(self, directory: RunDirectory, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:
+        """On rank 0: the part of :meth:`_record_start` that writes."""
         if self.config.fresh:
             if aside := directory.start_over(tokens):
                 self.print(f"--fresh: the run that was in {self.path} is now in {aside}")
@@ -215,11 +217,11 @@ class Attempt:
         directory.begin(self.options, tokens, **facts)
         return directory.status
 
-    def _open_here(self, status: dict[str, Any]) -> str:
+    def _start_logging(self, status: dict[str, Any]) -> str:
         """On every rank: start its log, and on a node without rank 0 copy the facts of the run. Returns a line if GPUs
         differ; raises Ended on all ranks if a node cannot write."""
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
-        ready = self._written(lambda: self._start_log(status))
+        ready = self._try_to_write(lambda: self._write_log(status))
         mine = describe(self.world.device)
         log.info("this rank has %s", mine.line)
         if reason := keeper_link.why_absent():
@@ -231,7 +233,7 @@ class Attempt:
                 raise ended
         return explain_uneven([device.kind for device, _ in everywhere])
 
-    def _start_log(self, status: dict[str, Any]) -> None:
+    def _write_log(self, status: dict[str, Any]) -> None:
         aside: Path | None = None
         if self.world.local_rank == 0 and not self.directory:
             aside = adopt(self.path, self.options, status, self.config.fresh)
@@ -239,8 +241,8 @@ class Attempt:
         if aside:
             log.info("--fresh: the run that was in %s is now in %s", self.path, aside)
 
-    def _written(self, write: Callable[[], T]) -> T | Ended:
-        """The result of writing into the run directory; an error of this node's disk as a line for all ranks."""
+    def _try_to_write(self, write: Callable[[], T]) -> T | Ended:
+        """Write into the run directory; an error of this node's disk is returned, for all ranks, not raised."""
         try:
             return write()
         except Ended as ended:
@@ -302,30 +304,17 @@ class Attempt:
         """
         assert self.directory
         config, plan, world = self.config, self.plan, self.world
-        if world.world_size > plan.max_world_size:
-            log.warning(
-                "%d of %d ranks have nothing to do: the batch of %d is cut into %d micro-batches of %d; "
-                "a smaller --micro-batch uses more ranks",
-                world.world_size - plan.max_world_size, world.world_size,
-                config.batch_size, plan.max_world_size, config.micro_batch,
-            )  # fmt: skip
         self.tracker = tracking.Tracker(config, plan, self.path, self.directory.attempts, world.world_size)
         self.tracker.start_wandb(self.directory.status.get("wandb_id"), self.options)
         for name, make in self._own_trackers.items():
-            self.tracker.own[name] = partial(make, self.path.name, self.path, self.options)
+            self.tracker.own_trackers[name] = partial(make, self.path.name, self.path, self.options)
         if damage := self.directory.trouble:
             log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
-        note = substitute(config.precision, world.device)
-        for line in filter(None, (note, uneven, explain_unused(), self.data.warning(), self._about_readers())):
+        for line in filter(None, (uneven, self.data.warning(), *at_start(config, plan, world, self.sets))):
             log.warning("%s", line)
         if said:
             self.tracker.say(said)
             self.tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=said)
-
-    def _about_readers(self) -> str:
-        stream, workers = stream_of(self.sets.get(TRAINING)), self.config.num_workers
-        sizes = first_shares(self.config, self.plan, self.world.world_size)
-        return stream.shared(self.plan, self.world.world_size, workers, sizes) if stream else ""
 
     def print(self, text: str) -> None:
         """A line on stdout, from rank 0."""

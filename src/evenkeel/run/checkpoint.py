@@ -125,7 +125,7 @@ class Checkpoints:
         with self.alone(time.monotonic() + LOCK_PATIENCE):
             return self._write(state, metrics, "checkpoint")
 
-    def rescue(
+    def save_if_new(
         self,
         state: Mapping[str, Any],
         until: float = FOREVER,

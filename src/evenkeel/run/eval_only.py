@@ -25,7 +25,7 @@ from ..data.dataset import SizedDataset
 from ..distributed.placement import place
 from ..distributed.world import World
 from ..resilience.interruption import Interruption
-from ..training.cut import fact_of_the_job, settle
+from ..training.cut import decide_cut, fact_of_the_job
 from ..training.determinism import operations_named
 from ..training.evaluation import Evaluation
 from ..training.precision import substitute
@@ -109,7 +109,7 @@ def cut_as_recorded(config: Config) -> Config:
     """The options with the micro-batches of the run, with which its metrics are the same to the last digit."""
     config = replace(config, micro_batch=0) if config.micro_batch == "auto" else config
     recorded = recorded_options(config.run_dir)
-    return settle(config, 1, lambda: False, recorded) if recorded else fact_of_the_job(config)
+    return decide_cut(config, 1, lambda: False, recorded) if recorded else fact_of_the_job(config)
 
 
 def read_for_all(

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ..common.display import say
 from ..common.files import unused, write_atomically
 from ..common.phases import CHECKPOINT, activity
+from ..config import Config, profile_window
 from ..data.sampler import Step
 from ..distributed.world import World
 from ..training.state import State
@@ -43,6 +44,14 @@ SHOWN, KEPT = 10, 50
 
 EVENTS = 1_000_000
 """Allocations that --memory-snapshot keeps."""
+
+
+def profiled(steps: Iterator[Step], config: Config, state: State, world: World, run_dir: Path) -> Iterator[Step]:
+    """The same steps; those of --profile are recorded."""
+    window = profile_window(config)
+    if state.step >= window.stop and world.rank == 0:
+        say(f"evenkeel: --profile {config.profile}: nothing to trace, the run is at step {state.step} already")
+    return Profiler(window, config.memory_snapshot, world, run_dir).around(steps, state)
 
 
 class Profiler:

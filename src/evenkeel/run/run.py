@@ -28,7 +28,7 @@ from ..data.sampler import ElasticSampler, Step, by_step
 from ..resilience.hang import Watch
 from ..resilience.interruption import Interruption
 from ..training.batch_size_finder import Probe
-from ..training.cut import has_batchnorm, refuse_single_samples, settle
+from ..training.cut import decide_cut, has_batchnorm, refuse_single_samples
 from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss
 from ..training.loss import LossFunction
@@ -108,7 +108,7 @@ class Run:
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
             model = build_model(config, task)
-            cutter = partial(settle, config, world.world_size, partial(has_batchnorm, model))
+            cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
             settled = cutter(recorded)  # by this node's records of the run; `Attempt.begin` uses those of all nodes
             plan = Plan.of(settled, positions_in(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
@@ -183,19 +183,20 @@ class Run:
         Raises:
             Refusal: the cut leaves single samples, and this loss fails on them (the task's own was tried at the start).
         """
-        config, own = self.config, loss not in (None, self.task.loss)
-        self.step_log.losses += 1 + own  # FLOPs are logged for the task's loss only
-        if loss and own:
+        config, custom = self.config, loss not in (None, self.task.loss)
+        self.step_log.losses += 1 + custom  # FLOPs are logged for the task's loss only
+        if loss and custom:
             train_set = self.attempt.sets[TRAINING]
             refuse_single_samples(config, loss, self.state.model, self.plan, self.world, train_set)
-        if not own:
+        if not custom:
             whole = of_whole_batches(self.task)
             loss = WholeBatch(self.task.embed, self.task.batch_loss) if whole else self.task.loss
         assert loss
         made = (VerifiedLoss if self.verification.needed else DistributedLoss)(
-            loss, self.state, self.world, self.plan, config.seed, config.reduce, config.precision,
-            config.strategy, self.task.unused_parameters, network, self.step_log.arrivals, self.task.collectives,
-            self.step_log.shares, config.reduce_dtype,
+            loss, self.state, self.world, self.plan, seed=config.seed, reduce=config.reduce,
+            reduce_dtype=config.reduce_dtype, precision=config.precision, strategy=config.strategy, network=network,
+            unused=self.task.unused_parameters, collectives=self.task.collectives,
+            arrivals=self.step_log.arrivals, shares=self.step_log.shares,
         )  # fmt: skip
         if isinstance(made, VerifiedLoss):
             made.connect(self.verification)
@@ -221,17 +222,11 @@ class Run:
         if state.owes_evaluation or (self._unevaluated and state.due_for_evaluation):
             self._evaluate_and_save()
         steps = self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
-        return self._profiled(steps) if config.profile else steps
+        if not config.profile:
+            return steps
+        from .profiling import profiled  # imports torch's profiler
 
-    def _profiled(self, steps: Iterator[Step]) -> Iterator[Step]:
-        from .profiling import Profiler  # imports the profiler
-
-        window = profile_window(self.config)
-        if self.state.step >= window.stop:
-            self.attempt.print(
-                f"--profile {self.config.profile}: nothing to trace, the run is at step {self.state.step} already"
-            )
-        return Profiler(window, self.config.memory_snapshot, self.world, self.path).around(steps, self.state)
+        return profiled(steps, config, state, world, self.path)
 
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
         loaded = -1  # the epoch whose refreshed data `batches` has
@@ -254,7 +249,7 @@ class Run:
 
     def _refreshed(self, refresh: Refresh, sampler: ElasticSampler) -> DataLoader[Any]:
         """The loader of the data that the task makes from here on; its processes are forked when an epoch begins."""
-        dataset = refresh.data(self.attempt.sets[TRAINING], self.state.own)
+        dataset = refresh.data(self.attempt.sets[TRAINING], self.state.task_state)
         refresh.digest = self.attempt.data.refreshed(refresh.epoch, dataset, refresh.digest)
         return loader(dataset, sampler, "train", self.config.num_workers, self.world.device, ahead=False)
 
@@ -277,8 +272,8 @@ class Run:
         if now_and_then:
             self.attempt.data.refuse_changed()
             self.verification.note()
-        if state.own and (now_and_then or state.due_for_evaluation or self.config.saves_at(state.step)):
-            state.own.compare()
+        if state.task_state and (now_and_then or state.due_for_evaluation or self.config.saves_at(state.step)):
+            state.task_state.compare()
         if directory and directory.fruitless:
             directory.note(fruitless=0)  # this attempt has finished a step
         self.step_log.after_step(model, model.norm if norm is None else norm)
@@ -296,7 +291,7 @@ class Run:
             media.log(self.attempt.tracker, self.state.step, values)
 
     def _evaluate_and_save(self) -> None:
-        with self.state.own.unchanged() if self.state.own else nullcontext():
+        with self.state.task_state.unchanged() if self.state.task_state else nullcontext():
             self.evaluator.evaluate()
         if not self.state.is_over():
             self.checkpointer.after_step(self.evaluator.metrics)

@@ -96,7 +96,7 @@ class Saver:
     def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
             captured = capture()
-            in_memory = self._leave(captured, metrics, "checkpoint")
+            in_memory = self._store_in_memory(captured, metrics, "checkpoint")
             self.checkpoints.save(captured, metrics)
             if in_memory:
                 memory_checkpoint.discard()
@@ -116,7 +116,7 @@ class Saver:
     def note(self, state: State) -> None:
         """After each step. Only a sharded run does something then (`sharded_saver`)."""
 
-    def _leave(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
+    def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
         facts = facts_of(self.checkpoints, captured["step"], metrics, kind)
         return self._memory and memory_checkpoint.store(partial(torch.save, captured), facts)
@@ -141,12 +141,12 @@ class Saver:
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(begun + grace / 2, staging, final=True)
             new = captured["step"] > self.checkpoints.newest_step()
-            if in_place and taken and new and self._leave(captured, {}, "snapshot"):
+            if in_place and taken and new and self._store_in_memory(captured, {}, "snapshot"):
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is in memory"
             # wait after the capture, because small steps go on meanwhile
             time.sleep(min(STAGGERED * local_rank, grace / 8))
-            path = self.checkpoints.rescue(captured, begun + grace / 2)
+            path = self.checkpoints.save_if_new(captured, begun + grace / 2)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
             return f"not saved ({error})"
@@ -169,6 +169,6 @@ def write_memory_checkpoint(found: memory_checkpoint.MemoryCheckpoint) -> None:
         time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
         checkpoints, manifest = checkpoints_of(found.facts), manifest_of(found.facts)
         state = torch.load(found.path, map_location="cpu", weights_only=True, mmap=True)
-        checkpoints.rescue(state, until, manifest.metrics, manifest.kind)
+        checkpoints.save_if_new(state, until, manifest.metrics, manifest.kind)
     except OSError as error:
         say(f"evenkeel: NOT SAVED: {error}; step {found.step} was in memory only", to_stderr=True)

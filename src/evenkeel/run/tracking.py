@@ -66,7 +66,7 @@ class Tracker:
         self.per_sample: dict[str, float] | None = None
         """Factors from samples/s to other figures (`training.flops`); None: not computed yet."""
         self._ends: list[dict[str, Any]] = []  # of attempts so far, which the goodput needs
-        self.own: dict[str, Callable[[int], MetricsTracker]] = {}
+        self.own_trackers: dict[str, Callable[[int], MetricsTracker]] = {}
         """What makes the trackers of --tracker, by name, from the attempt's first step."""
         self._trackers: dict[str, MetricsTracker] = {}
         self._mark = (time.perf_counter(), 0, 0.0)
@@ -89,7 +89,7 @@ class Tracker:
         """Start at a step; `evaluated`: an earlier attempt has reported its evaluation."""
         self._evaluated = step if evaluated else -1
         self._trackers |= in_the_folder(self.config, self.path, step)
-        for name, make in self.own.items():
+        for name, make in self.own_trackers.items():
             activity.enter(START_UP, name)
             try:
                 self._trackers[name] = make(step)

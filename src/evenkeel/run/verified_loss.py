@@ -100,7 +100,7 @@ class VerifiedLoss(DistributedLoss):
         with generators_kept():
             seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
             found = self._loss(self._transfer(cloned(batch)))
-            loss, self._named = found if isinstance(found, tuple) else (found, None)
+            loss, self._part_values = found if isinstance(found, tuple) else (found, None)
             self._weight = micro_batch.size / self.plan.step_samples(self._loss.step)
             gradients = torch.autograd.grad(loss, self._learning, self._slope(loss), allow_unused=True)
             collected = super()._collect()

@@ -84,10 +84,10 @@ class Buffers:
         return values
 
     @torch.no_grad()
-    def commit(self, values: Sequence[Tensor], bad: Mapping[torch.device, Tensor]) -> None:
-        """Commit new values, flat for each group, except on devices whose ``bad``, a boolean scalar, is true."""
+    def commit(self, values: Sequence[Tensor], skip: Mapping[torch.device, Tensor]) -> None:
+        """Commit new values, flat for each group, except on devices whose ``skip``, a boolean scalar, is true."""
         for group, value in zip(self.groups, values, strict=True):
-            group.committed.copy_(torch.where(bad[group.committed.device], group.committed, value))
+            group.committed.copy_(torch.where(skip[group.committed.device], group.committed, value))
         self.rewind()
 
 

@@ -36,7 +36,7 @@ Cutter = Callable[[Recorded], Config]
 """From what a run has recorded (nothing, if it is new) to its options with the cut."""
 
 
-def settle(config: Config, world_size: int, has_batchnorm: Callable[[], bool], recorded: Recorded) -> Config:
+def decide_cut(config: Config, world_size: int, has_batchnorm: Callable[[], bool], recorded: Recorded) -> Config:
     """The options with --micro-batch or --micro-batches filled in, unless that is auto.
 
     A typed value counts; else the run's recorded one; else the default for this number of ranks. A recorded default
@@ -56,7 +56,7 @@ def settle(config: Config, world_size: int, has_batchnorm: Callable[[], bool], r
 
 
 def fact_of_the_job(config: Config) -> Config:
-    """As :func:`settle` for a new run, but independent of the number of ranks: an eighth of the batch."""
+    """As :func:`decide_cut` for a new run, but independent of the number of ranks: an eighth of the batch."""
     if config.micro_batch or config.micro_batches:
         return config
     return replace(config, micro_batch=max(1, config.batch_size // 8))

@@ -27,7 +27,7 @@ from ..data.plan import MicroBatch, Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
 from ..distributed.data_parallel import Parallel, parallel
-from ..distributed.reduction import Ring, Tree
+from ..distributed.reduction import Reduction, Ring, Tree
 from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
@@ -90,6 +90,7 @@ class DistributedLoss:
         state: State,
         world: World,
         plan: Plan,
+        *,
         seed: int = 0,
         reduce: Literal["ring", "tree"] = "ring",
         precision: Precision = "fp32",
@@ -109,7 +110,7 @@ class DistributedLoss:
         self._others = [p for p in state.parameters if id(p) not in learning]
         tree, compressed = reduce == "tree", reduce_dtype == "bf16"
         if state.sharding:
-            self.reduction: Ring = state.sharding.reduction
+            self.reduction: Reduction = state.sharding.reduction
         else:
             self.reduction = Tree(self._network, world, unused) if tree else Ring(world, compressed)
         self._whole = loss if isinstance(loss, WholeBatch) else None
@@ -125,18 +126,18 @@ class DistributedLoss:
         if network and (self._synced or strategy == "dp"):
             raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
         if self._synced:
-            counts = [_at_work(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
+            counts = [_working_ranks(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
             # ranks that use different parameters fill their buckets at different times, and waiting would deadlock
             self._synced.connect(counts, None if unused else self.reduction.catch_up)
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._batch: Any = None
         self._samples, self._weight, self._last = 0, 0.0, False
-        self._part = torch.zeros(())  # the micro-batch's contribution to the step's mean loss
-        self._named: Tensor | None = None  # the named parts of the micro-batch's loss
-        self._names: tuple[str, ...] | None = None  # their names, the same on all ranks; None: not known yet
-        self._parts = Fold[Tensor](Tensor.add_)  # the results of `_collect` of this rank's micro-batches
-        self._waits: Callable[[], Tensor] | None = None  # waits for their sum over all ranks
+        self._contribution = torch.zeros(())  # of the micro-batch to the step's mean loss
+        self._part_values: Tensor | None = None  # of the micro-batch's loss, if it has named parts
+        self._part_names: tuple[str, ...] | None = None  # the same on all ranks; None: not known yet
+        self._collected = Fold[Tensor](Tensor.add_)  # this rank's results of `_collect` in the present step
+        self._await_total: Callable[[], Tensor] | None = None  # waits for their sum over all ranks
         self._total: Tensor | None = None  # that sum
 
     def micro_batches(self, step: Step) -> Iterator[Any]:
@@ -147,14 +148,14 @@ class DistributedLoss:
         """
         self.state.clear_gradients()
         self._loss.step = step.number
-        self._parts, self._waits, self._total = Fold(Tensor.add_), None, None
+        self._collected, self._await_total, self._total = Fold(Tensor.add_), None, None
         runs = self.plan.runs(step.number, self.world.world_size, self._shares.sizes if self._shares else ())
         self._arrivals.begin(step.micro_batches)
         try:
             activity.enter(DATA)
             self.reduction.begin(runs)
             if self._synced:
-                self._synced.begin(_at_work(runs))
+                self._synced.begin(_working_ranks(runs))
             batches = self._embedded(self._whole, step, runs) if self._whole else step.batches
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 placed, self._last = self._begin(micro_batch, batch), number == len(step.micro_batches)
@@ -163,9 +164,9 @@ class DistributedLoss:
                     yield placed
                 collected = self._collect()
                 if not self.reduction.repeats(micro_batch.id):
-                    self._parts.push(Node(0, micro_batch.id), collected)
+                    self._collected.push(Node(0, micro_batch.id), collected)
                 if not self._last:
-                    self.reduction.keep(micro_batch.id)
+                    self.reduction.accumulate(micro_batch.id)
                 if not (self._last and self.reduction.hooked):  # otherwise the hook has done so
                     self._arrivals.mark(BACKWARD)
                 activity.enter(DATA)
@@ -175,7 +176,7 @@ class DistributedLoss:
             self.reduction.end()
             if not (self._unused or self._has_all()):
                 raise missing_gradients(self._network)
-            if self._names is None:  # once
+            if self._part_names is None:  # once
                 check_dense(self._learning)
                 self._agree_on_parts()
         except Exception as error:
@@ -185,7 +186,7 @@ class DistributedLoss:
             parameter.grad = None
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
-        if self.state.buffers.numel or self.state.scaler or self.state.own:
+        if self.state.buffers.numel or self.state.scaler or self.state.task_state:
             self._exchange()  # while the norm is computed; not earlier, because a backward pass may change buffers too
 
     def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
@@ -217,7 +218,7 @@ class DistributedLoss:
         known = [names[0] for names in self.world.gather(self._loss.parts) if names]
         for names in known:
             same_parts(known[0], names, Ended)
-        self._names = known[0] if known else None
+        self._part_names = known[0] if known else None
         self._loss.parts[:] = known[:1]
 
     @property
@@ -237,7 +238,7 @@ class DistributedLoss:
             self._explain(error)
             raise
         loss: Tensor
-        loss, self._named = found if isinstance(found, tuple) else (found, None)
+        loss, self._part_values = found if isinstance(found, tuple) else (found, None)
         return loss
 
     def backward(self, loss: Tensor) -> None:
@@ -256,9 +257,9 @@ class DistributedLoss:
             raise
 
     def _slope(self, loss: Tensor) -> Tensor:
-        """The gradient of the step's scaled mean loss by this micro-batch's loss; NaN if the loss is not finite: its
-        gradient could be finite, and all ranks must notice."""
-        self._part = part = loss.detach() * self._weight
+        """What `backward` multiplies the gradient of this micro-batch's loss by: its share of the step's samples, times
+        the loss scale. NaN if the loss is not finite: its gradient could be finite, and all ranks must notice."""
+        self._contribution = part = loss.detach() * self._weight
         scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
         return scale * (1.0 if self._whole else self._weight) + 0 * part
 
@@ -269,11 +270,11 @@ class DistributedLoss:
             norm: the gradient's norm, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
-        if self.state.own:
-            self.state.own.check()
-            named = zip(("loss", *(self._names or ())), self._sums().tolist(), strict=False)
-            self.state.own.losses = dict(named)
-        self.state.commit(norm, self._buffers(), self.loss if self.state.scaler else None)
+        if self.state.task_state:
+            self.state.task_state.check()
+            named = zip(("loss", *(self._part_names or ())), self._sums().tolist(), strict=False)
+            self.state.task_state.losses = dict(named)
+        self.state.commit(norm, self._new_buffers(), self.loss if self.state.scaler else None)
 
     @property
     def loss(self) -> Tensor:
@@ -285,9 +286,9 @@ class DistributedLoss:
     def parts(self) -> dict[str, Tensor]:
         """The parts of the loss by name, as :attr:`loss`."""
         sums = self._sums()
-        return dict(zip(self._names or (), sums[1:], strict=False))
+        return dict(zip(self._part_names or (), sums[1:], strict=False))
 
-    def _buffers(self) -> list[Tensor]:
+    def _new_buffers(self) -> list[Tensor]:
         """New values of the model's buffers, flat, for each of its groups: changed by the mean change over all
         micro-batches of all ranks. Without buffers nothing is exchanged."""
         buffers = self.state.buffers
@@ -295,16 +296,16 @@ class DistributedLoss:
 
     def _collect(self) -> Tensor:
         """Pack weighted losses and changes of the buffers into one flat float64 tensor, and rewind the buffers."""
-        named = [] if self._named is None else [(self._named * self._weight).double()]
-        parts = [self._part.double().reshape(1), *named, *self.state.buffers.take_changes(self._weight)]
+        named = [] if self._part_values is None else [(self._part_values * self._weight).double()]
+        parts = [self._contribution.double().reshape(1), *named, *self.state.buffers.take_changes(self._weight)]
         return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
 
     def _exchange(self) -> Callable[[], Tensor]:
         """Begin to add up the results of :meth:`_collect` over all ranks."""
-        if self._waits is None:
-            numel = 1 + len(self._names or ()) + self.state.buffers.numel
-            self._waits = self.reduction.sum_small(self._parts, numel)
-        return self._waits
+        if self._await_total is None:
+            numel = 1 + len(self._part_names or ()) + self.state.buffers.numel
+            self._await_total = self.reduction.sum_small(self._collected, numel)
+        return self._await_total
 
     def _sums(self) -> Tensor:
         if self._total is None:
@@ -327,7 +328,7 @@ class DistributedLoss:
         explain(error, self._network)
 
 
-def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Ring, unused: bool) -> nn.Module:
+def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduction, unused: bool) -> nn.Module:
     """The model with its loss, wrapped in DDP if DDP reduces the gradients."""
     if not world.launched or any(hasattr(p, "to_local") for p in network.parameters()):  # --shard: FSDP2 wraps them
         return module
@@ -350,6 +351,6 @@ def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Ring, u
     return ddp
 
 
-def _at_work(runs: Sequence[range]) -> int:
+def _working_ranks(runs: Sequence[range]) -> int:
     """The number of ranks that have a micro-batch; they are the first ones."""
     return sum(map(bool, runs))

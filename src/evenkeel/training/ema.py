@@ -36,10 +36,10 @@ class Average:
         self._live, self._mean = [live.to_local() for live, _ in both], [mean.to_local() for _, mean in both]
 
     @torch.no_grad()
-    def update(self, step: int, bad: Tensor) -> None:
-        """Update with the weights and committed buffers after a step, counted from 1; not if ``bad``, a boolean scalar
+    def update(self, step: int, skip: Tensor) -> None:
+        """Update with the weights and committed buffers after a step, counted from 1; not if ``skip``, a boolean scalar
         on the device, is true."""
-        weight = torch.where(bad, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
+        weight = torch.where(skip, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
         change = torch._foreach_sub(self._live, self._mean)
         multiply(change, weight)
         torch._foreach_add_(self._mean, list(change))

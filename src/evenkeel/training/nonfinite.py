@@ -29,12 +29,12 @@ def decides_on_device(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def step_unless(bad: Tensor | bool, optimizer: Optimizer) -> None:
-    """Take an optimizer's step unless ``bad``: a tensor, if the fused optimizer decides on the device, else a bool."""
-    if isinstance(bad, Tensor):
+def step_unless(skip: Tensor | bool, optimizer: Optimizer) -> None:
+    """Take an optimizer's step unless ``skip``: a tensor, if the fused optimizer decides on the device, else a bool."""
+    if isinstance(skip, Tensor):
         fused: Any = optimizer
-        fused.found_inf, fused.grad_scale = bad.float(), None  # as `torch.amp.GradScaler` sets them
-    elif bad:
+        fused.found_inf, fused.grad_scale = skip.float(), None  # as `torch.amp.GradScaler` sets them
+    elif skip:
         return
     if isinstance(optimizer, SGD) and decides_on_device(optimizer):
         _begin_momentum(optimizer)
@@ -64,9 +64,9 @@ class Verdict:
         self._answer = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
-    def ask(self, bad: Tensor) -> None:
+    def ask(self, skip: Tensor) -> None:
         """Begin to copy a boolean scalar from the device."""
-        self._answer.copy_(bad, non_blocking=True)
+        self._answer.copy_(skip, non_blocking=True)
         if self._arrived:
             self._arrived.record(torch.cuda.current_stream(self._device))
 
@@ -79,6 +79,6 @@ class Verdict:
         """Wait for the answer and clear it: the next call returns False."""
         if self._arrived:
             self._arrived.synchronize()
-        bad = bool(self._answer)
+        skip = bool(self._answer)
         self._answer.fill_(False)
-        return bad
+        return skip

@@ -25,8 +25,8 @@ from ..common.naming import kind_of
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 OPTION = "--checkpoint-activations"
-READ = ("training", "_parameters", "_buffers")
-"""What a module's forward reads of the module itself, besides its submodules."""
+FORWARD_READS = ("training", "_parameters", "_buffers")
+"""Attributes of a module that its forward pass reads, besides its submodules."""
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -116,7 +116,7 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], args: Any, kwar
     # flat, because torch frees the inputs, and finds the GPUs whose random numbers it must repeat, only in arguments
     # that are tensors themselves; the parameter says the GPU where no input does
     inputs, structure = tree_flatten((args, kwargs))
-    before, passes = _Before(block), 0
+    snapshot, passes = _Snapshot(block), 0
 
     def run(_parameter: Tensor | None, *inputs: Any) -> Any:
         nonlocal passes
@@ -124,44 +124,44 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], args: Any, kwar
         args, kwargs = tree_unflatten(inputs, structure)
         if passes == 1:
             return forward(*args, **kwargs)
-        with before.again():
+        with snapshot.restored():
             return forward(*args, **kwargs)
 
     return checkpoint(run, next(block.parameters(), None), *inputs, use_reentrant=False, preserve_rng_state=True)
 
 
-class _Before:
+class _Snapshot:
     """What a block reads besides its inputs, as it is before a forward pass."""
 
     def __init__(self, block: nn.Module) -> None:
         # other tensors may stand in for the parameters, by torch.func.functional_call for example
-        self._modules = [(module, _read(module)) for module in block.modules()]
+        self._modules = [(module, _attributes(module)) for module in block.modules()]
         buffers = {id(it): it for _, read in self._modules for it in read["_buffers"].values() if it is not None}
         # all of them: BatchNorm does not count its changes in the tensors' versions
         self._buffers = dict(zip(buffers, _copies(list(buffers.values())), strict=True))
-        self._host = random.getstate(), np.random.get_state()
+        self._generators = random.getstate(), np.random.get_state()
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """In this context the block is as it was then, with copies of its buffers. May be entered several times."""
-        now = [{name: module.__dict__[name] for name in READ} for module, _ in self._modules]
-        host = random.getstate(), np.random.get_state()
+        now = [{name: module.__dict__[name] for name in FORWARD_READS} for module, _ in self._modules]
+        generators = random.getstate(), np.random.get_state()
         copies = dict(zip(self._buffers, _copies(list(self._buffers.values())), strict=True))
         try:
             for module, read in self._modules:
                 buffers = {name: copies.get(id(it), it) for name, it in read["_buffers"].items()}
                 module.__dict__.update(read, _buffers=buffers)
-            _set_host(*self._host)
+            _set_generators(*self._generators)
             yield
         finally:  # torch leaves the second pass by an exception when it has all that it needs
             for (module, _), was in zip(self._modules, now, strict=True):
                 module.__dict__.update(was)
-            _set_host(*host)
+            _set_generators(*generators)
 
 
-def _read(module: nn.Module) -> dict[str, Any]:
-    """Copies of the dicts, not of the tensors."""
-    found = {name: module.__dict__[name] for name in READ}
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What the forward pass reads of a module: copies of the dicts, not of the tensors."""
+    found = {name: module.__dict__[name] for name in FORWARD_READS}
     return {name: dict(it) if isinstance(it, dict) else it for name, it in found.items()}
 
 
@@ -173,6 +173,6 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _set_host(python: Any, numpy: Any) -> None:
+def _set_generators(python: Any, numpy: Any) -> None:
     random.setstate(python)
     np.random.set_state(numpy)

@@ -43,12 +43,12 @@ def clip_rows(gradients: Sequence[DTensor], max_norm: float) -> Tensor:
     ranks = gradients[0].device_mesh.size()
     sizes = [-(-gradient.shape[0] // ranks) for gradient in gradients]
     sums = mine[0].new_zeros(sum(sizes), dtype=torch.float64)
-    for rows, part in zip(mine, sums.split(sizes), strict=True):
+    for rows, part in zip(mine, torch.split(sums, sizes), strict=True):
         if rows.numel():
             part[: len(rows)] = halved(rows.double().square_().reshape(len(rows), -1))
     every = sums.new_empty(ranks, len(sums))
     dist.all_gather_into_tensor(every.view(-1), sums, group=gradients[0].device_mesh.get_group())
-    columns = every.split(sizes, 1)
+    columns = torch.split(every, sizes, 1)
     in_order = [rows.reshape(-1)[: gradient.shape[0]] for rows, gradient in zip(columns, gradients, strict=True)]
     norm = halved(torch.cat(in_order)).sqrt()
     if max_norm:

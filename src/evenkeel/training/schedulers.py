@@ -70,11 +70,11 @@ class Schedulers:
         self._left_out: Verdict | None = None
         self._clean()
 
-    def commit(self, bad: Tensor) -> None:
-        """Count a step, unless ``bad``, a boolean scalar on the device of :attr:`taken`, is true."""
-        self.taken += ~bad
+    def commit(self, skip: Tensor) -> None:
+        """Count a step, unless ``skip``, a boolean scalar on the device of :attr:`taken`, is true."""
+        self.taken += ~skip
         self._left_out = self._left_out or Verdict(self.taken.device)
-        self._left_out.ask(bad)
+        self._left_out.ask(skip)
         self.pending = True
 
     broken = False

@@ -53,7 +53,7 @@ class State:
         stopping: says when the run is over; None: never.
         placed: how the model is spread over several devices, in a line, if it is.
         schedulers: the task's, which set the learning rates instead of :meth:`set_rates`.
-        own: the task's own state, which changes in a commit. The host then waits for each step.
+        task_state: the task's own state, which changes in a commit. The host then waits for each step.
         refresh: the weights from which the task has made the data of the present epoch.
     """
 
@@ -68,10 +68,10 @@ class State:
         stopping: Stopping | None = None,
         placed: str = "",
         schedulers: Schedulers | None = None,
-        own: TaskState | None = None,
+        task_state: TaskState | None = None,
         refresh: Refresh | None = None,
     ) -> None:
-        self.own, self.refresh = own, refresh
+        self.task_state, self.refresh = task_state, refresh
         self.sharding: Sharding | None = None
         """How its tensors are divided among ranks, with --shard on."""
         self.model, self.optimizers = model, optimizers
@@ -147,36 +147,36 @@ class State:
         """
         self.settle()
         norm = norm.to(self._devices[0])
-        bad = broken = ~norm.isfinite()
+        nonfinite = failed = ~norm.isfinite()
         overflow = None
         if self.scaler:
             assert loss is not None
             overflow = self.scaler.overflow(norm, loss)
-            broken = bad & ~overflow
-        on = {device: bad.to(device) for device in self._devices}
+            failed = nonfinite & ~overflow
+        skip_on = {device: nonfinite.to(device) for device in self._devices}
         # a CPU knows the answer; if the host must wait for a GPU, it does so before it takes the lock, because a
         # rescue would wait too
-        on_device = bad.device.type != "cpu" and not self.own and all(map(decides_on_device, self.optimizers))
-        known = bad if on_device else bool(bad)
+        on_device = nonfinite.device.type != "cpu" and all(map(decides_on_device, self.optimizers))
+        skip = nonfinite if on_device and not self.task_state else bool(nonfinite)
         activity.enter(CHECKPOINT)  # the lock waits if a checkpoint is being copied
-        with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else broken):
+        with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else failed):
             activity.enter(COMMIT)
             for name, optimizer in zip(self._rate_names, self.optimizers, strict=True):
                 lr = optimizer.param_groups[0]["lr"]
                 self.rates[name] = lr.clone() if isinstance(lr, Tensor) else lr
             for optimizer in self.optimizers:
-                step_unless(known, optimizer)
-            self.buffers.commit(buffers, on)
+                step_unless(skip, optimizer)
+            self.buffers.commit(buffers, skip_on)
             if self.average:
-                self.average.update(self.step + 1, bad)
+                self.average.update(self.step + 1, nonfinite)
             if self.scaler and overflow is not None:
-                self.scaler.update(overflow, ~bad)
+                self.scaler.update(overflow, ~nonfinite)
             if self.schedulers:
-                self.schedulers.commit(bad)
-            if self.own and not known:
-                self.own.commit(self.model, self.step + 1)
+                self.schedulers.commit(nonfinite)
+            if self.task_state and not skip:
+                self.task_state.commit(self.model, self.step + 1)
             self.step += 1
-        self._verdict.ask(broken)
+        self._verdict.ask(failed)
         if self._verdict.known:
             self.settle()
         activity.step = self.step
@@ -218,11 +218,11 @@ class State:
         Raises:
             NonFinite: it was not.
         """
-        broken = self._verdict.take()
+        failed = self._verdict.take()
         if self.schedulers and self.schedulers.pending:
             with self._seqlock.hold(FOREVER):
                 self.schedulers.settle()
-        if not broken:
+        if not failed:
             return
         if not self.skip_nonfinite:
             self.step = self._seqlock.asked = self.step - 1
@@ -257,10 +257,10 @@ class State:
                 raise Torn("a scheduler has failed in the middle of its step")
             asked, live = self._seqlock.asked, self._live()
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
-            held = stack.pop_all()
+            locked = stack.pop_all()
 
         def capture() -> dict[str, Any]:
-            with held:
+            with locked:
                 self._seqlock.wait(until)
                 copy()
             done, begun = ([number.item() for number in captured.pop(name)] for name in ("done", "begun"))
@@ -281,10 +281,10 @@ class State:
     def _live(self) -> dict[str, Any]:
         """The committed state itself, in the order in which it must be copied."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
-        own = {name: parameter.detach() for name, parameter in self._named.items()} | self.buffers.committed
+        learned = {name: parameter.detach() for name, parameter in self._named.items()} | self.buffers.committed
         live = {
             "done": self._seqlock.done,
-            "model": {name: own.get(name, value) for name, value in self.model.state_dict().items()},
+            "model": {name: learned.get(name, value) for name, value in self.model.state_dict().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._options(),
         }
@@ -300,8 +300,8 @@ class State:
             parts["stopping"] = self.stopping.state_dict()
         if self.schedulers:
             parts["schedulers"] = self.schedulers.state_dict()
-        if self.own and self.own.now is not None:
-            parts["task"] = self.own.now
+        if self.task_state and self.task_state.now is not None:
+            parts["task"] = self.task_state.now
         if self.refresh:
             parts["refresh"] = self.refresh.state_dict()
         return parts
@@ -328,7 +328,7 @@ class State:
             for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
                 load_optimizer(optimizer, saved, self.model)
             load_schedulers(self.schedulers, captured.get("schedulers"))
-            load_task_state(self.own, captured.get("task"))
+            load_task_state(self.task_state, captured.get("task"))
             load_refresh(self.refresh, captured.get("refresh"))
             self.buffers.accept()
             if self.average:
@@ -344,7 +344,7 @@ def begin_epoch(state: State, refresh: Refresh, epoch: int) -> None:
     """At an epoch's first step: keep the weights, from which the task makes the data of this epoch."""
     state.settle()
     with state._seqlock.hold(FOREVER):
-        refresh.take(epoch, state._live()["model"], state.own)
+        refresh.take(epoch, state._live()["model"], state.task_state)
 
 
 def named_tensors(tree: Any) -> dict[str, Tensor]:

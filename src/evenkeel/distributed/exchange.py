@@ -1,0 +1,159 @@
+"""The exchange of `reduction.Tree`: sums over all ranks in the order of `tree`.
+
+A bucket of n numbers is cut into one chunk for each rank:
+
+1. a rank folds its micro-batches into the maximal subtrees of its run (one, where W and M / W are powers of two);
+2. an all-to-all brings each chunk of these to the chunk's owner;
+3. the owner folds them into the root;
+4. a second all-to-all brings all roots to all ranks.
+
+With one subtree per rank that moves as many bytes as a ring.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from .tree import Fold, Node, subtrees
+from .world import World
+
+
+class Exchange:
+    """Sums of a flat tensor of n numbers over all ranks, in the tree's order; reuses its memory in each step."""
+
+    def __init__(self, world: World, numel: int, like: Tensor) -> None:
+        self.world, self.dtype, self.device = world, like.dtype, like.device
+        self._memory: dict[str, Tensor] = {}
+        self._runs: Sequence[range] = ()
+        self._nodes: list[Node] = []
+        self._counts: list[int] = []
+        ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
+        self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        """How many of the n numbers each rank owns."""
+
+    def send_chunks(self, rows: Sequence[Tensor], runs: Sequence[range]) -> Any:
+        """Begin to send each rank its chunk of this rank's sums (`rows`, each of shape [n]); returns a handle."""
+        mine = self.chunks[self.world.rank]
+        if runs is not self._runs:  # few differ between steps, and on a thousand ranks this takes milliseconds
+            nodes = [list(subtrees(run)) for run in runs]
+            self._runs, self._counts = runs, [len(of_rank) for of_rank in nodes]
+            self._nodes = [node for of_rank in nodes for node in of_rank]
+        received = self._reused("received", len(self._nodes) * mine)
+        sent = rows[0] if len(rows) == 1 else self._interleaved(rows)
+        sizes = [len(rows) * chunk for chunk in self.chunks]
+        return dist.all_to_all_single(received, sent, [count * mine for count in self._counts], sizes, async_op=True)
+
+    def send_sums(self, out: Tensor) -> Any:
+        """Fold the chunks that this rank got, and begin to send it to all; the sum will be in `out`, [n]."""
+        mine, ranks = self.chunks[self.world.rank], self.world.world_size
+        sent = self._reused("sent", ranks * mine)
+        if mine:
+            fold = Fold[Tensor](lambda left, right: right.add_(left))
+            received = self._reused("received", len(self._nodes) * mine)
+            for node, row in zip(self._nodes, received.view(-1, mine), strict=True):
+                fold.push(node, row)
+            sent.view(ranks, mine).copy_(fold.root())
+        return dist.all_to_all_single(out, sent, self.chunks, [mine] * ranks, async_op=True)
+
+    def _interleaved(self, rows: Sequence[Tensor]) -> Tensor:
+        """All rows' first chunks, then all second ones, and so on, as an all-to-all sends them."""
+        sent = self._reused("interleaved", len(rows) * sum(self.chunks))
+        if rows:
+            by_row = [torch.split(row, self.chunks) for row in rows]
+            torch.cat([chunk for of_rank in zip(*by_row, strict=True) for chunk in of_rank], out=sent)
+        return sent
+
+    def _reused(self, name: str, numel: int) -> Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < numel:
+            memory = self._memory[name] = torch.empty(numel, dtype=self.dtype, device=self.device)
+        return memory[:numel]
+
+
+class Job(NamedTuple):
+    """A bucket with this rank's sums; on a GPU it is filled at the event `ready`."""
+
+    exchange: Exchange
+    rows: list[Tensor]
+    runs: Sequence[range]
+    bucket: Tensor
+    ready: torch.cuda.Event | None
+    future: Future[Tensor]
+    last: bool
+
+
+class Pipeline:
+    """A thread that runs the exchanges of a backward pass: at any time the sums of one
+    bucket and the chunks of the next are under way.
+
+    The order of collectives must be the same on all ranks, whenever their buckets are ready; so it follows from the
+    buckets alone: chunks 0, chunks 1, sums 0, chunks 2, sums 1, ..., sums of the last.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        # a separate stream on each GPU, because the computing one is busy with the rest of backward
+        gpus = [device for device in devices if device.type == "cuda"]
+        self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def put(self, job: Job) -> None:
+        """Take over a bucket."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tree", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def check(self) -> None:
+        """Raise an error of the thread. A future cannot carry it: DDP takes any value for a tensor."""
+        if self._error:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            taken: list[Job] = []
+            try:
+                with ExitStack() as stack:
+                    for stream in self._streams:
+                        stack.enter_context(torch.cuda.stream(stream))
+                    self._one_pass(taken)
+            except BaseException as error:  # of any type, because backward waits for the futures
+                self._error = error
+                while not (taken and taken[-1].last):
+                    taken.append(self._jobs.get())
+                for job in taken:
+                    if not job.future.done():
+                        try:
+                            job.future.set_result(job.bucket)
+                        except RuntimeError as broken:  # a GPU that has failed takes no event to wait for
+                            job.future.set_exception(broken)  # type: ignore[arg-type]
+
+    def _one_pass(self, taken: list[Job]) -> None:
+        under_way: list[Iterator[bool]] = []  # the newest first
+        while under_way or not taken:
+            if not (taken and taken[-1].last):
+                taken.append(self._jobs.get())
+                under_way.insert(0, self._stages(taken[-1]))
+            under_way = [stages for stages in under_way if next(stages, False)]
+
+    @staticmethod
+    def _stages(job: Job) -> Iterator[bool]:
+        if job.ready:
+            job.ready.wait(torch.cuda.current_stream(job.bucket.device))
+        handle = job.exchange.send_chunks(job.rows, job.runs)
+        yield True
+        handle.wait()
+        handle = job.exchange.send_sums(job.bucket)
+        yield True
+        handle.wait()
+        job.future.set_result(job.bucket)

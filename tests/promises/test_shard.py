@@ -1,0 +1,63 @@
+"""--shard on: the same bits on any number of ranks, and the metrics and weights of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import read
+from tests.support.small_runs import job_of, refusal, results_of, trained, weights_of
+
+SHAPE = "--epochs 2 --batch-size 20 --micro-batch 3 --reduce tree --shard on --lr 0.02"
+job = job_of("sharded_task.py:Sharded", SHAPE)
+
+
+@pytest.mark.parametrize("micro_batches", [12, 7, 2])
+def test_a_step_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, micro_batches: int) -> None:
+    """With 2 micro-batches most ranks are idle, and end in time."""
+    ranks = (1, 2, 3, 4) if micro_batches == 12 else (1, 3)
+    results = {each: results_of(each, "sharded_worker.py", tmp_path, micro_batches) for each in ranks}
+    ours = {way: {found[way] for found in results.values()} for way in results[1] if not way.startswith("control")}
+    assert all(len(found) == 1 for found in ours.values()), ours
+    if micro_batches == 12:
+        for control in ("control: gradients", "control: norm", "control: fused"):
+            assert len({found[control] for found in results.values()}) > 1, control
+
+
+def results(run_dir: Path) -> tuple[str, Any]:
+    return weights_of(run_dir), read(run_dir)["metrics"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--clip-norm", 0.5, "--ema", 0.9],
+        pytest.param(["--precision", "bf16", "--checkpoint-activations"], marks=pytest.mark.slow),
+        pytest.param(["--optimizer", "sgd", "--batch-size", 6], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_has_the_same_bits_and_metrics_on_any_number_of_ranks(tmp_path: Path, more: list[Any]) -> None:
+    for ranks in (1, 2, 3):
+        trained(ranks, job(tmp_path / str(ranks), *more))
+        assert results(tmp_path / str(ranks)) == results(tmp_path / "1"), ranks
+
+
+def test_the_bits_are_those_of_a_run_without_it_that_has_its_optimizer(tmp_path: Path) -> None:
+    for shard in ("on", "off"):
+        trained(2, job(tmp_path / shard, "--shard", shard, task="Foreach"))
+    assert results(tmp_path / "on") == results(tmp_path / "off")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--reduce", "ring"], "--shard on --reduce ring: sums gradients in the tree's order; add --reduce tree"),
+        (["--precision", "fp16"], "--shard on --precision fp16: do not work together; leave one of them out"),
+        ([], "--shard on: needs a process group; start with torchrun --standalone --nproc_per_node=N train.py"),
+    ],
+)
+def test_what_it_does_not_support_is_refused_in_one_line(tmp_path: Path, words: list[Any], line: str) -> None:
+    assert refusal(job(tmp_path / "run", *words)) == line
+    assert not (tmp_path / "run").exists()
