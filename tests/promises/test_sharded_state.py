@@ -72,14 +72,20 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kills_in_the_pass_the_step_and_the_copy_cost_no_step_that_all_ranks_have(
+def test_ten_kills_in_the_pass_the_step_and_the_copy_cost_no_step_that_all_ranks_have(
     run_dir: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STRIKES", "loss:1:3 optimizer:2:5 copy:0:7 loss:all:9")
+    strikes = ["loss:1:1", "optimizer:2:2", "copy:0:4", "loss:all:5", "copy:1:6", "optimizer:0:7", "loss:2:8"]
+    strikes += ["copy:2:9", "loss:0:10", "optimizer:1:11"]
+    monkeypatch.setenv("STRIKES", " ".join(strikes))
     ended(three_ranks(run_dir))
-    # in the optimizer's sixth step and in the copy of the seventh, one rank had only the step before
-    assert starts(run_dir) == [0, 3, 5, 6, 9]
-    assert "from step 5, which was in memory; the ranks had [[5, 6], [5, 6], [4, 5]]" in log_of(run_dir)
+    # killed in the optimizer's third step or in the copy of the fourth, a rank has only the step before
+    expected = [0, 1, 2, 3, 5, 5, 7, 8, 8, 10, 11]
+    assert sorted(set(starts(run_dir))) == sorted(set(expected))
+    assert starts(run_dir) == sorted(starts(run_dir)), "none goes further back than the attempt before"
+    # of loss:all a rank may be left over, and is killed in the attempt after it
+    assert len(expected) <= len(starts(run_dir)) <= len(expected) + 2
+    assert "which was in memory; the ranks had [[2, 3], [2, 3], [1, 2]]" in log_of(run_dir)
     assert weights_of(run_dir) == one_rank
 
 
@@ -126,6 +132,16 @@ def test_a_keeper_that_is_killed_costs_no_step(run_dir: Path, one_rank: str) -> 
     assert starts(run_dir)[1] >= 4
     ended(process)
     assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_see_the_folder_ends_the_job_in_one_line(tmp_path: Path) -> None:
+    ranks = []
+    for number, variables in enumerate(processes.rank_variables(2)):
+        (tmp_path / str(number)).mkdir()
+        ranks.append(processes.fork(TRAIN, *job(Path("run")), env=variables, cwd=tmp_path / str(number)))
+    lines = "".join(done.stderr for done in processes.finish_all(ranks, 1))
+    assert "--shard on needs a shared folder for checkpoints: rank 1 does not see" in lines
 
 
 @pytest.mark.slow

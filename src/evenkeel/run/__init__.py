@@ -12,6 +12,9 @@
     disk_needed.py    what the checkpoints of --keep-every will take
     state_files.py    the files of a checkpoint that hold its state; joining those of a sharded run
     saver.py          checkpoints beside the steps, and the rescue of the last finished one
+    sharded_saver.py  the same on every rank of a sharded run, which saves its rows (--shard on)
+    sharded_checkpoint.py  the rows of a rank in files, and the name that a checkpoint gets when all are there
+    sharded_resume.py  each rank's rows, from memory or from files of any number of ranks
     ending.py         finished, stopped, failed or hung: what is saved and recorded
     run_directory.py  the folder: claim and lock it, refuse another run's options, move a run aside, status.json
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
@@ -40,7 +43,7 @@ What a run directory holds:
     status.json       running, finished, stopped or failed; step, starts, host and pid of rank 0; hints
     metrics.jsonl     a line for each event; a "start" record for each attempt
     ranks.jsonl       when each rank was ready for the reduction, with several ranks
-    checkpoints/      step-N/state.pt and manifest.json; damaged-* were set aside
+    checkpoints/      step-N/state.pt (with --shard on state-R-of-W.pt) and manifest.json; damaged-* were set aside
     logs/             attempt-N/rank-R.log; after a hang stacks, and flight/ for torchfrtrace
     compiled/         with --compile
     profile/          with --profile: rank-R.json and operators.txt

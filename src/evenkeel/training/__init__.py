@@ -13,6 +13,7 @@ changes the state, so between two commits another thread may copy it at any time
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
 - seqlock, staging: whether a copy of the state is consistent, and the memory that it is copied into
+- slots: the last two steps of a sharded rank, in memory that outlives it
 - buffers: BatchNorm's statistics, updated by all micro-batches of a step
 - optimization: --optimizer, --schedule, and loading an optimizer's state
 - schedulers: a task's torch schedulers, as a part of the state; task_state: other state of a task
