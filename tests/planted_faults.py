@@ -1,4 +1,4 @@
-"""Plant 74 small faults, one at a time, and see whether the tests find them.
+"""Plant 79 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -216,6 +216,31 @@ a process that writes the last step and is killed is not followed by another
     resilience/memory_checkpoint.py | tests/resilience | tests/promises/test_memory_checkpoint.py
     - if os.WIFSIGNALED(status) and tries:
     + if os.WIFSIGNALED(status) and tries < 0:
+
+a sharded rank copies a step over its newest one
+    training/slots.py | tests/run/test_sharded_checkpoint.py
+    - slot = min(self._slots
+    + slot = max(self._slots
+
+a slot counts as whole while it is written
+    training/slots.py | tests/run/test_sharded_checkpoint.py
+    - self.clear()
+    + pass
+
+sharded ranks go on at the newest step of any
+    run/sharded_resume.py | tests/run/test_sharded_checkpoint.py
+    - step = min((max(
+    + step = max((max(
+
+a start deletes rows that an earlier attempt still writes
+    run/sharded_checkpoint.py | tests/run/test_sharded_checkpoint.py
+    - lock(descriptor, until)
+    + pass
+
+ranks that divide the files of a checkpoint verify the first one twice
+    run/checkpoint.py | tests/run/test_sharded_checkpoint.py
+    - [rank::ranks]
+    + [: rank + 1]
 
 a state in memory is read by its path alone, which another container may have as well
     resilience/memory_checkpoint.py | tests/resilience | tests/promises/test_memory_checkpoint.py

@@ -265,7 +265,8 @@ def test_a_slot_has_what_was_stored_bit_for_bit(checkpoints: Checkpoints) -> Non
 @pytest.mark.parametrize("slots", [2, pytest.param(1, id="the control: one slot")])
 def test_a_kill_in_the_middle_of_the_copy_leaves_the_step_before(checkpoints: Checkpoints, slots: int) -> None:
     rank = Rank(checkpoints, slots=slots)
-    in_a_fork(lambda: rank.store(7), killed=False)
+    for step in (6, 7):
+        in_a_fork(lambda step=step: rank.store(step), killed=False)
     in_a_fork(lambda: rank.store(8, killed=True), killed=True)
     assert rank.slots.steps() == ([7] if slots == 2 else [])
     if slots == 2:
