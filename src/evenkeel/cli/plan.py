@@ -71,7 +71,8 @@ class PlanCommand:
                 else:
                     sizes = [micro.size for micro in plan.micro_batches(step, worker, self.world_size, unequal)]
                 parts = f" as {' + '.join(map(str, sizes))}" * (len(sizes) > 1)
-                say(f"  {'GPU' if dp else 'rank'} {worker}: {_count(sum(sizes), 'sample')}{parts}")
+                share = f"{_count(sum(sizes), 'sample')}{parts}" if sizes else "no micro-batch is left for it"
+                say(f"  {'GPU' if dp else 'rank'} {worker}: {share}")
         return 0
 
     def _decide_cut(self, config: Config, task: Task) -> tuple[Config, str]:
@@ -98,7 +99,7 @@ class PlanCommand:
             return settled, "the whole batch"
         if config.reduce == "tree":
             return settled, "an eighth of the batch, with --reduce tree on any number of ranks"
-        return settled, f"1/{settled.micro_batches} of a step, so that no rank is idle"
+        return settled, f"each step is cut into {settled.micro_batches}, so that every rank has work"
 
 
 def _count(number: int, noun: str) -> str:

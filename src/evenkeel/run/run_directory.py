@@ -25,7 +25,7 @@ from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
-from ..config import Config, differences
+from ..config import differences
 from .checkpoint import step_folders
 from .records import is_run, read_config, read_facts, read_record
 
@@ -192,13 +192,6 @@ class Identity:
     """Of the training data, from `order.order_name`; None: not known here."""
 
 
-def refuse_unmirrored(config: Config) -> None:
-    """Refuse --mirror where no process copies the run's folder: torchrun's agent of the launchers starts one."""
-    if config.mirror and os.environ.get(MIRRORED) != os.path.abspath(config.run_dir or ""):  # noqa: PTH100
-        how = "start by launch/single_node.py, launch/multi_node.py or `python train.py -g 1`"
-        raise Refusal(f"--mirror: nothing copies here; {how}, with options of train.py and its --task only")
-
-
 def check(path: Path, run: Identity, fresh: bool) -> None:
     """Check that a run may use a folder; create it if missing. Changes nothing in a run there.
 
@@ -354,9 +347,10 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
             for name, old, new in changed
         )
+        longer = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
         raise Refusal(
             f"--run-dir {path}: has another run: {shown}; continue it with the old values, name another folder, "
-            "or start over with --fresh"
+            "or start over with --fresh" + longer * bool({"epochs", "max_steps"} & {name for name, *_ in changed})
         )
     status, _ = read_facts(path / "status.json")
     refuse_other_data(path, status.get("samples", {}), run.samples)
