@@ -19,16 +19,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1455,
-    "config": 525,
-    "data": 3030,
+    "config": 530,
+    "data": 3155,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 5035,
+    "training": 5070,
     "run": 5680,
     "tasks": 2180,
     "mirror": 550,
     "launch": 2950,
-    "cli": 7350,
+    "cli": 7360,
     "time_travel": 1475,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

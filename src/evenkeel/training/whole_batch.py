@@ -105,7 +105,6 @@ class WholeBatch:
         self._told = takes(batch_loss, "step")
         self._layout: Layout | None = None
         self._agreed = False  # whether the ranks have exchanged the layout
-        self._sizes: dict[Any, list[int]] = {}  # samples of each rank, by the step's samples and the ranks' ranges
         self._rows = slice(0)  # the samples, within the step, of the micro-batch in its second pass
         self._gradients: dict[str, Tensor] = {}  # of the loss by all embeddings
         self._found: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}  # the loss, and its parts
@@ -156,7 +155,8 @@ class WholeBatch:
             rows.append(_packed(first_pass(micro_batch, again)).to(world.device))
             activity.enter(DATA)
         activity.enter(REDUCTION)
-        layout, sizes = self._agreed_layout(world), self._sizes_by_rank(step.number, runs, plan)
+        layout, everyones = self._agreed_layout(world), plan.micro_batches(step.number)
+        sizes = [sum(everyones[number].size for number in run) for run in runs]  # of each rank
         everything = _unpacked(_gathered(rows, sizes, layout, world), layout)
         activity.enter(COMPUTING)
         self._differentiate(everything, step.number, seed, world)
@@ -178,13 +178,6 @@ class WholeBatch:
             self._layout, self._agreed = told[0], True
         assert self._layout
         return self._layout
-
-    def _sizes_by_rank(self, step: int, runs: tuple[range, ...], plan: Plan) -> list[int]:
-        key = plan.step_samples(step), runs
-        if key not in self._sizes:
-            micro_batches = plan.micro_batches(step)
-            self._sizes[key] = [sum(micro_batches[number].size for number in run) for run in runs]
-        return self._sizes[key]
 
     def _differentiate(self, embeddings: dict[str, Tensor], step: int, seed: int, world: World) -> None:
         """Compute the loss in float32, and its gradient by each embedding."""
