@@ -23,7 +23,7 @@ BUDGET = {
     "data": 3155,
     "distributed": 1970,
     "resilience": 1520,
-    "training": 5070,
+    "training": 5150,
     "run": 5680,
     "tasks": 2180,
     "mirror": 550,

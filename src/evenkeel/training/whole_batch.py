@@ -74,11 +74,6 @@ def refuse_unfit(task: Task, config: Config) -> None:
     if not of_whole_batches(task):
         return
     name = type(task).__name__
-    if not defines(type(task), "metrics"):
-        raise Refusal(
-            f"{name} must define metrics(): its batch_loss() is over a whole step, and over the evaluation's "
-            "micro-batches it would be another number, which depends on their size"
-        )
     if config.strategy == "dp":
         raise Refusal(f"--strategy dp: divides each micro-batch, and {name} has a batch_loss() over all; use ddp")
     if config.micro_batch == "auto":
@@ -183,8 +178,7 @@ class WholeBatch:
         """Compute the loss in float32, and its gradient by each embedding."""
         for name, value in embeddings.items():
             if value.is_floating_point():
-                value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-                embeddings[name] = value.requires_grad_()
+                embeddings[name] = in_float32(value).requires_grad_()
         given = embeddings[""] if "" in embeddings else dict(embeddings)
         learning = {name: value for name, value in embeddings.items() if value.requires_grad}
         seed_computation(derive(seed, "batch_loss", step), world.devices)
@@ -206,6 +200,11 @@ def cloned(batch: Any) -> Any:
         return batch.clone()
     # the parts of an object with its own `to` are not known
     return copy.deepcopy(batch) if callable(getattr(batch, "to", None)) else with_parts(batch, cloned)
+
+
+def in_float32(value: Tensor) -> Tensor:
+    """An embedding of low precision in float32; others as they are."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _packed(embeddings: Mapping[str, Tensor]) -> Tensor:
