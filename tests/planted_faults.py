@@ -67,6 +67,11 @@ samples drawn by weights: the same ones in each epoch
     - derive(seed, "draws", epoch)
     + derive(seed, "draws", 0)
 
+the steps of bounded tokens are cut as in the first epoch
+    data/plan.py | tests/data/test_token_batches.py
+    - self.batches.bounds(epoch, within)
+    + self.batches.bounds(0, within)
+
 data that the model makes is made from the present weights at a resume in mid-epoch
     training/refresh.py | tests/training/test_refresh.py | tests/promises/test_refresh.py
     - self._model.load_state_dict(saved["model"])

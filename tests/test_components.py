@@ -19,16 +19,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1455,
-    "config": 525,
-    "data": 3030,
-    "distributed": 1995,
-    "resilience": 1520,
-    "training": 5035,
-    "run": 5700,
+    "config": 560,
+    "data": 3170,
+    "distributed": 2110,
+    "resilience": 1550,
+    "training": 5700,
+    "run": 6250,
     "tasks": 2180,
     "mirror": 550,
     "launch": 2950,
-    "cli": 7350,
+    "cli": 7360,
     "time_travel": 1475,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

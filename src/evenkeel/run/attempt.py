@@ -273,7 +273,7 @@ class Attempt:
             config = replace(config, micro_batch=int(found))
         if not config.threads and recorded.get("threads"):
             torch.set_num_threads(recorded["threads"])
-        self.config, self.plan = config, Plan.of(config, self.plan.length)
+        self.config, self.plan = config, Plan.of(config, self.plan.length, self.plan.batches)
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)

@@ -268,7 +268,7 @@ def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None
         raise Refusal(
             f"--run-dir {path}: the training data was read in {before or usual} and is read in {order or usual} now, "
             "so that some samples would come twice; restore what it depends on (index and options of the data set, "
-            "sample_weights(), order()), name another folder, or start over with --fresh"
+            "sample_weights(), order(), sample_lengths()), name another folder, or start over with --fresh"
         )
 
 

@@ -8,7 +8,8 @@ changes the state, so between two commits another thread may copy it at any time
   task_training: its optimizers, and its own state
 - loss: the loss and the model in one module, which DDP wraps
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
-- whole_batch: losses over all samples of a step, in the memory of one micro-batch
+- whole_batch: losses over all samples of a step, in the memory of one micro-batch; whole_batch_evaluation: their
+  evaluation
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
