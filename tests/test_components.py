@@ -28,8 +28,8 @@ BUDGET = {
     "tasks": 2180,
     "mirror": 550,
     "launch": 2950,
-    "cli": 7350,
-    "time_travel": 1475,
+    "cli": 7390,
+    "time_travel": 1490,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 
