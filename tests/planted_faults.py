@@ -262,6 +262,11 @@ a gradient that is wrong is committed as soon as it was found
     - self.again = not self._agree(model, step)
     + self._agree(model, step)
 
+a rank whose weights have drifted keeps them
+    run/verification.py | tests/run | tests/promises/test_verify_every.py
+    - self._state.restore(held)
+    + self._state.settle()
+
 a rank on another kind of machine is not seen
     run/fingerprint.py | tests/run
     - in differences(fingerprints[0], theirs).items():

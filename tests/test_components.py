@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 1970,
     "resilience": 1520,
     "training": 5035,
-    "run": 5680,
+    "run": 5740,
     "tasks": 2180,
     "mirror": 550,
     "launch": 2950,
