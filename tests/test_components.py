@@ -27,7 +27,7 @@ BUDGET = {
     "run": 5740,
     "tasks": 2180,
     "mirror": 550,
-    "launch": 2950,
+    "launch": 2970,
     "cli": 7390,
     "time_travel": 1490,
 }

@@ -148,9 +148,7 @@ class Rates:
 
     def __init__(self, optimizers: Sequence[Optimizer], begun: bool = False) -> None:
         self.optimizers = optimizers
-        self._ours: dict[
-            int, tuple[object, object]
-        ] = {}  # id of a group -> the group, whose id stays its own, and lr
+        self._ours: dict[int, tuple[object, object]] = {}  # id of a group -> the group, whose id stays its own, and lr
         self._warned = False
         if not begun and any("initial_lr" in group for optimizer in optimizers for group in optimizer.param_groups):
             self._warn()  # torch's schedulers put it there
