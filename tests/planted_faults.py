@@ -282,10 +282,20 @@ audit takes any chain for the right one
     - if chained(before["chain"], record) == record["chain"]:
     + if record["chain"]:
 
+a report says nothing is wrong of a run whose audit found something
+    cli/report/audited.py | tests/processes/test_audit.py
+    - "WRONG" if wrong else
+    + "WRONG" if not found else
+
 a gradient that is wrong is committed as soon as it was found
     run/verification.py | tests/run | tests/promises/test_verify_every.py
     - self.again = not self._agree(model, step)
     + self._agree(model, step)
+
+a rank whose weights have drifted keeps them
+    run/verification.py | tests/run | tests/promises/test_verify_every.py
+    - self._state.restore(held)
+    + self._state.settle()
 
 a rank on another kind of machine is not seen
     run/fingerprint.py | tests/run

@@ -24,12 +24,12 @@ BUDGET = {
     "distributed": 2110,
     "resilience": 1550,
     "training": 5700,
-    "run": 6250,
+    "run": 6300,
     "tasks": 2180,
     "mirror": 550,
-    "launch": 2950,
-    "cli": 7360,
-    "time_travel": 1475,
+    "launch": 2970,
+    "cli": 7410,
+    "time_travel": 1490,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -42,8 +42,8 @@ ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
     "streams", "wandb", "tensorboard", "trackers", "media", "predictions", "profile", "config.toml", "report.html",
-)  # fmt: skip
-"""Files of a run in its folder besides status.json, and that of `evenkeel report`."""
+    "audit.json")  # fmt: skip
+"""Files of a run in its folder besides status.json, and those of `evenkeel report` and `audit`."""
 
 BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
 """Folders that Slurm, another rank or a failed start may have made before the run, and what is in them."""
@@ -264,11 +264,11 @@ def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None
     """Refuse if the order of samples has changed. A status that is older than this fact has ""."""
     before = known.get("order", "") if known.get("samples") else order
     if before != order:
-        usual = "the usual order"
+        was, now = before or "the usual order", order or "the usual order"
         raise Refusal(
-            f"--run-dir {path}: the training data was read in {before or usual} and is read in {order or usual} now, "
-            "so that some samples would come twice; restore what it depends on (index and options of the data set, "
-            "sample_weights(), order(), sample_lengths()), name another folder, or start over with --fresh"
+            f"--run-dir {path}: the training data was read in {was} and is read in {now} now, so that some samples "
+            "would come twice; restore what it depends on (index and options of the data set, sample_weights(), "
+            "order(), sample_lengths()), name another folder, or start over with --fresh"
         )
 
 
