@@ -17,8 +17,8 @@ from evenkeel.distributed.world import World
 from evenkeel.run.checkpoint import load
 from evenkeel.run.digest import on_host
 from evenkeel.run.verified_loss import VerifiedLoss
+from evenkeel.training.staging import named_tensors as flat
 from evenkeel.training.state import State
-from evenkeel.training.state import named_tensors as flat
 from tests.support.components import has
 from tests.support.processes import TRAIN, evenkeel, finish, fork, rank_variables, read, records
 from tests.support.small_runs import job_of, model_of, recipe_job, refusal, trained, weights_of

@@ -6,7 +6,8 @@ import torch
 
 from evenkeel.run.digest import digests
 from evenkeel.time_travel.bisect import _differ
-from evenkeel.training.state import State, named_tensors
+from evenkeel.training.staging import named_tensors
+from evenkeel.training.state import State
 
 
 def test_an_optimizers_tensor_that_differs_is_seen_between_a_checkpoint_and_recorded_digests() -> None:

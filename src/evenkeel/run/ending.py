@@ -23,7 +23,8 @@ from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
 from ..training.nonfinite import NonFinite
 from ..training.oom import OutOfMemory, explained
-from ..training.state import State, cpu_state_dict, sha256
+from ..training.state import State
+from ..training.state_dicts import cpu_state_dict, sha256
 from .attempt import Attempt
 from .checkpoint import Damaged, read_manifest, step_of
 from .checkpointer import Checkpointer

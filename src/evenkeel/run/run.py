@@ -38,7 +38,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model, build_state, divide, prepare
+from .build import build_model, build_state, prepare, shard
 from .checkpointer import Checkpointer
 from .disk_needed import disk_needed
 from .ending import Ending
@@ -128,7 +128,7 @@ class Run:
                     yield run
                     return
                 if config.shard == "on":
-                    divide(state, task, world, config)
+                    shard(state, task, world, config)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):

@@ -41,7 +41,7 @@ from ...tasks.command_line import parse
 from ...training.cut import has_batchnorm, single
 from ...training.evaluation import _of_each, same_tensors
 from ...training.loss import Loss
-from ...training.state import sha256
+from ...training.state_dicts import sha256
 from ...training.task import Task
 from ...training.task_data import evaluation_sets, training_set
 from ...training.whole_batch import of_whole_batches
