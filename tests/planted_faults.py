@@ -67,6 +67,11 @@ samples drawn by weights: the same ones in each epoch
     - derive(seed, "draws", epoch)
     + derive(seed, "draws", 0)
 
+the steps of bounded tokens are cut as in the first epoch
+    data/plan.py | tests/data/test_token_batches.py
+    - self.batches.bounds(epoch, within)
+    + self.batches.bounds(0, within)
+
 data that the model makes is made from the present weights at a resume in mid-epoch
     training/refresh.py | tests/training/test_refresh.py | tests/promises/test_refresh.py
     - self._model.load_state_dict(saved["model"])
@@ -277,10 +282,20 @@ audit takes any chain for the right one
     - if chained(before["chain"], record) == record["chain"]:
     + if record["chain"]:
 
+a report says nothing is wrong of a run whose audit found something
+    cli/report/audited.py | tests/processes/test_audit.py
+    - "WRONG" if wrong else
+    + "WRONG" if not found else
+
 a gradient that is wrong is committed as soon as it was found
     run/verification.py | tests/run | tests/promises/test_verify_every.py
     - self.again = not self._agree(model, step)
     + self._agree(model, step)
+
+a rank whose weights have drifted keeps them
+    run/verification.py | tests/run | tests/promises/test_verify_every.py
+    - self._state.restore(held)
+    + self._state.settle()
 
 a rank on another kind of machine is not seen
     run/fingerprint.py | tests/run

@@ -18,18 +18,18 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1455,
-    "config": 525,
-    "data": 3030,
-    "distributed": 1995,
-    "resilience": 1520,
-    "training": 5035,
-    "run": 5700,
+    "common": 1460,
+    "config": 560,
+    "data": 3170,
+    "distributed": 2150,
+    "resilience": 1550,
+    "training": 5700,
+    "run": 6330,
     "tasks": 2180,
     "mirror": 550,
-    "launch": 2950,
-    "cli": 7350,
-    "time_travel": 1475,
+    "launch": 2985,
+    "cli": 7410,
+    "time_travel": 1490,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

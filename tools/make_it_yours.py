@@ -386,8 +386,8 @@ def tidy(empty: Iterable[str]) -> None:
             (ROOT / folder).rmdir()
 
 
-def make_it(name: str, without: list[str]) -> None:
-    """Check, compute, write, and print what was done."""
+def make_it(name: str, without: list[str]) -> str:
+    """Check, compute and write; returns what was done, and what to do next."""
     for component in without:
         if component not in COMPONENTS:
             refuse(f"--without {component}: unknown; choose from {', '.join(COMPONENTS)}")
@@ -398,17 +398,15 @@ def make_it(name: str, without: list[str]) -> None:
     gone = goes(components, files)
     left = edited(files, Gone(components, gone, files)) if gone else files
     count = apply(files, gone, renamed(left, name) if name != NAME else left, name)
-    if gone:
-        print(f"removed {', '.join(components)}: {len(gone)} files")
-    if name != NAME:
-        print(f"renamed {NAME} to {name}")
-    print(f"{count} files are new or changed. Nothing is committed; git reset --hard undoes it. Next:")
-    print("  write your task (docs/tasks.md), and shorten README.md and docs/ to what is true of your job")
-    print("  make format lint test")
+    done = [f"removed {', '.join(components)}: {len(gone)} files"] * bool(gone)
+    done += [f"renamed {NAME} to {name}"] * (name != NAME)
+    done.append(f"{count} files are new or changed. Nothing is committed; git reset --hard undoes it. Next:")
+    done.append("  write your task (docs/tasks.md), and shorten README.md and docs/ to what is true of your job")
+    return "\n".join([*done, "  make format lint test"])
 
 
-def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
-    """Write a small project beside this checkout."""
+def make_thin(name: str, task: str, parts: list[str], source: str) -> str:
+    """Write a small project beside this checkout; returns what was done, and what to do next."""
     try:
         thin, origin = ours("cli.new.project"), ours("cli.new.source")
     except ModuleNotFoundError:
@@ -424,7 +422,7 @@ def make_thin(name: str, task: str, parts: list[str], source: str) -> None:
             written = thin.write(answers, version, folder, found.wheel)
     except ours("common.errors").Refusal as refusal:
         refuse(str(refusal))
-    print(thin.next_steps(folder, written))
+    return str(thin.next_steps(folder, written))
 
 
 def main() -> None:
@@ -445,13 +443,17 @@ def main() -> None:
         parser.error("--task, --with and --from are for --thin")
     try:
         if options.thin:
-            make_thin(options.name, options.task or "classify", options.parts or [], options.source or "")
-            return
-        make_it(options.name, options.without)
+            done = make_thin(options.name, options.task or "classify", options.parts or [], options.source or "")
+        else:
+            done = make_it(options.name, options.without)
     except KeyboardInterrupt:
         refuse("stopped; nothing has been changed", 130)
     except (OSError, SyntaxError) as error:
         refuse(f"{error}; nothing has been changed")
+    try:  # all is done by now, also if nobody reads this, as after `| head -0`
+        print(done, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, step_folders
-from evenkeel.training.state import sha256
+from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state, unfit
 from tests.support.processes import EVENKEEL, contents_of, run, run_forked
 from tests.support.small_runs import the_line

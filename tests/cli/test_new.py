@@ -107,8 +107,8 @@ def test_the_first_thing_typed(
 
 
 REFUSED = {
-    "new Tide": "Tide: is not a package name; use small letters, digits and _, as in mytrainer",
-    "new ../tide": "../tide: is not a package name; use small letters, digits and _, as in mytrainer",
+    "new Tide": "Tide: cannot be a Python package's name; use small letters, digits and _, for example tide",
+    "new ../tide": "../tide: cannot be a Python package's name; use small letters, digits and _, for example tide",
     "new match": "match: is a word of Python; choose another, such as mytrainer",
     "new json": "json: a module of this name exists; choose another",
     "new full": "full: exists already, and nothing is overwritten; choose another name, or remove it",

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from evenkeel.common.naming import BIT_FLIPS
 from tests.cluster.cluster import Cluster
-from tests.cluster.jobs import ended, kill, ranks, recorded, sbatch, steps_lost, submitted, undisturbed, wait_for_step
+from tests.cluster.jobs import (
+    ended,
+    kill,
+    logs,
+    ranks,
+    recorded,
+    sbatch,
+    steps_lost,
+    submitted,
+    undisturbed,
+    wait_for_step,
+)
+from tests.support import processes
 from tests.support.processes import read, records
 
 Weights = Callable[[int], str]
@@ -109,6 +123,31 @@ def test_preempted_without_grace_it_has_its_last_checkpoint(
     (lost,) = steps_lost(run_dir)
     print(f"{lost} steps are done again")
     assert 0 <= lost <= 5
+    assert read(run_dir)["weights_sha256"] == alone(4)
+
+
+def test_a_node_that_computes_wrong_twice_is_left_out(
+    cluster: Cluster, tmp_path: Path, alone: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank is wrong on every use, so the run ends. The control is the test below: no requeue after a bug."""
+    run_dir, fault = tmp_path / "run", tmp_path / "fault.json"
+    fault.write_text(json.dumps({"rank": 1, "where": "gradient", "sticky": True, "seed": 5, "step": 4}))
+    monkeypatch.setenv(BIT_FLIPS, str(fault))
+    options = recorded(run_dir, "--wandb", "disabled", "--verify-every", 1, epochs=4)
+    job = submitted(cluster, "-n", "2:3", "-g", 1, "--exclude", "node4", "--max-restarts", 0, "--", *options)
+    cluster.wait_for(job, "PENDING", restarts=1)
+    (wrong,) = read(run_dir, "status.json")["wrong_nodes"]
+    assert wrong in ("node1", "node2", "node3")
+
+    def left_out() -> list[str]:
+        return cluster.slurm("scontrol", "show", "hostnames", cluster.show(job)["ExcNodeList"]).split()
+
+    processes.wait_until(lambda: len(left_out()) > 1, "a node is left out", 30, lambda: logs(run_dir))
+    assert sorted(left_out()) == [wrong, "node4"]
+    shown = ended(cluster, job, run_dir)
+    assert wrong not in cluster.slurm("scontrol", "show", "hostnames", shown["NodeList"]).split()
+    assert read(run_dir)["world_sizes"] == [3, 2]
+    assert steps_lost(run_dir) == [0]
     assert read(run_dir)["weights_sha256"] == alone(4)
 
 

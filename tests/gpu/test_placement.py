@@ -12,7 +12,8 @@ from evenkeel.distributed.placement import place
 from evenkeel.distributed.world import World
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.staging import Staging
-from evenkeel.training.state import State, sha256
+from evenkeel.training.state import State
+from evenkeel.training.state_dicts import sha256
 from tests.gpu.test_state import HANG, advance, captured_in_a_thread
 
 TWO = torch.cuda.device_count() > 1

@@ -15,12 +15,6 @@ from evenkeel.mirror.store import Store
 from tests.support.s3 import port, store  # noqa: F401  (fixtures)
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("RENEWED", 0.4), ("PATIENCE", 2.0), ("SETTLES", 0.2)):
-        monkeypatch.setattr(lease, name, seconds)
-
-
 def test_a_second_job_is_refused_while_the_first_renews_and_may_come_after_its_death(store: Store) -> None:
     first, second = Lease(store, "a"), Lease(store, "b")
     first.acquire()

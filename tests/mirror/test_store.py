@@ -30,8 +30,8 @@ def saved(folder: Path, step: int, accuracy: float = 0.0, **more: Any) -> Path:
     return checkpoints.save(state, {"accuracy": accuracy} if accuracy else {})
 
 
-def copier(store: Store, run_dir: Path, keep: int = 2, first: bool = True) -> Copier:
-    more = {"job": os.urandom(4).hex(), "harmless": [], "keep_best": 1, "grace": 5.0, "first": first}
+def copier(store: Store, run_dir: Path, keep: int = 2, first: bool = True, job: str = "") -> Copier:
+    more = {"job": job or os.urandom(4).hex(), "harmless": [], "keep_best": 1, "grace": 5.0, "first": first}
     made = Copier(SimpleNamespace(url=store.url, run_dir=str(run_dir), keep=keep, **more), run_dir / "copies")
     made.lease.mine = first
     return made
@@ -237,6 +237,6 @@ def test_another_run_there_is_refused(store: Store, tmp_path: Path) -> None:
         (run / "config.toml").write_text(config.format(lr))
         if code:
             with pytest.raises(Refusal, match=r"has another run: lr is 0.1 there, 0.2 here"):
-                copier(store, run).begin()
+                copier(store, run, job="same").begin()  # another job would first wait for the lease
         else:
-            assert copier(store, run).begin() == 0
+            assert copier(store, run, job="same").begin() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from evenkeel.run.chain import chained
+from tests.support.components import has
 from tests.support.processes import ROOT, TRAIN, bytes_of, fork_ranks, records, run_forked
 from tests.support.small_runs import finish_all, options, signal_ranks_at
 
@@ -60,7 +62,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(usual: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(usual, tmp_path / "a"))
+    return Path(shutil.copytree(usual, tmp_path / "a", ignore=shutil.ignore_patterns("audit.json")))
 
 
 def test_an_honest_run_on_three_ranks_with_kills_passes_on_one(usual: Path) -> None:
@@ -68,7 +70,7 @@ def test_an_honest_run_on_three_ranks_with_kills_passes_on_one(usual: Path) -> N
     assert len(steps) > len(set(steps)) == STEPS, "the control: some steps were done twice, and both are in the chain"
     before = bytes_of(usual)
     text = audit(usual, "--segments", 9)
-    assert before == bytes_of(usual)
+    assert before == {path: it for path, it in bytes_of(usual).items() if path.name != "audit.json"}
     assert "WRONG" not in text
     assert "the run had 3, 2 ranks; run again on 1, with --seed " in text
     assert f": {STEPS} of {STEPS} steps\nshown by running them again: 1-40\nshown by the chain only: none\n" in text
@@ -76,6 +78,26 @@ def test_an_honest_run_on_three_ranks_with_kills_passes_on_one(usual: Path) -> N
     few = audit(usual, "--segments", 1, "--seed", 1)
     assert ": 8 of 40 steps\n" in few
     assert few == audit(usual, "--segments", 1, "--seed", 1), "the seed repeats the choice"
+
+
+@pytest.mark.skipif(not has("report"), reason="taken out")
+def test_the_report_shows_the_last_audit_and_nothing_without_one(run: Path) -> None:
+    def shown() -> str:
+        run_forked("-m", "evenkeel", "report", run)
+        return (run / "report.html").read_text()
+
+    assert "<h2>Audit</h2>" not in shown(), "the control"
+    audit(run, "--segments", 1, "--seed", 1)
+    page = shown()
+    assert "<h2>Audit</h2>" in page
+    assert re.search(r'<th scope="row">nothing is wrong</th><td>on \d{4}-\d\d-\d\d \d\d:\d\d, up to step 40</td>', page)
+    assert re.search(r'<th scope="row">shown by running them again</th><td>\d+-\d+</td>', page)
+    rewrite(run, lambda lines: of_step(lines, 30)["digests"].update({"model.0.weight": "0" * 16}))
+    audit(run, "--segments", 0, expect=1)
+    assert re.search(r'<th scope="row">WRONG</th>.*<td>the record of step 30 was edited, or ', shown())
+    for damaged in ("{", '{"time": 1}', (run / "audit.json").read_text().replace('"none"', "7")):
+        (run / "audit.json").write_text(damaged)
+        assert "<h2>Audit</h2>" not in shown()
 
 
 def test_an_edited_line(run: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from evenkeel.run.checkpoint import load, step_folders
-from evenkeel.training.state import sha256
+from evenkeel.training.state_dicts import sha256
 from tests.cli.test_checkpoint import checkpoint
 from tests.support.processes import TRAIN, fork, run_forked
 from tests.support.small_runs import job, stop_at, weights_of

@@ -3,6 +3,7 @@ tests; a failure changes nothing."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -117,6 +118,17 @@ def test_a_failure_in_the_middle_changes_nothing(trouble, said: str, copy: Path)
     assert state(copy) == before
     (copy / ".git" / "index.lock").unlink(missing_ok=True)
     assert run(["git", "status", "--porcelain"], cwd=copy).stdout == ""
+
+
+@pytest.mark.parametrize("words", [["mytrainer"], ["mytrainer", "--thin"]], ids=["all", "thin"])
+def test_a_reader_that_is_gone_changes_nothing(words: list[str], copy: Path) -> None:
+    """As after `| head -0`: all is done, and nothing else is said."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command(copy, *words), cwd=copy, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (copy.parent / "mytrainer" if "--thin" in words else copy / "src" / "mytrainer").is_dir()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -168,6 +168,8 @@ def test_a_second_job_is_refused_in_a_line_and_so_is_bare_torchrun(port: int, tm
     assert line.endswith("writes there; name another URL")
     assert not (tmp_path / "other").exists()
     alone = run([sys.executable, TRAIN, *other], env=env, expect=2)
-    assert alone.stderr.startswith("evenkeel: --mirror: nothing copies here; start by launch/single_node.py")
+    assert alone.stderr.startswith(
+        "evenkeel: --mirror: no process copies the checkpoints; start by launch/single_node.py"
+    )
     process.send_signal(signal.SIGTERM)
     finish(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 from evenkeel.cli.new import project
 from tests.support import needs
 from tests.support.copies import needs_all_components
-from tests.support.processes import checked, finish, read, run, start
+from tests.support.processes import ROOT, checked, finish, read, run, start
 from tests.support.thin import OFFLINE, borrow, make, make_foreign_wheel, make_wheel
 
 pytestmark = [needs.tools("git", "make"), needs_all_components, pytest.mark.timeout(1800)]
@@ -96,6 +97,22 @@ def test_make_test_and_make_lint(made: Made) -> None:
         assert "return type" in made("mypy", expect=1)
     finally:
         task.write_text(text)
+
+
+def test_the_readmes_example_passes_make_lint_as_it_stands(made: Made) -> None:
+    """As a file beside train.py, and in place of the project's own task."""
+    (example,) = re.findall(r"```python\n# my_job.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    task, job = made.folder / made.name / "task.py", made.folder / "my_job.py"
+    text = task.read_text()
+    try:
+        task.write_text(example)
+        job.write_text(example)
+        assert "Success: no issues found" in make(made.folder, "lint")
+        job.write_text(example.replace("samples=500", "sample=500"))
+        assert 'Unexpected keyword argument "sample"' in made("mypy", expect=1), "the control: its bodies are checked"
+    finally:
+        task.write_text(text)
+        job.unlink()
 
 
 def test_torchrun_without_make_trains_its_task(made: Made) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from evenkeel.run.checkpoint import load
 from evenkeel.training.ema import averaged
-from evenkeel.training.state import sha256
+from evenkeel.training.state_dicts import sha256
 from tests.support import small_runs as runs
 from tests.support.components import optional
 from tests.support.processes import TRAIN, contents_of, evenkeel, finish_all, fork_ranks, read, run_forked, wait_until

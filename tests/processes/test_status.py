@@ -69,7 +69,7 @@ def test_every_state_is_told(runs: Path) -> None:
 def test_the_table_fits_the_terminal(runs: Path) -> None:
     wide = evenkeel("status", runs).stdout
     header, *lines = wide.splitlines()
-    assert header.split()[:7] == ["RUN", "STATE", "STEP", "DONE", "ETA", "METRICS", "STARTS"], "and no JOB"
+    assert header.split()[:7] == ["RUN", "STATE", "STEP", "DONE", "ETA", "METRICS", "ATTEMPTS"], "and no JOB"
     assert "GOODPUT" not in header or "%" in wide.rpartition("GOODPUT")[2], (
         "in the first minute of all runs it is empty"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from evenkeel.run.checkpoint import STATE
-from evenkeel.training.state import sha256
+from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import seal
 from tests.support import processes
 from tests.support import small_runs as runs

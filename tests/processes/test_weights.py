@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evenkeel.run.checkpoint import STATE, step_folders
 from evenkeel.run.weights import read_weights
-from evenkeel.training.state import sha256
+from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import flip_a_bit
 from tests.run.test_weights import (
     convert,

@@ -51,7 +51,7 @@ def test_any_rank_is_killed_and_no_step_is_lost_and_no_bit_changes(
     wait_until_gone(before)  # a keeper takes its rank with it
     if dies == "trainer":
         assert keepers == [keepers[0]] * 3, "torchrun sees nothing"
-        assert done.stderr.count("was killed by SIGKILL; all ranks start again in place") == 3
+        assert done.stderr.count("was killed by SIGKILL; all ranks restart in place, without torchrun") == 3
         assert "Traceback" not in done.stderr
     assert runs.no_step_is_done_twice(run_dir)
     assert all(step > 0 for step in starts(run_dir)[1:])

@@ -31,6 +31,6 @@ def test_each_nth_stays_through_a_stop_and_the_line_says_what_the_disk_will_hold
 
 def _bytes_of_tensors(path: Path) -> int:
     from evenkeel.run.checkpoint import load
-    from evenkeel.training.state import named_tensors
+    from evenkeel.training.staging import named_tensors
 
     return sum(tensor.nbytes for tensor in named_tensors(load(path)).values())

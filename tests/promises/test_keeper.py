@@ -45,7 +45,7 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
     )
     done = run(torchrun(2, TRAIN, *job(tmp_path / "run", *RARE, "--task", task)), env=OWN, expect=1)
     assert f"{raised}\n" in done.stderr
-    assert "start again in place" not in done.stderr
+    assert "restart in place" not in done.stderr
     assert len(starts(tmp_path / "run")) == 1
 
 
@@ -69,7 +69,7 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(
     options = [TRAIN, *job(tmp_path / "run", *RARE, "--task", task, "--keeper-restarts", restarts)]
     done = run(torchrun(ranks, *options) if ranks else [sys.executable, *map(str, options)], env=OWN, expect=expect)
     said = f"rank {max(0, ranks - 1)} was killed by {name}"
-    assert done.stderr.count(f"{said}; all ranks start again in place") == restarts
+    assert done.stderr.count(f"{said}; all ranks restart in place, without torchrun") == restarts
     assert f"{said} again, without progress; torchrun decides" in done.stderr
     assert len(starts(tmp_path / "run")) == 1 + restarts
 
@@ -92,7 +92,7 @@ def test_a_single_process_starts_again_too(tmp_path: Path, run_dir: Path) -> Non
     wait_for_step(run_dir, 3, process)
     os.kill(runs.trainer_of(process), signal.SIGKILL)
     done = ended(process)
-    assert done.stderr == "evenkeel: rank 0 was killed by SIGKILL; all ranks start again in place\n"
+    assert done.stderr == "evenkeel: rank 0 was killed by SIGKILL; all ranks restart in place, without torchrun\n"
     first, second = starts(run_dir)
     assert (first, second > 0) == (0, True)
     assert len(list(tmp_path.glob("run.old-*"))) == 1

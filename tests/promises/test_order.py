@@ -1,4 +1,4 @@
-"""A task's own order: each position once through kills, stops and other numbers of ranks, and no other order later."""
+"""A task's own order, or steps of bounded tokens: each position once through kills, stops and changes of ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import random
 import signal
 import sys
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from evenkeel.config import Config
-from evenkeel.data.order import order_of, positions_in
+from evenkeel.data.order import order_of, positions_in, token_batches
 from evenkeel.data.plan import Plan
 from evenkeel.training.task_data import training_set
 from tests.support import small_runs as runs
@@ -21,25 +22,46 @@ from tests.support.processes import TRAIN, finish, read, run_forked, start, torc
 from tests.support.small_runs import SUPPORT, Records, ended, failed, kill_at, options, starts, trained, weights_of
 
 TASK = f"{SUPPORT / 'ordered_task.py'}:Own"
-CONFIG = Config(epochs=3, batch_size=12, micro_batch=3, drop_last=True)
+LISTED = {"batch_size": 12, "micro_batch": 3, "drop_last": True}
+"""12 steps, 4 an epoch, with two samples left out."""
+TOKENS = {"batch_size": 48, "micro_batches": 4, "batch_tokens": 132}
+"""12 steps, 4 an epoch, the last of each of two micro-batches instead of four; 4 to 19 samples."""
 
 
 def job(run_dir: Path, way: str, *more: object) -> list[str]:
-    """12 steps, 4 an epoch, with two samples left out."""
-    shape = ["--epochs", 3, "--batch-size", 12, "--micro-batch", 3, "--drop-last", "--reduce", "tree"]
-    return options(TASK, run_dir, *shape, "--log-every", 1, "--checkpoint-every", 2, "--way", way, *more)
+    cut = (TOKENS if way == "tokens" else LISTED).items()
+    shape = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not True) for name, value in cut]
+    return options(
+        TASK,
+        run_dir,
+        *shape,
+        "--epochs",
+        3,
+        "--reduce",
+        "tree",
+        "--log-every",
+        1,
+        "--checkpoint-every",
+        2,
+        "--way",
+        way,
+        *more,
+    )
 
 
 def expected(way: str) -> list[list[int]]:
     """The samples of each step."""
-    dataset = training_set(Own(way=way), CONFIG)  # type: ignore[arg-type]
+    config = Config(epochs=3, **(TOKENS if way == "tokens" else LISTED))  # type: ignore[arg-type]
+    dataset = training_set(Own(way=way), config)  # type: ignore[arg-type]
     order, length = order_of(dataset), positions_in(dataset)
     assert order
-    plan = Plan.of(CONFIG, length)
+    plan = Plan.of(config, length, token_batches(dataset))
     positions = np.arange(plan.samples, dtype=np.uint64)
-    epochs = [order.shuffled(positions, CONFIG.seed, epoch).tolist() for epoch in range(CONFIG.epochs)]
+    epochs = [order.shuffled(positions, config.seed, epoch).tolist() for epoch in range(3)]
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
-    return [epoch[at : at + 12] for epoch in epochs for at in range(0, plan.samples, 12)]
+    ends = [plan.samples_seen(step) for step in range(plan.total_steps + 1)]
+    samples = [*chain(*epochs)]
+    return [samples[start:end] for start, end in pairwise(ends)]
 
 
 def trained_on(folder: Path, first: int, end: int, world_size: int) -> list[list[int]]:
@@ -54,7 +76,7 @@ def trained_on(folder: Path, first: int, end: int, world_size: int) -> list[list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "workers"), [("order", 2), ("weights", 0)])
+@pytest.mark.parametrize(("way", "workers"), [("order", 2), ("weights", 0), ("tokens", 2)])
 def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     tmp_path: Path, way: str, workers: int
 ) -> None:
@@ -79,7 +101,7 @@ def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
         for step in trained_on(folder, first, end, ranks)
     ]
     assert found == expected(way)
-    assert read(run_dir)["samples_seen"] == 3 * 48
+    assert read(run_dir)["samples_seen"] == 3 * (50 if way == "tokens" else 48)
 
     trained(0, job(tmp_path / "undisturbed", way))
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
@@ -90,6 +112,7 @@ def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     [
         ("weights", "start", r"was read in 50 draws by sample_weights() ("),
         pytest.param("order", "start", "was read in an order of 50 samples by order() (", marks=pytest.mark.slow),
+        pytest.param("tokens", "start", "13 micro-batches of at most 33 tokens by sample_l", marks=pytest.mark.slow),
         ("order", "later", "order(1) is not what it was when the run was in that epoch"),
     ],
 )

@@ -57,6 +57,15 @@ def test_killed_in_mid_epoch_it_goes_on_with_the_same_data_on_any_ranks(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", [("--place", "0=0,3=1"), ("--model-parallel", 2)], ids=["placed", "cut"])
+def test_a_model_on_several_devices_makes_the_same_data(tmp_path: Path, alone: Path, way: tuple[object, ...]) -> None:
+    """refresh() gets a copy of it, whose networks must be on the same devices."""
+    trained(2, recorded("placed", tmp_path, *way))
+    assert read_in(tmp_path / "placed read") == read_in(alone / "alone read")
+    assert weights_of(tmp_path / "placed") == weights_of(alone / "alone")
+
+
+@pytest.mark.slow
 def test_the_control_made_from_the_present_weights_it_is_other_data(tmp_path: Path) -> None:
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
     words = job("OfPresentWeights", run_dir, "--slow", slow, "--keeper", "off")

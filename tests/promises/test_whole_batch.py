@@ -61,6 +61,17 @@ def test_with_other_options_the_bits_are_the_same_too(tmp_path: Path, options: l
     assert one == other
 
 
+def test_without_metrics_the_evaluation_has_the_same_loss_on_any_ranks(tmp_path: Path) -> None:
+    """Three batches of four of the ten test samples, the last of two; micro-batches of three cut across them."""
+    words = ["--reduce", "tree", "--batch-size", 4, "--max-steps", 2]
+    for ranks in (0, 3):
+        trained(ranks, job(tmp_path / str(ranks), *words, task="Plain"))
+    one, three = (records(tmp_path / str(ranks), "eval")[-1] for ranks in (0, 3))
+    names = {name for name in one if name.startswith("test/")}
+    assert {"test/loss", "test/kept", "test/labels"} <= names
+    assert {name: one[name] for name in names} == {name: three[name] for name in names}, "to the last digit"
+
+
 def test_ranks_with_other_embeddings_end_in_a_line(tmp_path: Path) -> None:
     """Before anything of another shape is exchanged."""
     first, second = fork_ranks(2, TRAIN, *job(tmp_path / "run", "--die", "1:other rows"))

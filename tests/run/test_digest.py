@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from evenkeel.config import Config
 from evenkeel.run.digest import bit_sum, digests
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
-from evenkeel.training.state import State, named_tensors
+from evenkeel.training.staging import named_tensors
+from evenkeel.training.state import State
 
 sizes = st.integers(0, 70)
 seeds = st.integers(0, 2**32)

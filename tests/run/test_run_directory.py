@@ -275,6 +275,8 @@ def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
         "has another run: --batch-size was 64 and is now 32, --seed was 0 and is now 1; "
         "continue it with the old values, name another folder, or start over with --fresh"
     )
+    longer = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
+    assert refusal(path, OPTIONS | {"max_steps": 3}).endswith(longer)
     assert "--task was digits and is now mine.py:Mine" in refusal(path, OPTIONS | {"task": "mine.py:Mine"})
     assert "--width was unset and is now 3" in refusal(path, OPTIONS | {"width": 3})
     started(path.with_name("other"), width=3)

@@ -21,8 +21,7 @@ from evenkeel.run.sharded_checkpoint import await_writers, facts_of, write_rows,
 from evenkeel.run.sharded_resume import common_step
 from evenkeel.run.state_files import file_of, read_parts, rows_of
 from evenkeel.training.slots import Slots
-from evenkeel.training.staging import Staging, map_tensors
-from evenkeel.training.state import named_tensors
+from evenkeel.training.staging import Staging, map_tensors, named_tensors
 from tests.run.test_checkpoint import same
 from tests.support.processes import wait_until
 

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 
 from evenkeel.common.errors import Refusal
 from evenkeel.run.weights import SHOWN, WRAPPERS, read_weights, write
-from evenkeel.training.state import sha256
+from evenkeel.training.state_dicts import sha256
 from tests.support.processes import ROOT, run
 
 SIZES = (4, 6, 3)

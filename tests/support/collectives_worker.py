@@ -170,19 +170,19 @@ def failure(world: World) -> str:
     """What the user hears of an error in the tree's thread; all ranks have it at once."""
     gradients = made(world, False, "tree")
     step(gradients)
-    gather = Exchange.gather
+    send_sums = Exchange.send_sums
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     replaced = cast("Any", Exchange)
-    replaced.gather = fail
+    replaced.send_sums = fail
     try:
         step(gradients)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        replaced.gather = gather
+        replaced.send_sums = send_sums
     return ""
 
 

@@ -15,7 +15,7 @@ import torchvision
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from evenkeel.distributed.exits import exit_code
-from evenkeel.training.state import sha256
+from evenkeel.training.state_dicts import sha256
 from tests.support.small_task import Small
 
 

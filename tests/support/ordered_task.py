@@ -42,8 +42,8 @@ class Own(Task):
     best: ClassVar[Any] = None
     harmless: ClassVar[frozenset[str]] = frozenset({"pause", "broken"})
 
-    way: Literal["weights", "order"] = "weights"
-    """Which of the two methods the task has."""
+    way: Literal["weights", "order", "tokens"] = "weights"
+    """Which of the methods the task has."""
     record: str = ""
     """Folder for the records: a line for each micro-batch that is trained on."""
     pause: float = 0.0
@@ -58,18 +58,21 @@ class Own(Task):
         return [(torch.full((4,), i / 8), i, 0) for i in range(8)]
 
     def sample_weights(self) -> Any:
-        if self.way == "order":
+        if self.way != "weights":
             return None
         return balanced(LENGTHS) * (1 + (self.broken == "start"))
 
     def order(self, epoch: int) -> Any:
-        if self.way == "weights":
+        if self.way != "order":
             return None
         order = buckets(LENGTHS, 3)
         late = epoch == 1 and (self.broken == "later" or (self.broken == "rank-later" and os.environ["RANK"] == "1"))
         if late or self.broken == "start" or (self.broken == "rank" and os.environ["RANK"] == "1"):
             order[[3, 4]] = order[[4, 3]]
         return order[: -1 if self.broken == "length" and epoch == 1 else None]
+
+    def sample_lengths(self) -> Any:
+        return LENGTHS + 1 + (self.broken == "start") if self.way == "tokens" else None
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))

@@ -20,7 +20,6 @@ from evenkeel.distributed.world import World
 from evenkeel.training.determinism import fix_arithmetic
 from evenkeel.training.row_norm import clip_rows
 from evenkeel.training.sharding import Sharding
-from evenkeel.training.state import State
 
 
 def batch(number: int) -> Tensor:
@@ -31,7 +30,7 @@ def sharded(world: World) -> tuple[Sharding, nn.Module]:
     """Ours."""
     torch.manual_seed(0)
     model = Sharded().model().eval()
-    return Sharding(State(model, []), Sharded(), world, "fp32"), model
+    return Sharding(model, None, [], Sharded(), world, "fp32"), model
 
 
 def stock() -> nn.Module:

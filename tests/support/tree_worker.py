@@ -22,7 +22,8 @@ from evenkeel.distributed.world import World
 from evenkeel.training.determinism import fix_arithmetic
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import clip_grad_norm
-from evenkeel.training.state import State, sha256
+from evenkeel.training.state import State
+from evenkeel.training.state_dicts import sha256
 from evenkeel.training.task import Task
 
 SIZE = 3

@@ -88,6 +88,13 @@ class Contrast(Views):
 
 
 @dataclass
+class Plain(Contrast):
+    """Without metrics of its own."""
+
+    metrics = Task.metrics
+
+
+@dataclass
 class Gathered(Views):
     """The control."""
 

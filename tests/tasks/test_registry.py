@@ -112,9 +112,10 @@ def test_a_projects_task_that_does_not_exist_is_refused_by_the_file_that_names_i
     write("reef/task.py", GOOD)
     path = write("pyproject.toml", '[tool.evenkeel]\ntask = "reef.task:Gone"\n')
     monkeypatch.chdir(path.parent)
-    with pytest.raises(Refusal, match=rf"^{path}: task = 'reef.task:Gone': Gone does not exist in reef.task$"):
+    line = "Gone does not exist in reef.task, which has Mine; name one of them"
+    with pytest.raises(Refusal, match=rf"^{path}: task = 'reef.task:Gone': {line}$"):
         parse([])
-    with pytest.raises(Refusal, match=r"^--task reef.task:Gone: Gone does not exist in reef.task$"):
+    with pytest.raises(Refusal, match=rf"^--task reef.task:Gone: {line}$"):
         parse(["--task", "reef.task:Gone"])  # the control: it is typed
 
 
@@ -155,8 +156,10 @@ def test_no_such_file_class_or_module(write: Write) -> None:
     write("a_folder.py/x", "")
     assert refusal("not_there.py:Mine") == "no file not_there.py"
     assert refusal("a_folder.py:Mine") == "no file a_folder.py"
-    assert refusal("there.py:Yours") == "Yours does not exist in there.py"
-    assert refusal("there:Yours") == "Yours does not exist in there"
+    write("bare.py", "from evenkeel.tasks import Classification")
+    assert refusal("there.py:Yours") == "Yours does not exist in there.py, which has Mine; name one of them"
+    assert refusal("there:Yours") == "Yours does not exist in there, which has Mine; name one of them"
+    assert refusal("bare.py:Yours") == "Yours does not exist in bare.py, which has no task", "it only imports one"
     assert refusal("not_there:Mine") == "does not import: ModuleNotFoundError: No module named 'not_there'"
     assert refusal("there.deeper:Mine").startswith("does not import: ModuleNotFoundError: No module named 'there.deep")
 

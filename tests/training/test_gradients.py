@@ -124,5 +124,5 @@ def test_dropout_depends_on_the_micro_batch_and_not_on_what_ran_before() -> None
 def test_networks_that_take_turns_are_refused_where_the_other_one_would_be_left_behind() -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 1), "other": nn.Linear(2, 1)})
     plan = Plan(samples=4, global_batch=4, micro_batch=4, epochs=1)
-    with pytest.raises(Ended, match="--strategy dp and --sync-batchnorm are not for networks that take turns"):
+    with pytest.raises(Ended, match="--strategy dp, --shard and --sync-batchnorm are not for networks that take turns"):
         DistributedLoss(TinyTask().loss, State(model, []), ALONE, plan, strategy="dp", network=model["one"])

@@ -13,7 +13,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from evenkeel.config import Config
 from evenkeel.training.nonfinite import NonFinite
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
-from evenkeel.training.state import State, sha256
+from evenkeel.training.state import State
+from evenkeel.training.state_dicts import sha256
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "ours, adamw": lambda p: build_optimizer(p, Config(optimizer="adamw")),

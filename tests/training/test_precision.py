@@ -19,7 +19,8 @@ from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.nonfinite import NonFinite
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.precision import Precision, Scaler, substitute
-from evenkeel.training.state import State, sha256
+from evenkeel.training.state import State
+from evenkeel.training.state_dicts import sha256
 from evenkeel.training.task import Task
 from tests.support.steps import passes
 

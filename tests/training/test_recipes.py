@@ -18,7 +18,8 @@ from evenkeel.training.early_stopping import Stopping
 from evenkeel.training.ema import Average, averaged
 from evenkeel.training.freezing import freeze
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm, load_optimizer, rate
-from evenkeel.training.state import State, sha256
+from evenkeel.training.state import State
+from evenkeel.training.state_dicts import sha256
 
 
 def network() -> nn.Module:

@@ -234,6 +234,12 @@ def on_two_devices() -> nn.Module:
     return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
 
 
+def patched(model: nn.ModuleDict) -> nn.ModuleDict:
+    """As libraries do that change a model they have not written."""
+    model["one"].forward = torch.relu  # type: ignore[method-assign]
+    return model
+
+
 @pytest.mark.parametrize(
     ("blocks", "why"),
     [
@@ -243,10 +249,11 @@ def on_two_devices() -> nn.Module:
         (lambda _: ["a"], r"blocks\(\)\[0\] is a str, and no module"),
         (lambda model: [model["list"]], "list is a ModuleList, which is never called"),
         (lambda model: [model["two"]], "--model-parallel cuts two in two"),
+        (lambda model: [patched(model)["one"]], r"one has a forward\(\) that was assigned to the module itself"),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused(blocks: Any, why: str) -> None:
-    model = nn.ModuleDict({"list": nn.ModuleList(), "two": on_two_devices()})
+    model = nn.ModuleDict({"list": nn.ModuleList(), "two": on_two_devices(), "one": nn.Linear(1, 1)})
     with pytest.raises(Refusal, match=f"^--checkpoint-activations: .*{why}"):
         recompute(model, blocks(model))
 

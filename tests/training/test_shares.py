@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel.config import Config
-from evenkeel.data.plan import Plan, apportioned
+from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.training import shares
-from evenkeel.training.shares import EVERY, Shares
+from evenkeel.training.shares import EVERY, Shares, apportioned
 
 
 def divided(text: str, ranks: int = 2, micro_batches: int = 8) -> Shares:

@@ -26,8 +26,9 @@ from evenkeel.training.precision import Scaler
 from evenkeel.training.state import State
 from evenkeel.training.task import Classification, Task
 from evenkeel.training.whole_batch import WholeBatch, of_whole_batches, refuse_unfit
+from evenkeel.training.whole_batch_evaluation import evaluation_of
 from tests.support.steps import passes
-from tests.support.whole_batch_task import nt_xent
+from tests.support.whole_batch_task import Plain, nt_xent
 from tests.training.test_gradients import ALONE
 
 SAMPLES = 26
@@ -369,10 +370,6 @@ class Both(Whole, Mean): ...
 class OfALabel(Half, Classification): ...
 
 
-class Unmeasured(Whole):
-    metrics = Task.metrics
-
-
 def test_a_task_has_a_loss_or_embeddings_and_their_loss() -> None:
     assert of_whole_batches(Whole())
     assert not of_whole_batches(Mean())
@@ -388,11 +385,38 @@ def test_a_task_has_a_loss_or_embeddings_and_their_loss() -> None:
         assert str(refused.value).startswith(expected)
 
 
+@pytest.mark.parametrize(("micro_batch", "batch"), [(3, 4), (5, 5), (2, 10), (4, 8)])
+def test_without_metrics_the_evaluation_has_the_loss_of_each_batch(micro_batch: int, batch: int) -> None:
+    """Of ten test samples; the control is the mean over micro-batches, another number."""
+    task, config = Deterministic(dropout=0.0), Config(batch_size=batch, micro_batch=min(micro_batch, batch))
+    model, data = task.model(), task.test_dataset()
+    evaluation = evaluation_of(task, model, data, config, ALONE, "test")
+    found = evaluation()
+    model.eval()
+    parts = [data.__getitems__(list(range(at, min(at + batch, 10)))) for at in range(0, 10, batch)]
+    with torch.no_grad():
+        losses = [(float(whitening(model(part[0]))[0]), len(part[0])) for part in parts]
+        small = [float(whitening(model(data.__getitems__(list(range(at, at + 2)))[0]))[0]) for at in range(0, 10, 2)]
+    assert found["loss"] == pytest.approx(sum(loss * samples for loss, samples in losses) / 10)
+    assert found["labels"] == pytest.approx(0.9)
+    assert found["loss"] != pytest.approx(sum(small) / 5, rel=1e-2)
+    assert evaluation.rehearse() is not None
+
+
+class Deterministic(Plain):
+    """Without random numbers."""
+
+    def embed(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"z": model(batch[0]), "label": batch[1]}
+
+    def batch_loss(self, embeddings: dict[str, Tensor], step: int = 0) -> Any:
+        return whitening(embeddings["z"])[0], {"labels": embeddings["label"].double().mean()}
+
+
 def test_what_such_a_task_cannot_have_is_refused() -> None:
     refuse_unfit(Whole(), Config())
     refuse_unfit(Mean(), Config(strategy="dp", micro_batch="auto"))
     for task, config, expected in (
-        (Unmeasured(), Config(), "Unmeasured must define metrics(): its batch_loss() is over a whole step, and"),
         (Whole(), Config(strategy="dp"), "--strategy dp: divides each micro-batch, and Whole has a batch_loss() over"),
         (Whole(), Config(micro_batch="auto"), "--micro-batch auto: tries the loss of one micro-batch, and Whole has"),
     ):

@@ -73,7 +73,7 @@ class InspectCheckpoint:
         """Print it."""
         path = choose(self.path, self.step)
         state, manifest = _load(path), read_manifest(path)
-        from ..training.state import named_tensors  # imports torch, which `list` does without
+        from ..training.staging import named_tensors  # imports torch, which `list` does without
 
         host = f" on {manifest.host}" * bool(manifest.host)
         say(f"{path}: {manifest.kind} of step {manifest.step}, written {_when(manifest)}{host}")
@@ -141,7 +141,7 @@ class ExportModel:
         path, output = choose(self.path, self.step), self._output(train_options)
         from ..run.weights import write  # these import torch, which `list` does without
         from ..training.ema import averaged
-        from ..training.state import sha256
+        from ..training.state_dicts import sha256
 
         state = _load(path)
         weights = state["model"] if self.raw else averaged(state)

@@ -30,7 +30,7 @@ class PlanCommand:
 
     def __call__(self, train_options: list[str]) -> int:
         """Print the plan."""
-        from ..data.order import order_name, positions_in
+        from ..data.order import order_name, positions_in, token_batches
         from ..data.streams import stream_of
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
@@ -41,7 +41,7 @@ class PlanCommand:
         config, task = parse(train_options)
         dp, train_set = config.strategy == "dp", training_set(task, config)
         config, why = self._decide_cut(config, task)
-        plan = Plan.of(config, positions_in(train_set))
+        plan = Plan.of(config, positions_in(train_set), batches := token_batches(train_set))
         most = plan.max_world_size
         ranks = f"up to {most} ranks have work" if most > 1 else "one rank has work"
         size = _count(len(train_set), "sample")
@@ -51,12 +51,15 @@ class PlanCommand:
             size += f", the last {plan.left_out} of each epoch left out (--drop-last)"
         length = f"{_count(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all"
         steps = {"every full step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
+        if batches:
+            length += f"; {batches.padded.sum() / batches.length:.1f} tokens a sample with padding"
+            steps = {"the first step": 0, "an epoch's last step": plan.steps_per_epoch - 1}
         if stream := stream_of(train_set):
             size, length = f"a stream ({stream.name})", _count(plan.total_steps, "step")
             steps = {"every step": 0}
         say(
-            f"{size}, global batch {plan.global_batch}, "
-            f"micro-batch {plan.micro_batch}{f' ({why})' * bool(why)}: {length}; "
+            f"{size}, global batch {'at most ' * bool(batches)}{plan.global_batch}, "
+            f"micro-batch {'at most ' * bool(batches)}{plan.micro_batch}{f' ({why})' * bool(why)}: {length}; "
             f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
         )
         if of_whole_batches(task):
@@ -71,7 +74,8 @@ class PlanCommand:
                 else:
                     sizes = [micro.size for micro in plan.micro_batches(step, worker, self.world_size, unequal)]
                 parts = f" as {' + '.join(map(str, sizes))}" * (len(sizes) > 1)
-                say(f"  {'GPU' if dp else 'rank'} {worker}: {_count(sum(sizes), 'sample')}{parts}")
+                share = f"{_count(sum(sizes), 'sample')}{parts}" if sizes else "no micro-batch is left for it"
+                say(f"  {'GPU' if dp else 'rank'} {worker}: {share}")
         return 0
 
     def _decide_cut(self, config: Config, task: Task) -> tuple[Config, str]:
@@ -98,7 +102,7 @@ class PlanCommand:
             return settled, "the whole batch"
         if config.reduce == "tree":
             return settled, "an eighth of the batch, with --reduce tree on any number of ranks"
-        return settled, f"1/{settled.micro_batches} of a step, so that no rank is idle"
+        return settled, f"each step is cut into {settled.micro_batches}, so that every rank has work"
 
 
 def _count(number: int, noun: str) -> str:

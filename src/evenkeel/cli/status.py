@@ -43,7 +43,7 @@ State = Literal["queued", "running", "finished", "stopped", "failed", "lost", "u
 
 STYLES = {"queued": "yellow", "running": "green", "finished": "bold", "stopped": "yellow", "unknown": "magenta"}
 LEFT_ALIGNED = ("RUN", "STATE", "JOB", "METRICS")
-DISPENSABLE = ("REQUEUES", "STARTS", "GOODPUT", "METRICS", "JOB", "STEP", "ETA")  # left out in this order, to fit
+DISPENSABLE = ("REQUEUES", "ATTEMPTS", "GOODPUT", "METRICS", "JOB", "STEP", "ETA")  # left out in this order, to fit
 
 REDRAW = 2.0  # seconds between two looks at the runs with --watch
 ASK = 10.0  # seconds between two questions to Slurm's controller, which serves all users
@@ -356,7 +356,7 @@ def _cells(run: RunStatus) -> dict[str, str]:
         "DONE": f"{run.step / run.total_steps:.0%}" if run.total_steps else "",
         "ETA": "" if run.eta is None else str(timedelta(seconds=round(run.eta))),
         "METRICS": shown(headline(run.metrics)),
-        "STARTS": str(run.starts),
+        "ATTEMPTS": str(run.starts),
         "REQUEUES": str(run.job.requeues) if run.job and run.job.requeues is not None else "",
         "GOODPUT": "" if run.goodput is None or run.seconds < YOUNG else f"{run.goodput:.0%}",
     }

@@ -20,7 +20,9 @@ def why_not(name: str, taken: Iterable[str] = (), path: Iterable[str] = ()) -> s
         path: folders with installed modules, besides `sys.path`.
     """
     if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
-        return "is not a package name; use small letters, digits and _, as in mytrainer"
+        near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789")
+        near = "mytrainer" if not near or keyword.iskeyword(near) else near
+        return f"cannot be a Python package's name; use small letters, digits and _, for example {near}"
     if keyword.issoftkeyword(name) or name in dir(builtins):
         return "is a word of Python; choose another, such as mytrainer"
     installed = (module.name for module in pkgutil.iter_modules([*sys.path, *path]))

@@ -50,6 +50,11 @@ def validate(config: Config, samples: int | None = None) -> None:
     for name, value in parts.items():
         if value != "auto" and value > size:
             raise Refusal(f"{name} {value}: is above --batch-size {size}; a micro-batch is a part of the batch")
+    if config.batch_tokens and not config.micro_batches:
+        raise Refusal(f"--batch-tokens {config.batch_tokens}: needs a number of micro-batches: add --micro-batches 8")
+    synced = {"--drop-last": config.drop_last, "--sync-batchnorm": config.sync_batchnorm}
+    if config.batch_tokens and (other := next((name for name, it in synced.items() if it), "")):
+        raise Refusal(f"--batch-tokens {config.batch_tokens} {other}: needs steps of one size; leave one of them out")
     if samples is not None and size > samples:
         raise Refusal(f"--batch-size {size}: the training data has only {samples} samples; use at most that")
     if (path := config.init_from) and not os.access(path, os.F_OK):

@@ -85,6 +85,8 @@ class DataOptions:
     """Samples that a process computes at a time, e.g. 16; auto: as many as fit (0: one part per process)."""
     micro_batches: int = option(0, 0, change="warned")
     """Number of micro-batches of a batch (0: by --micro-batch)."""
+    batch_tokens: int = option(0, 0)
+    """Bound the tokens of a batch too, with padding, e.g. 8192; needs --micro-batches (0: by --batch-size alone)."""
     shares: Annotated[str, tyro.conf.arg(metavar="equal|auto|N:N...", help_behavior_hint="")] = option(
         "equal", change="free"
     )

@@ -4,6 +4,7 @@
 - `shuffle`: the sample at a position of an epoch's order, computed without storing the order.
 - `blocks`: the same for samples in files, read in long runs: blocks are permuted, then samples within windows.
 - `order`: the task's own order: drawn by weights, or listed for each epoch.
+- `token_batches`: micro-batches of similar lengths, with a bounded number of tokens.
 - `sampler`: `ElasticSampler`, this rank's micro-batches from any step of any epoch, and `by_step`.
 - `randomness`: seeds as pure functions of (run seed, purpose, place), and seeding the generators.
 - `dataset`: in-memory and limited data sets, those with a task's own collate, and fetching by one index operation.

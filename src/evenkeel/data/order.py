@@ -23,6 +23,7 @@ from ..common.naming import kind_of
 from .blocks import Blocks, Integers, blocks_of
 from .randomness import derive, generators_kept, seed_host
 from .shuffle import Array, mixed
+from .token_batches import TokenBatches
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio, the distance of SplitMix64's states
 POOL = 100
@@ -126,7 +127,7 @@ class Listed:
 class Ordered(Dataset[Any]):
     """A data set with its own order, which `ElasticSampler` uses; in all else the data set itself."""
 
-    def __init__(self, dataset: Any, order: Draws | Listed) -> None:
+    def __init__(self, dataset: Any, order: Draws | Listed | TokenBatches) -> None:
         self.dataset, self.order = dataset, order
 
     def __len__(self) -> int:
@@ -194,7 +195,32 @@ def call_seeded(method: Callable[..., Any], seed: int, *epoch: int) -> Any:
         return method(*epoch)
 
 
-def order_of(dataset: Any) -> Blocks | Draws | Listed | None:
+def by_tokens(dataset: Any, lengths: Any, size: int, chosen: Sequence[int] | None, **cut: int) -> Ordered:
+    """Give a data set micro-batches of a bounded number of tokens.
+
+    Args:
+        dataset: the training data, in the usual order.
+        lengths: the result of the task's sample_lengths().
+        size, chosen: as for `ordered`.
+        cut: of `TokenBatches`.
+
+    Raises:
+        Refusal: the lengths do not fit the data, or the data has an order already.
+    """
+    if isinstance(dataset, Ordered) or hasattr(dataset, "first_samples"):
+        own = "the task has sample_weights() or order()" if isinstance(dataset, Ordered) else "the data is a stream"
+        raise Refusal(f"--batch-tokens: {own}, which is another order of samples; leave one of the two out")
+    found = np.asarray(lengths if lengths is not None else [])
+    if found.shape != (size,) or found.dtype.kind not in "iu" or found.min() < 1:
+        raise Refusal(
+            f"--batch-tokens: sample_lengths() returned {kind_of(lengths)} of shape {list(found.shape)}; return the "
+            f"tokens of each of the {size} samples of train_dataset(), integers from 1 on"
+        )
+    rows = found if chosen is None else found[np.asarray(chosen, dtype=np.int64)]
+    return Ordered(dataset, TokenBatches(rows.astype(np.int64), **cut))
+
+
+def order_of(dataset: Any) -> Blocks | Draws | Listed | TokenBatches | None:
     """The order of a data set, its own or its task's; None: the usual one."""
     return dataset.order if isinstance(dataset, Ordered) else blocks_of(dataset)
 
@@ -203,6 +229,11 @@ def order_name(dataset: Any) -> str:
     """The record of the order of the training data in a run; empty: the usual one."""
     order = order_of(dataset)
     return order.name if order else ""
+
+
+def token_batches(dataset: Any) -> TokenBatches | None:
+    """The micro-batches of --batch-tokens; None without it."""
+    return order if isinstance(order := order_of(dataset), TokenBatches) else None
 
 
 def positions_in(dataset: Any) -> int:

@@ -2,8 +2,9 @@
 
 An epoch of N samples is a sequence of positions 0 .. N-1 (`shuffle` maps a position to a sample). Step s of
 an epoch has positions s*G .. (s+1)*G, the last step the rest. A step is cut into micro-batches: of a fixed size with a
-smaller last one, or into a fixed number of nearly equal ones. The number of ranks and their speeds enter only
-in `shares`, and may differ at every step.
+smaller last one, or into a fixed number of nearly equal ones. With --batch-tokens a step is a fixed number of
+micro-batches of different sizes (`token_batches`). The number of ranks and their speeds enter only in `shares`, and may
+differ at every step.
 
     >>> plan = Plan(samples=10, global_batch=8, micro_batch=3, epochs=2)
     >>> plan.total_steps, [m.size for m in plan.micro_batches(0)], [m.size for m in plan.micro_batches(1)]
@@ -16,10 +17,8 @@ in `shares`, and may differ at every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from heapq import heapify, heapreplace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +26,7 @@ from ..common.naming import in_epoch
 
 if TYPE_CHECKING:
     from ..config import Config
+    from .token_batches import TokenBatches
 
 
 ENDLESS = 2**60
@@ -53,7 +53,7 @@ class Plan:
     samples: int
     """Samples in an epoch, N: the positions of its order that are trained on."""
     global_batch: int
-    """Samples of one optimizer step, G, summed over all ranks."""
+    """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
     """The maximum number of samples that one rank computes at a time."""
     epochs: int
@@ -64,10 +64,12 @@ class Plan:
     """M, if a full step is cut into this many micro-batches whose sizes differ by at most one; 0: cut by size."""
     left_out: int = 0
     """Positions at the end of each epoch that --drop-last drops; `samples` does not include them."""
+    batches: TokenBatches | None = None
+    """With --batch-tokens: the micro-batches of each epoch."""
 
     @staticmethod
-    def of(config: Config, length: int) -> Plan:
-        """The plan of the options and of the length of an epoch's order.
+    def of(config: Config, length: int, batches: TokenBatches | None = None) -> Plan:
+        """The plan of the options, of the length of an epoch's order, and of its micro-batches with --batch-tokens.
 
         While the cut is open, as with --micro-batch auto, a step is one micro-batch.
         """
@@ -77,7 +79,7 @@ class Plan:
             plan = Plan(*steps, config.micro_batch, config.epochs, config.max_steps)
         else:
             plan = Plan.by_number(*steps, config.micro_batches or 1, config.epochs, config.max_steps)
-        return replace(plan, left_out=left_out)
+        return replace(plan, left_out=left_out, batches=batches)
 
     @staticmethod
     def by_number(samples: int, global_batch: int, micro_batches: int, epochs: int, max_steps: int = 0) -> Plan:
@@ -100,7 +102,7 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch, including a shorter last one."""
-        return -(-self.samples // self.global_batch)
+        return self.batches.steps if self.batches else -(-self.samples // self.global_batch)
 
     @property
     def total_steps(self) -> int:
@@ -130,21 +132,21 @@ class Plan:
 
     def step_samples(self, step: int) -> int:
         """Samples of a global step: G, or fewer at the end of an epoch."""
-        start = step % self.steps_per_epoch * self.global_batch
-        return min(self.global_batch, self.samples - start)
+        start, *_, end = self._bounds(step)
+        return end - start
 
     def samples_seen(self, step: int) -> int:
         """Samples before a global step, over all epochs."""
-        epoch, within = self.locate(step)
-        return epoch * self.samples + within * self.global_batch
+        return step // self.steps_per_epoch * self.samples + self._bounds(step)[0]
 
     def micro_batches(
         self, step: int, rank: int = 0, world_size: int = 1, sizes: tuple[int, ...] = ()
     ) -> list[MicroBatch]:
         """This rank's micro-batches of a global step, in order; none for an idle rank. For `sizes` see :meth:`runs`."""
-        first = step % self.steps_per_epoch * self.global_batch
-        size, count = self.step_samples(step), self._count(step)
-        mine = shares(count, world_size, sizes)[rank]
+        bounds, count = self._bounds(step), self._count(step)
+        first, size, mine = bounds[0], bounds[-1] - bounds[0], shares(count, world_size, sizes)[rank]
+        if self.batches:
+            return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in mine]
         if self.number:
             parts = ((i, share(size, i, count)) for i in mine)
             return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
@@ -158,8 +160,18 @@ class Plan:
         """
         return shares(self._count(step), world_size, sizes)
 
+    def _bounds(self, step: int) -> list[int]:
+        """The first position of a step in its epoch and the one after its last; with `batches` all micro-batches'."""
+        epoch, within = self.locate(step)
+        if self.batches:
+            return self.batches.bounds(epoch, within)
+        start = within * self.global_batch
+        return [start, min(start + self.global_batch, self.samples)]
+
     def _count(self, step: int) -> int:
         """M of a step. A short step is also cut for all ranks, but not into single samples: BatchNorm needs two."""
+        if self.batches:
+            return len(self._bounds(step)) - 1
         samples = self.step_samples(step)
         at_least = -(-samples // self.micro_batch)
         if not self.number or self.micro_batch == 1:
@@ -186,30 +198,6 @@ def shares(count: int, world_size: int, sizes: tuple[int, ...] = ()) -> tuple[ra
         ends = [0, *accumulate(sizes)]
         return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
     return tuple(share(count, rank, world_size) for rank in range(world_size))
-
-
-def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """How many of ``count`` micro-batches each rank should compute, at least one, so that the last finishes soonest.
-
-    Each further micro-batch goes to the rank that would finish it first. This is optimal: a division with an earlier
-    end would give the last rank fewer and some other rank more, and that rank would end later.
-
-    Args:
-        count: at least as many as there are ranks.
-        seconds: of one micro-batch on each rank.
-
-    >>> apportioned(4, [1, 3]), apportioned(8, [1, 1, 1])
-    ((3, 1), (3, 3, 2))
-    """
-    sizes = [1] * len(seconds)
-    # when each rank would finish one more; among equals the one with fewer, then the first
-    ends = [(2 * each, 1, rank) for rank, each in enumerate(seconds)]
-    heapify(ends)
-    for _ in range(count - len(seconds)):
-        _, size, rank = ends[0]
-        sizes[rank] = size + 1
-        heapreplace(ends, ((size + 2) * seconds[rank], size + 1, rank))
-    return tuple(sizes)
 
 
 def next_smaller(micro_batch: int, batch: int) -> int:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from .order import order_of, positions_in
 from .plan import MicroBatch, Plan
 from .shuffle import shuffled
+from .token_batches import TokenBatches
 
 BLOCK = 4096
 """Positions whose samples are computed at once, unless a micro-batch is larger: so 64 samples take 10 us, not 150."""
@@ -84,7 +85,8 @@ class ElasticSampler(DistributedSampler[Any]):
         self.order = order_of(dataset) if shuffle else None
         length = positions_in(dataset) if self.order else len(dataset)
         length -= length % global_batch * drop_last
-        self.plan = Plan(length, global_batch, micro_batch, epochs=1, number=micro_batches)
+        batches = self.order if isinstance(self.order, TokenBatches) else None
+        self.plan = Plan(length, global_batch, micro_batch, epochs=1, number=micro_batches, batches=batches)
         self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
         self.sizes: tuple[int, ...] = ()
         """How many micro-batches of a full step each rank computes; empty: equally many."""

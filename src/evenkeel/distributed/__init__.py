@@ -6,6 +6,7 @@
 - `exits`: from an exception to an exit code and one line on stderr.
 - `tree`: the binary tree over micro-batch ids in which `--reduce tree` adds.
 - `reduction`: `Ring`, the stock all-reduce, and `Tree`, the same bits on any number of ranks; both are DDP hooks.
+- `sharded_reduction`: with `--shard on`, FSDP2's reduce-scatter in the order of the tree.
 - `exchange`: how ranks exchange their sums for `Tree`, in a thread beside the backward pass.
 - `data_parallel`: all of `--strategy dp`, `nn.DataParallel`.
 - `placement`: `--place` and `--model-parallel`, a model on several devices of one process.

@@ -262,7 +262,7 @@ class Keeper:
             return False  # the others do not know of the death, and would wait
         self._fruitless += 1
         if why:
-            self._say(f"rank {self._rank} {why}; all ranks start again in place")
+            self._say(f"rank {self._rank} {why}; all ranks restart in place, without torchrun")
         return True
 
     def _is_confirmed(self) -> bool:

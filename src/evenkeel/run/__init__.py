@@ -2,7 +2,7 @@
 
     run.py            Run: open, its steps, and what comes after each; every rank calls the same methods
     attempt.py        how an attempt begins: all ranks agree on data, options and cut
-    start_warnings.py what to warn of before the first step
+    start_checks.py   --mirror without a mirror, and warnings before the first step
     data_check.py     all ranks, and all starts, read the same samples
     resume.py         the newest whole state of any node, on all ranks
     build.py          this process, the data, the model and the state before the first step

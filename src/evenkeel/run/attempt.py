@@ -38,8 +38,8 @@ from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint
 from .records import read_facts, recorded_options
 from .resume import Resume
-from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, launch_token, refuse_unmirrored
-from .start_warnings import at_start
+from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, launch_token
+from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
 log = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class Attempt:
             config = replace(config, micro_batch=int(found))
         if not config.threads and recorded.get("threads"):
             torch.set_num_threads(recorded["threads"])
-        self.config, self.plan = config, Plan.of(config, self.plan.length)
+        self.config, self.plan = config, Plan.of(config, self.plan.length, self.plan.batches)
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)
@@ -310,7 +310,7 @@ class Attempt:
             self.tracker.own_trackers[name] = partial(make, self.path.name, self.path, self.options)
         if damage := self.directory.trouble:
             log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
-        for line in filter(None, (uneven, self.data.warning(), *at_start(config, plan, world, self.sets))):
+        for line in filter(None, (uneven, self.data.warning(), *warnings_at_start(config, plan, world, self.sets))):
             log.warning("%s", line)
         if said:
             self.tracker.say(said)

@@ -34,7 +34,7 @@ from ..training.recomputation import recompute
 from ..training.refresh import Refresh, refuse_unrefreshable
 from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.shares import refuse_unequal
-from ..training.state import State
+from ..training.state import State, divide
 from ..training.task import Classification, Task
 from ..training.task_data import evaluation_sets, has_own_collate, training_set
 from ..training.task_state import TaskState
@@ -160,8 +160,9 @@ def build_state(
     return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory, refresh)
 
 
-def divide(state: State, task: Task, world: World, config: Config) -> None:
+def shard(state: State, task: Task, world: World, config: Config) -> None:
     """For --shard: divide a state among the ranks, before it is loaded; the process group exists."""
     from ..training.sharding import Sharding
 
-    Sharding(state, task, world, config.precision)
+    average = state.average.model if state.average else None
+    divide(state, Sharding(state.model, average, state.optimizers, task, world, config.precision))

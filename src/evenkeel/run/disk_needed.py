@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..config import Config
-from ..training.state import State, named_tensors
+from ..training.staging import named_tensors
+from ..training.state import State
 
 
 def disk_needed(config: Config, steps: int, state: State) -> str:

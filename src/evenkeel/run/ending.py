@@ -23,7 +23,8 @@ from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
 from ..training.nonfinite import NonFinite
 from ..training.oom import OutOfMemory, explained
-from ..training.state import State, cpu_state_dict, sha256
+from ..training.state import State
+from ..training.state_dicts import cpu_state_dict, sha256
 from .attempt import Attempt
 from .checkpoint import Damaged, read_manifest, step_of
 from .checkpointer import Checkpointer
@@ -147,10 +148,11 @@ class Ending:
             self.watch.end()
         self._step_log.await_last_line()
         self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
-        more = "" if going_on else "; started again, it continues there"
-        if more and ends_with_traceback(keeper_link.launcher()):
-            more += " (torchrun may print a traceback; that is not an error)"
-        self._attempt.print(f"stopped by {reason}; {saved}{more}")
+        if going_on:
+            self._attempt.print(f"another rank died; {saved}; this rank starts again")
+            return
+        more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
+        self._attempt.print(f"stopped by {reason}; {saved}; started again, it continues there{more}")
 
     def failed(self, error: BaseException) -> None:
         """Something went wrong here or on another rank: save the last finished step.
@@ -174,7 +176,7 @@ class Ending:
         else:
             log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self._state.step, exc_info=error)
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
-        return self._end_failed(error, saved, "another rank is lost" if lost else "failed")
+        return self._end_failed(error, saved, "lost another rank" if lost else "failed")
 
     def hung(self) -> None:
         """A rank is stuck: save the last finished step, report the rank, and kill frozen ranks for torchrun."""

@@ -27,10 +27,10 @@ from ..distributed.world import World
 from ..resilience.interruption import Interruption
 from ..training.cut import decide_cut, fact_of_the_job
 from ..training.determinism import operations_named
-from ..training.evaluation import Evaluation
 from ..training.precision import substitute
 from ..training.task import Task
 from ..training.task_state import TaskState
+from ..training.whole_batch_evaluation import evaluation_of
 from .build import build_model, prepare
 from .checkpoint import Checkpoints
 from .records import read_config, recorded_options
@@ -91,7 +91,7 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
         placed = place(model, config, world.devices)
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
-            evaluation = Evaluation(task, model, dataset, config, world, name)
+            evaluation = evaluation_of(task, model, dataset, config, world, name)
             metrics |= evaluation.named(evaluation())
     if world.rank == 0:
         samples, (weights, how) = sum(map(len, sets.values())), loaded

@@ -8,6 +8,7 @@ from ..training.evaluation import Evaluation
 from ..training.prediction import predictions
 from ..training.state import State
 from ..training.task import Task, defines
+from ..training.whole_batch_evaluation import evaluation_of
 from . import media
 from .attempt import Attempt
 from .predictions import save_predictions
@@ -30,7 +31,7 @@ class Evaluator:
         epoch or at the end."""
         attempt, config = self._attempt, self._attempt.config
         self._evaluations = [
-            Evaluation(self._task, self._state.best_model, dataset, config, attempt.world, name)
+            evaluation_of(self._task, self._state.best_model, dataset, config, attempt.world, name)
             for name, dataset in attempt.sets.items()
             if name != TRAINING
         ]

@@ -38,6 +38,7 @@ FACTS: dict[str, Any] = {
     "stopped_early": False,
     "verified": 0,
     "alarms": [""],
+    "wrong_nodes": {"": 0},
     "launch": [""],
     "world_sizes": [0],
     "samples": {"": 0},

@@ -22,7 +22,7 @@ from ..common.phases import LONGEST, START_UP, activity
 from ..config import Config, profile_window
 from ..data.data_digest import TRAINING
 from ..data.loader import loader, start_workers
-from ..data.order import positions_in
+from ..data.order import positions_in, token_batches
 from ..data.plan import Plan
 from ..data.sampler import ElasticSampler, Step, by_step
 from ..resilience.hang import Watch
@@ -38,7 +38,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model, build_state, divide, prepare
+from .build import build_model, build_state, prepare, shard
 from .checkpointer import Checkpointer
 from .disk_needed import disk_needed
 from .ending import Ending
@@ -110,7 +110,7 @@ class Run:
             model = build_model(config, task)
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
             settled = cutter(recorded)  # by this node's records of the run; `Attempt.begin` uses those of all nodes
-            plan = Plan.of(settled, positions_in(sets[TRAINING]))
+            plan = Plan.of(settled, positions_in(sets[TRAINING]), token_batches(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
             state = build_state(settled, task, world, plan, model, sets)
@@ -128,7 +128,7 @@ class Run:
                     yield run
                     return
                 if config.shard == "on":
-                    divide(state, task, world, config)
+                    shard(state, task, world, config)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):

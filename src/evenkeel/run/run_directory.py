@@ -25,7 +25,7 @@ from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
-from ..config import Config, differences
+from ..config import differences
 from .checkpoint import step_folders
 from .records import is_run, read_config, read_facts, read_record
 
@@ -42,8 +42,8 @@ ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
     "streams", "wandb", "tensorboard", "trackers", "media", "predictions", "profile", "config.toml", "report.html",
-)  # fmt: skip
-"""Files of a run in its folder besides status.json, and that of `evenkeel report`."""
+    "audit.json")  # fmt: skip
+"""Files of a run in its folder besides status.json, and those of `evenkeel report` and `audit`."""
 
 BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
 """Folders that Slurm, another rank or a failed start may have made before the run, and what is in them."""
@@ -192,13 +192,6 @@ class Identity:
     """Of the training data, from `order.order_name`; None: not known here."""
 
 
-def refuse_unmirrored(config: Config) -> None:
-    """Refuse --mirror where no process copies the run's folder: torchrun's agent of the launchers starts one."""
-    if config.mirror and os.environ.get(MIRRORED) != os.path.abspath(config.run_dir or ""):  # noqa: PTH100
-        how = "start by launch/single_node.py, launch/multi_node.py or `python train.py -g 1`"
-        raise Refusal(f"--mirror: nothing copies here; {how}, with options of train.py and its --task only")
-
-
 def check(path: Path, run: Identity, fresh: bool) -> None:
     """Check that a run may use a folder; create it if missing. Changes nothing in a run there.
 
@@ -271,11 +264,11 @@ def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None
     """Refuse if the order of samples has changed. A status that is older than this fact has ""."""
     before = known.get("order", "") if known.get("samples") else order
     if before != order:
-        usual = "the usual order"
+        was, now = before or "the usual order", order or "the usual order"
         raise Refusal(
-            f"--run-dir {path}: the training data was read in {before or usual} and is read in {order or usual} now, "
-            "so that some samples would come twice; restore what it depends on (index and options of the data set, "
-            "sample_weights(), order()), name another folder, or start over with --fresh"
+            f"--run-dir {path}: the training data was read in {was} and is read in {now} now, so that some samples "
+            "would come twice; restore what it depends on (index and options of the data set, sample_weights(), "
+            "order(), sample_lengths()), name another folder, or start over with --fresh"
         )
 
 
@@ -354,9 +347,10 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
             for name, old, new in changed
         )
+        longer = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
         raise Refusal(
             f"--run-dir {path}: has another run: {shown}; continue it with the old values, name another folder, "
-            "or start over with --fresh"
+            "or start over with --fresh" + longer * bool({"epochs", "max_steps"} & {name for name, *_ in changed})
         )
     status, _ = read_facts(path / "status.json")
     refuse_other_data(path, status.get("samples", {}), run.samples)

@@ -143,7 +143,7 @@ class Saver:
             new = captured["step"] > self.checkpoints.newest_step()
             if in_place and taken and new and self._store_in_memory(captured, {}, "snapshot"):
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
-                return f"step {captured['step']} is in memory"
+                return f"step {captured['step']} is kept in memory"
             # wait after the capture, because small steps go on meanwhile
             time.sleep(min(STAGGERED * local_rank, grace / 8))
             path = self.checkpoints.save_if_new(captured, begun + grace / 2)

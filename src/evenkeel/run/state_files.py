@@ -123,8 +123,7 @@ def rows_of(parts: Sequence[dict[str, Any]], rank: int, ranks: int) -> dict[str,
     """
     import torch
 
-    from ..training.staging import map_tensors
-    from ..training.state import named_tensors
+    from ..training.staging import map_tensors, named_tensors
 
     of: dict[str, int] = parts[0]["rows"]["of"]
     theirs = [named_tensors(part) for part in parts]

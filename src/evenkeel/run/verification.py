@@ -8,9 +8,12 @@ weights. In each N-th step, before the commit:
 2. where two differ, a third rank computes the micro-batch too, and the majority is right;
 3. the step is thrown away, and all ranks compute it again, from the committed weights.
 
-A rank that is wrong for the second time in an attempt ends the run: its fault is no accident. So does one whose state
-has drifted. The run then goes back to the last step that was verified: with N = 1 none is lost; else nothing is saved,
-and checkpoints of later steps are set aside.
+A rank whose state has drifted first gets that of the others, if most have the same and the step before was verified:
+then only this state is wrong, and not what the others have made of its gradients.
+
+A rank that is wrong for the second time in an attempt ends the run: its fault is no accident. So does a state that
+cannot be replaced. The run then goes back to the last step that was verified: with N = 1 none is lost; else nothing is
+saved, and checkpoints of later steps are set aside.
 
 The same rank must not compute its micro-batch again: a fault that is always there gives it the same wrong bits twice.
 (Dixit et al., "Silent Data Corruptions at Scale", 2021, arXiv 2102.11245.)
@@ -60,6 +63,14 @@ class Found(NamedTuple):
     state: str
 
 
+class Who(NamedTuple):
+    """A rank, for a person and for Slurm."""
+
+    line: str
+    """Rank, device, host, serial number."""
+    node: str
+
+
 def refuse_unverifiable(config: Config, task: Task) -> None:
     """Refuse --verify-every with a loss that a rank cannot compute for one micro-batch alone."""
     why = "its loss calls collectives" if task.collectives else "it defines batch_loss()" * of_whole_batches(task)
@@ -82,6 +93,7 @@ class Verification:
         again: the last step is not committed; it is to be computed again.
         steps: verified so far, over all attempts.
         alarms: what was found, in a line each.
+        wrong_nodes: how often which node was found to be wrong, over all attempts; Slurm's jobs leave such nodes out.
     """
 
     def __init__(self, attempt: Attempt, state: State, checkpointer: Checkpointer) -> None:
@@ -89,6 +101,7 @@ class Verification:
         self._every, self.again = attempt.config.verify_every, False
         known = attempt.directory.status if attempt.directory else {}
         self.steps, self.alarms = known.get("verified", 0), list(known.get("alarms", []))
+        self.wrong_nodes = Counter[str](known.get("wrong_nodes", {}))
         self._wrong: Counter[int] = Counter()  # alarms of each rank in this attempt
         self._sure = -1  # the last step that came from a comparison without alarm
         self._fit = False  # whether results can be compared: checked once
@@ -108,7 +121,8 @@ class Verification:
         """Compare, if it is time; False: the step is to be computed again.
 
         Raises:
-            Ended: a rank has been wrong twice, a state has drifted, or the task does not give the same bits twice.
+            Ended: a rank has been wrong twice, a state has drifted and nobody can replace it, or the task does not give
+                the same bits twice.
         """
         self.again = False
         if self._sure < 0:
@@ -128,6 +142,7 @@ class Verification:
             self._refuse_unfit(model)
         if len({found.state for found in everyone}) > 1:
             self._drifted(step, [found.state for found in everyone], states)
+            return False
         if wrong := [rank for rank in ranks if everyone[rank].own != everyone[self._after(rank)].again]:
             self._alarm(step, *self._judged(model, wrong, own, again))
             return False
@@ -156,7 +171,7 @@ class Verification:
 
     def _judged(
         self, model: VerifiedLoss, wrong: Sequence[int], own: Digests, again: Digests
-    ) -> tuple[list[int], str, list[str]]:
+    ) -> tuple[list[int], str, list[Who]]:
         """Let a third rank decide. Returns the suspects, the first tensor, and who each rank is."""
         pairs = [(rank, self._after(rank, 2)) for rank in wrong] if self.world.world_size > 2 else []
         third = model.compute_again(self._handed(model.kept, pairs))
@@ -172,19 +187,16 @@ class Verification:
                 suspects |= {rank, next_, *([judge] if pairs else [])}
         return sorted(suspects), tensor, [it[3] for it in everyone]
 
-    def _alarm(self, step: int, suspects: list[int], tensor: str, who: Sequence[str]) -> None:
+    def _alarm(self, step: int, suspects: list[int], tensor: str, who: Sequence[Who]) -> None:
         """Report, and end the run if a suspect was one before."""
         found = f"{name_ranks(suspects)} computed a wrong gradient ({tensor}) in step {step + 1}"
         found = f"one of {found}, and no third rank can decide which" if len(suspects) > 1 else found
-        line = self._report(step, found, suspects, who)
-        self._wrong.update(suspects)
-        if any(self._wrong[rank] > 1 for rank in suspects):
-            self._end(f"{line}; it was wrong before, so the run ends; replace that device, or leave it out")
-        if self._attempt.tracker:
-            self._attempt.tracker.say(f"WRONG: {line}; the step is computed again")
+        line = self._report(step, found, suspects, who, sure=len(suspects) == 1)
+        self._end_if_again(line, suspects, ())
+        self._say(line)
 
-    def _drifted(self, step: int, states: Sequence[str], mine: Digests) -> NoReturn:
-        """End the run, because states differ; that of most ranks is right."""
+    def _drifted(self, step: int, states: Sequence[str], mine: Digests) -> None:
+        """Give the state that most ranks have to the others; end the run if that would not be right."""
         right, count = Counter(states).most_common(1)[0]
         decided = 2 * count > len(states)
         drifted = [rank for rank, state in enumerate(states) if not decided or state != right]
@@ -193,9 +205,30 @@ class Verification:
         tensor = _first_different(everyone[drifted[0]][0], everyone[other][0])
         found = f"the state of {name_ranks(drifted)} has drifted from the others' ({tensor}) before step {step + 1}"
         found = found if decided else f"{found}, and no majority can decide which is right"
-        self._end(self._report(step, found, drifted, [it[1] for it in everyone]), drifted)
+        line = self._report(step, found, drifted, [it[1] for it in everyone], sure=decided)
+        if not decided or self._state.step != self._sure:  # the others have used its gradients since
+            self._end(line, drifted)
+        self._end_if_again(line, drifted, drifted)
+        self._renew(drifted, source := states.index(right))
+        self._say(f"{line}; it has the state of rank {source} now")
 
-    def _end(self, line: str, unfit: Collection[int] = ()) -> NoReturn:
+    def _renew(self, drifted: Collection[int], source: int) -> None:
+        """Load the state of rank `source` on those that have drifted."""
+        held = self.world.broadcast_tensors(self._state.capture() if self.world.rank == source else None, source)
+        if self.world.rank in drifted:
+            self._state.restore(held)
+        if 0 in drifted and self._attempt.directory:  # what rank 0 has saved and recorded of this step is wrong
+            if self._set_aside():
+                self._checkpointer.saver.start(self._state, {})
+            if self._state.step:
+                self._checkpointer.record_digests()
+
+    def _end_if_again(self, line: str, suspects: Collection[int], unfit: Collection[int]) -> None:
+        self._wrong.update(suspects)
+        if any(self._wrong[rank] > 1 for rank in suspects):
+            self._end(f"{line}; it was wrong before, so the run ends; replace that device, or leave it out", unfit)
+
+    def _end(self, line: str, unfit: Collection[int]) -> NoReturn:
         """End the run. Steps since the last comparison may be wrong on all ranks: then nobody saves.
 
         Args:
@@ -203,29 +236,42 @@ class Verification:
             unfit: ranks whose state is wrong in any case.
         """
         unfit = unfit if self._state.step == self._sure else range(self.world.world_size)
-        if 0 in unfit and self._attempt.directory:  # rank 0 writes checkpoints; its last may be wrong too
-            self._checkpointer.take_result()
-            for path in self._checkpointer.saver.checkpoints.all():
-                if step_of(path) > self._sure - (self._state.step == self._sure):
-                    path.replace(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+        if 0 in unfit and self._attempt.directory:
+            self._set_aside()
         self.world.gather(None)  # the others save afterwards
         raise (Unfit if self.world.rank in unfit else Ended)(line)
 
-    def _report(self, step: int, found: str, suspects: Iterable[int], who: Sequence[str]) -> str:
-        line = f"{found}: {'; '.join(who[rank] for rank in suspects)}"
+    def _set_aside(self) -> bool:
+        """On rank 0: set aside checkpoints that may be those of a wrong state; whether there were any."""
+        self._checkpointer.take_result()
+        last = self._sure - (self._state.step == self._sure)
+        wrong = [path for path in self._checkpointer.saver.checkpoints.all() if step_of(path) > last]
+        for path in wrong:
+            path.replace(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+        return bool(wrong)
+
+    def _report(self, step: int, found: str, suspects: Sequence[int], who: Sequence[Who], sure: bool) -> str:
+        line = f"{found}: {'; '.join(who[rank].line for rank in suspects)}"
         self.alarms.append(line)
+        self.wrong_nodes.update({who[rank].node for rank in suspects if sure})
         if self._attempt.tracker:
             self._attempt.tracker.event("wrong", step, reason=line)
         self.note()
         return line
 
+    def _say(self, line: str) -> None:
+        if self._attempt.tracker:
+            self._attempt.tracker.say(f"WRONG: {line}; the step is computed again")
+
     def note(self) -> None:
         """Store the counts in status.json."""
         if self._attempt.directory and (self.steps or self.alarms):
-            self._attempt.directory.note(verified=self.steps, alarms=self.alarms)
+            self._attempt.directory.note(verified=self.steps, alarms=self.alarms, wrong_nodes=dict(self.wrong_nodes))
 
-    def _who(self) -> str:
-        return f"rank {self.world.rank}: {describe(self.world.device).line}{_serial(self.world.device)}"
+    def _who(self) -> Who:
+        device = describe(self.world.device)
+        line = f"rank {self.world.rank}: {device.line}{_serial(self.world.device)}"
+        return Who(line, os.environ.get("SLURMD_NODENAME", device.host))
 
     def _handed(self, kept: Given, pairs: Iterable[tuple[int, int]]) -> Given:
         """Send this rank's micro-batch to those that (from, to) pairs say; returns what this rank gets."""

@@ -49,6 +49,13 @@ def default_task() -> tuple[str, str]:
     return Config.task, f"--task {Config.task}"
 
 
+def _tasks_in(source: str) -> list[str]:
+    """The names of the tasks that a module or file, imported already, defines."""
+    module = sys.modules[Path(source).stem if source.endswith(".py") else source]
+    kinds = [it for it in vars(module).values() if isinstance(it, type) and issubclass(it, Task)]
+    return [it.__name__ for it in kinds if it.__module__ == module.__name__]
+
+
 def load_task(name: str, label: str = "") -> type[Task]:
     """The class behind --task: a built-in by name, else FILE.py:CLASS or PACKAGE.MODULE:CLASS.
 
@@ -67,8 +74,11 @@ def load_task(name: str, label: str = "") -> type[Task]:
         raise Refusal(f"{label}: {why}; built in: {', '.join(here)}; {own}")
     found = load_name(f"{source}:{attribute}", label)
     if not (isinstance(found, type) and issubclass(found, Task)):
-        what = "does not exist" if found is None else "is not a subclass of evenkeel.tasks.Task"
-        raise Refusal(f"{label}: {attribute} {what} in {source}")
+        what = f"is not a subclass of evenkeel.tasks.Task in {source}"
+        if found is None:
+            there = ", ".join(_tasks_in(source))
+            what = f"does not exist in {source}, which has " + (f"{there}; name one of them" if there else "no task")
+        raise Refusal(f"{label}: {attribute} {what}")
     lossless = not any(defines(found, method) for method in ("loss", "embed", "batch_loss"))
     if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):
         raise Refusal(f"{label}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")

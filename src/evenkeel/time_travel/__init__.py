@@ -1,4 +1,4 @@
-"""Go back to a step of a run and look into it. Reads the run, never writes into it.
+"""Go back to a step of a run and look into it. Reads the run; only `audit` writes, audit.json.
 
     command.py     replay: the options, and what is printed
     replay.py      run again from the newest kept checkpoint, in a folder of its own, to the steps asked for

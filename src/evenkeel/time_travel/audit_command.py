@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from ..common.display import say
+from ..common.files import write_json
 from ..common.naming import spans
 from ..config import option
 from .command import refuse_ranks
@@ -26,9 +28,10 @@ class AuditCommand:
     Example: python -m evenkeel audit runs/a --segments 3
 
     For runs with --digest-every N, --reduce tree and, for more parts, --keep-every. The ledger is in metrics.jsonl.
-    What is run again is run on this process, and nothing is written into the run. It proves the computation, not that
-    the data is what somebody says it is. What follows after `--` are options of train.py that differ, for example
-    -- --data-dir /elsewhere. Exit code 0: nothing is wrong, 1: something is.
+    What is run again is run on this process. The result is left in RUN/audit.json, for `report`; nothing else in the
+    run changes. It proves the computation, not that the data is what somebody says it is. What follows after `--` are
+    options of train.py that differ, for example -- --data-dir /elsewhere. Exit code 0: nothing is wrong, 1: something
+    is.
     """
 
     run_dir: tyro.conf.Positional[Path]
@@ -47,15 +50,25 @@ class AuditCommand:
 
         audit = Audit(self.run_dir, self.script, train_options)
         seed = random.randrange(10**6) if self.seed < 0 else self.seed
-        wrong = sum(_print(name, found) for name, found in _checks(audit, self.segments, seed))
-        total, shown = max(audit.last), audit.shown
-        ranks = ", ".join(map(str, audit.status.get("world_sizes", [])))
-        say(f"the run had {ranks} ranks; run again on 1, with --seed {seed}: {len(shown)} of {total} steps")
-        say(f"shown by running them again: {spans(shown) or 'none'}")
-        say(f"shown by the chain only: {spans({*range(1, total + 1)} - shown) or 'none'}")
+        checks = {name: _print(name, found) for name, found in _checks(audit, self.segments, seed)}
+        steps, ranks = max(audit.last), ", ".join(map(str, audit.status.get("world_sizes", [])))
+        say(f"the run had {ranks} ranks; run again on 1, with --seed {seed}: {len(audit.shown)} of {steps} steps")
         streams = all(not it.get("samples") for it in audit.ledger)
-        say(f"not shown: {'the order of samples, which a stream has not, and ' * streams}what is in the data")
-        return int(wrong > 0)
+        parts = {
+            "shown by running them again": spans(audit.shown) or "none",
+            "shown by the chain only": spans({*range(1, steps + 1)} - audit.shown) or "none",
+            "not shown": f"{'the order of samples, which a stream has not, and ' * streams}what is in the data",
+        }
+        say("\n".join(f"{name}: {value}" for name, value in parts.items()))
+        self._leave({"time": time.time(), "seed": seed, "ranks": 1, "steps": steps, "checks": checks, "parts": parts})
+        return int(any(checks.values()))
+
+    def _leave(self, verdict: dict[str, Any]) -> None:
+        """Write it into the run, unless the run may not be written to."""
+        try:
+            write_json(self.run_dir / "audit.json", verdict)
+        except OSError as error:
+            say(f"not left in {self.run_dir / 'audit.json'} for `report`: {error.strerror or error}")
 
 
 def _checks(audit: Audit, segments: int, seed: int) -> Iterator[tuple[str, Iterator[str]]]:
@@ -67,8 +80,8 @@ def _checks(audit: Audit, segments: int, seed: int) -> Iterator[tuple[str, Itera
         yield f"steps {begin + 1} to {end}, run again", audit.again(begin, end)
 
 
-def _print(name: str, found: Iterator[str]) -> int:
-    """Print a check and what it has found; returns how many things are wrong."""
+def _print(name: str, found: Iterator[str]) -> list[str]:
+    """Print a check and what it has found; returns what is wrong, a line each."""
     lines = list(found)
     say("\n".join([f"{'WRONG' if lines else 'ok':5}  {name}", *(f"       {line}" for line in lines)]))
-    return len(lines)
+    return lines

@@ -8,10 +8,13 @@ changes the state, so between two commits another thread may copy it at any time
   task_training: its optimizers, and its own state
 - loss: the loss and the model in one module, which DDP wraps
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
-- whole_batch: losses over all samples of a step, in the memory of one micro-batch
+- whole_batch: losses over all samples of a step, in the memory of one micro-batch; whole_batch_evaluation: their
+  evaluation
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
+- sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks
+- state_dicts: weights for a file
 - seqlock, staging: whether a copy of the state is consistent, and the memory that it is copied into
 - slots: the last two steps of a sharded rank, in memory that outlives it
 - buffers: BatchNorm's statistics, updated by all micro-batches of a step

@@ -89,6 +89,13 @@ def refuse_single_samples(
     With --micro-batch auto only steps of one sample are found, because the cut is not known yet.
     """
     gpus = len(replicas(config.strategy, world.device))
+    if plan.batches:  # of many sizes
+        if any(1 in chunks(int(size), gpus) for size in set(plan.batches.sizes)) and has_batchnorm(model):
+            raise Refusal(
+                f"--batch-tokens {config.batch_tokens}: a micro-batch has only one sample, and the model's BatchNorm "
+                "cannot train on one; allow more tokens, or fewer --micro-batches"
+            )
+        return
     step = single(plan, gpus, config.sync_batchnorm)
     if step is None or not has_batchnorm(model) or takes_one_sample(config, loss, model, train_set):
         return

@@ -108,11 +108,9 @@ class DistributedLoss:
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
-        tree, compressed = reduce == "tree", reduce_dtype == "bf16"
-        if state.sharding:
-            self.reduction: Reduction = state.sharding.reduction
-        else:
-            self.reduction = Tree(self._network, world, unused) if tree else Ring(world, compressed)
+        tree = Tree(self._network, world, unused) if reduce == "tree" else None
+        sharded = state.sharding and state.sharding.reduction
+        self.reduction: Reduction = sharded or tree or Ring(world, reduce_dtype == "bf16")
         self._whole = loss if isinstance(loss, WholeBatch) else None
         self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp", collectives)
         module = parallel(self._loss, strategy, world.device)
@@ -121,10 +119,8 @@ class DistributedLoss:
         self._arrivals = arrivals or Arrivals()
         self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
         self._synced = peers_of(state.model)  # with --sync-batchnorm: the layers that exchange statistics
-        if network and state.sharding:
-            raise Ended("--shard on is not for networks that take turns; leave it out")
-        if network and (self._synced or strategy == "dp"):
-            raise Ended("--strategy dp and --sync-batchnorm are not for networks that take turns; leave them out")
+        if network and (self._synced or strategy == "dp" or state.sharding):
+            raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
         if self._synced:
             counts = [_working_ranks(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
             # ranks that use different parameters fill their buckets at different times, and waiting would deadlock

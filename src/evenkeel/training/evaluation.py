@@ -62,6 +62,7 @@ class Evaluation:
         name: str = TEST,
     ) -> None:
         self.task, self.model, self.world, self.name = task, model, world, name
+        self._compute: Callable[[nn.Module, Any], Any] = task.metrics
         self.precision = config.precision
         self.dataset, self.samples = test_set, len(test_set)
         plan = Plan.of(config, self.samples)
@@ -162,7 +163,7 @@ class Evaluation:
 
     def _measured(self, batch: Any) -> Any:
         """The task's metrics of a batch. For the very first batch also calls `show`."""
-        found = self.task.metrics(self.model, batch)
+        found = self._compute(self.model, batch)
         if self._is_first:
             with same_tensors(self.model), evaluating(self.model):  # only rank 0 does this, so it must change nothing
                 self.shown = self.task.show(self.model, batch)

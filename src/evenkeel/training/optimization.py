@@ -152,7 +152,7 @@ class Rates:
 
     def __init__(self, optimizers: Sequence[Optimizer], begun: bool = False) -> None:
         self.optimizers = optimizers
-        self._ours: dict[int, object] = {}
+        self._ours: dict[int, tuple[object, object]] = {}  # id of a group -> the group, whose id stays its own, and lr
         self._warned = False
         if not begun and any("initial_lr" in group for optimizer in optimizers for group in optimizer.param_groups):
             self._warn()  # torch's schedulers put it there
@@ -171,10 +171,11 @@ class Rates:
         for optimizer, factor in zip(self.optimizers, each, strict=True):
             for group in optimizer.param_groups:
                 lr = group["lr"]
-                if self._ours.get(id(group), lr) is not lr:
+                if self._ours.get(id(group), (group, lr))[1] is not lr:
                     self._warn()
                 # the peak is kept where torch's schedulers keep it, so it is saved with the state
-                group["lr"] = self._ours[id(group)] = group.setdefault("initial_lr", lr) * float(factor)
+                group["lr"] = group.setdefault("initial_lr", lr) * float(factor)
+                self._ours[id(group)] = group, group["lr"]
 
     def _warn(self) -> None:
         if not self._warned:

@@ -79,6 +79,11 @@ def recompute(model: nn.Module, blocks: Any) -> None:
         name = names[id(block)] or "the model"
         if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             raise Refusal(f"{OPTION}: {name} is {kind_of(block)}, which is never called; return its modules instead")
+        if "forward" in vars(block):  # a call would use it, and not the class's
+            raise Refusal(
+                f"{OPTION}: {name} has a forward() that was assigned to the module itself, and only its class's can be "
+                "computed again; define it in a class, or leave the module out of blocks()"
+            )
         if any(isinstance(module, torch.jit.ScriptModule) for module in block.modules()):
             raise Refusal(f"{OPTION}: {name} is or has a module of torch.jit.script; leave it out of blocks()")
         if len({parameter.device for parameter in block.parameters()}) > 1:

@@ -21,6 +21,7 @@ from ..common.phases import REFRESH, activity
 from ..config import Config
 from ..data.data_digest import Digest, of_tensors
 from ..data.dataset import SizedDataset
+from ..data.order import token_batches
 from ..data.randomness import derive, generators_kept, seed_computation, seed_task
 from ..data.streams import stream_of
 from ..distributed.collectives import no_collectives
@@ -149,6 +150,8 @@ def refuse_unrefreshable(task: Task, train_set: SizedDataset) -> None:
         return
     if not isinstance(task.refresh_every, int) or task.refresh_every < 1:
         raise Refusal(f"refresh_every is {task.refresh_every!r}: it is a number of epochs, 1 or more")
+    if token_batches(train_set):
+        raise Refusal("refresh() --batch-tokens: new samples have other lengths; leave one of the two out")
     if stream_of(train_set):
         raise Refusal(
             "refresh(): train_dataset() returned a stream, whose samples are made once; return a map-style data set, "

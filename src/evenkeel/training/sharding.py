@@ -12,7 +12,7 @@ otherwise than its middle, and where a tensor ends would depend on the number of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,6 @@ from ..distributed.world import World
 from .cut import has_batchnorm
 from .staging import map_tensors
 from .task import Task, defines
-
-if TYPE_CHECKING:
-    from .state import State
 
 ELEMENTWISE = (SGD, Adam, AdamW)
 OPTION = "--shard on"
@@ -79,33 +76,43 @@ class Sharding:
     """How the tensors of a run's state are divided among the ranks.
 
     Args:
-        state: before its first step; its parameters, those of its average and of its optimizers are replaced.
+        model: its parameters are replaced.
+        average: a copy of it, whose parameters are replaced too; None: none.
+        optimizers: before their first step; they get the new parameters.
         task: names the blocks.
         world: the ranks, with a process group.
         precision: "bf16" computes with parameters in bfloat16, and adds gradients in float32.
     """
 
-    def __init__(self, state: State, task: Task, world: World, precision: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        average: nn.Module | None,
+        optimizers: list[Optimizer],
+        task: Task,
+        world: World,
+        precision: str,
+    ) -> None:
         self.rank, self.ranks = world.rank, world.world_size
         self.reduction = ShardedReduction(world)
-        self._state, self._mesh = state, init_device_mesh(world.device.type, (world.world_size,))
+        self._model, self._optimizers = model, optimizers
+        self._mesh = init_device_mesh(world.device.type, (world.world_size,))
         self._policy = MixedPrecisionPolicy()
         if precision == "bf16":
             self._policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        names = {id(module): name for name, module in state.model.named_modules()}
-        blocks = {names[id(block)] for block in task.blocks(state.model)}
-        before = dict(state.model.named_parameters())
-        for model in [state.model, *([state.average.model] if state.average else [])]:
-            self._divide(model, sorted(blocks - {""}, key=lambda name: -name.count(".")))
-        after = dict(state.model.named_parameters())
+        names = {id(module): name for name, module in model.named_modules()}
+        blocks = sorted({names[id(block)] for block in task.blocks(model)} - {""}, key=lambda name: -name.count("."))
+        before = dict(model.named_parameters())
+        for each in [model, *([average] if average else [])]:
+            self._divide(each, blocks)
+        after = dict(model.named_parameters())
+        self.reduction.parameters = list(model.parameters())
         instead = {id(before[name]): after[name] for name in before}
-        for optimizer in state.optimizers:
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [instead[id(parameter)] for parameter in group["params"]]
                 group |= {"fused": None, "foreach": True}
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused ones
-        state.divide(self)
-        self.reduction.parameters = state.parameters
 
     def _divide(self, model: nn.Module, blocks: list[str]) -> None:
         """Divide the parameters of the blocks, and as one further block all others."""
@@ -152,7 +159,7 @@ class Sharding:
         divided = {f"{part}.{name}" for part in ("model", "ema") for name in self._names()}
         shapes = {
             f"optimizers.{number}.state.{i}": parameter.shape
-            for number, optimizer in enumerate(self._state.optimizers)
+            for number, optimizer in enumerate(self._optimizers)
             for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
 
@@ -166,7 +173,7 @@ class Sharding:
         return {**map_tensors(dict(whole), rows), "rows": {"rank": self.rank, "ranks": self.ranks, "of": of}}
 
     def _names(self) -> Iterator[str]:
-        return (name for name, _ in self._state.model.named_parameters(remove_duplicate=False))
+        return (name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
     def gathered(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors on the CPU of rank 0, for a file that loads anywhere; other ranks get {}. All must call it."""

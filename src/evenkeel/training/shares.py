@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
 import torch
 import torch.distributed as dist
 
 from ..common.errors import Refusal
 from ..config import Config, shares_of
-from ..data.plan import Plan, apportioned, shares
+from ..data.plan import Plan, shares
 from ..distributed.world import World
 from .arrivals import BACKWARD, DATA, FORWARD, MICRO_BATCHES, STEPS
 from .task import Task
@@ -118,3 +119,27 @@ def refuse_unequal(task: Task, config: Config) -> None:
 def _longest(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     """Seconds that the slowest rank needs for its share."""
     return max(number * each for number, each in zip(sizes, seconds, strict=True))
+
+
+def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    """How many of ``count`` micro-batches each rank should compute, at least one, so that the last finishes soonest.
+
+    Each further micro-batch goes to the rank that would finish it first. This is optimal: a division with an earlier
+    end would give the last rank fewer and some other rank more, and that rank would end later.
+
+    Args:
+        count: at least as many as there are ranks.
+        seconds: of one micro-batch on each rank.
+
+    >>> apportioned(4, [1, 3]), apportioned(8, [1, 1, 1])
+    ((3, 1), (3, 3, 2))
+    """
+    sizes = [1] * len(seconds)
+    # when each rank would finish one more; among equals the one with fewer, then the first
+    ends = [(2 * each, 1, rank) for rank, each in enumerate(seconds)]
+    heapify(ends)
+    for _ in range(count - len(seconds)):
+        _, size, rank = ends[0]
+        sizes[rank] = size + 1
+        heapreplace(ends, ((size + 2) * seconds[rank], size + 1, rank))
+    return tuple(sizes)

@@ -142,3 +142,10 @@ def map_tensors(tree: Any, change: Callable[[Tensor, Path], Any], path: Path = (
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_tensors(value, change, (*path, i)) for i, value in enumerate(tree))
     return tree
+
+
+def named_tensors(tree: Any) -> dict[str, Tensor]:
+    """All tensors in nested dicts and lists, by their dotted names."""
+    found: dict[str, Tensor] = {}
+    map_tensors(tree, lambda tensor, path: found.update({".".join(map(str, path)): tensor}))
+    return found

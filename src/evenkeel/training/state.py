@@ -9,7 +9,6 @@ state that eight ranks have written.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from .precision import Scaler
 from .refresh import Refresh, load_refresh
 from .schedulers import Schedulers, load_schedulers
 from .seqlock import Seqlock, Torn
-from .staging import Staging, map_tensors
+from .staging import Staging, named_tensors
 from .task_state import TaskState, load_task_state
 
 if TYPE_CHECKING:
@@ -100,14 +99,6 @@ class State:
         self._rate_names = rate_names(optimizers, model)
         if schedulers:
             schedulers.taken = schedulers.taken.to(self._devices[0])
-
-    def divide(self, sharding: Sharding) -> None:
-        """Take the divided parameters, which have replaced the model's, before the first step."""
-        self.sharding = sharding
-        self.parameters[:] = self.model.parameters()
-        self._named = dict(self.model.named_parameters(remove_duplicate=False))
-        if self.average:
-            self.average.divide()
 
     def clear_gradients(self) -> None:
         """Clear the last step's gradients, also of parameters that no optimizer has: they would count in the norm."""
@@ -347,23 +338,10 @@ def begin_epoch(state: State, refresh: Refresh, epoch: int) -> None:
         refresh.take(epoch, state._live()["model"], state.task_state)
 
 
-def named_tensors(tree: Any) -> dict[str, Tensor]:
-    """All tensors in nested dicts and lists, by their dotted names."""
-    found: dict[str, Tensor] = {}
-    map_tensors(tree, lambda tensor, path: found.update({".".join(map(str, path)): tensor}))
-    return found
-
-
-def cpu_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict on the CPU, for a file that loads anywhere."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-
-
-def sha256(weights: Mapping[str, Tensor]) -> str:
-    """A fingerprint of a state dict: names, dtypes, shapes and every bit of every tensor."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def divide(state: State, sharding: Sharding) -> None:
+    """For --shard: take the divided parameters, which have replaced the model's, before the first step."""
+    state.sharding = sharding
+    state.parameters[:] = state.model.parameters()
+    state._named = dict(state.model.named_parameters(remove_duplicate=False))
+    if state.average:
+        state.average.divide()

@@ -78,7 +78,8 @@ class Task(TaskData, TaskTraining):
         raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Values for each sample, as tensors of shape [samples, ...], or scalars, their mean; default: the loss.
+        """Values for each sample, as tensors of shape [samples, ...], or scalars, their mean; default: the loss, with
+        `batch_loss` over each --batch-size test samples in their order.
 
         `summarize` gets their means over all samples. Runs without gradients, with the model in evaluation mode; also
         once on test data before the first step.

@@ -17,7 +17,7 @@ from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
 from ..data.data_digest import TRAINING
 from ..data.dataset import Collated, Limited, Rows, SizedDataset, chosen_of, length, limited, split
-from ..data.order import Ordered, ordered
+from ..data.order import Ordered, by_tokens, call_seeded, ordered
 from ..data.randomness import derive, seed_task
 from ..data.streams import numbered
 
@@ -52,6 +52,10 @@ class TaskData(ABC):
         """The sample indices of an epoch in order, equally many in each epoch: a curriculum, or
         `evenkeel.tasks.buckets`. A function of the epoch, and of the generators, which are seeded for it. None: the
         usual order."""
+        return None
+
+    def sample_lengths(self) -> ArrayLike | None:
+        """The tokens of each sample of `train_dataset`, for --batch-tokens, and called only with it."""
         return None
 
     def refresh(self, model: nn.Module, epoch: int) -> SizedDataset | None:
@@ -99,6 +103,10 @@ def training_set(task: TaskData, config: Config, unchanged: bool = False) -> Siz
         return dataset
     chosen, size = chosen_of(whole, part), length(whole, "train_dataset")
     found: SizedDataset = ordered(dataset, size, chosen, task.sample_weights, task.order, config.seed)
+    if config.batch_tokens:
+        cut = {"tokens": config.batch_tokens, "samples": config.batch_size, "parts": config.micro_batches}
+        lengths = call_seeded(task.sample_lengths, config.seed)
+        return by_tokens(found, lengths, size, chosen, seed=config.seed, **cut)
     return found
 
 

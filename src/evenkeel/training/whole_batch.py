@@ -74,11 +74,6 @@ def refuse_unfit(task: Task, config: Config) -> None:
     if not of_whole_batches(task):
         return
     name = type(task).__name__
-    if not defines(type(task), "metrics"):
-        raise Refusal(
-            f"{name} must define metrics(): its batch_loss() is over a whole step, and over the evaluation's "
-            "micro-batches it would be another number, which depends on their size"
-        )
     if config.strategy == "dp":
         raise Refusal(f"--strategy dp: divides each micro-batch, and {name} has a batch_loss() over all; use ddp")
     if config.micro_batch == "auto":
@@ -105,7 +100,6 @@ class WholeBatch:
         self._told = takes(batch_loss, "step")
         self._layout: Layout | None = None
         self._agreed = False  # whether the ranks have exchanged the layout
-        self._sizes: dict[Any, list[int]] = {}  # samples of each rank, by the step's samples and the ranks' ranges
         self._rows = slice(0)  # the samples, within the step, of the micro-batch in its second pass
         self._gradients: dict[str, Tensor] = {}  # of the loss by all embeddings
         self._found: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}  # the loss, and its parts
@@ -156,7 +150,8 @@ class WholeBatch:
             rows.append(_packed(first_pass(micro_batch, again)).to(world.device))
             activity.enter(DATA)
         activity.enter(REDUCTION)
-        layout, sizes = self._agreed_layout(world), self._sizes_by_rank(step.number, runs, plan)
+        layout, everyones = self._agreed_layout(world), plan.micro_batches(step.number)
+        sizes = [sum(everyones[number].size for number in run) for run in runs]  # of each rank
         everything = _unpacked(_gathered(rows, sizes, layout, world), layout)
         activity.enter(COMPUTING)
         self._differentiate(everything, step.number, seed, world)
@@ -179,19 +174,11 @@ class WholeBatch:
         assert self._layout
         return self._layout
 
-    def _sizes_by_rank(self, step: int, runs: tuple[range, ...], plan: Plan) -> list[int]:
-        key = plan.step_samples(step), runs
-        if key not in self._sizes:
-            micro_batches = plan.micro_batches(step)
-            self._sizes[key] = [sum(micro_batches[number].size for number in run) for run in runs]
-        return self._sizes[key]
-
     def _differentiate(self, embeddings: dict[str, Tensor], step: int, seed: int, world: World) -> None:
         """Compute the loss in float32, and its gradient by each embedding."""
         for name, value in embeddings.items():
             if value.is_floating_point():
-                value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-                embeddings[name] = value.requires_grad_()
+                embeddings[name] = in_float32(value).requires_grad_()
         given = embeddings[""] if "" in embeddings else dict(embeddings)
         learning = {name: value for name, value in embeddings.items() if value.requires_grad}
         seed_computation(derive(seed, "batch_loss", step), world.devices)
@@ -213,6 +200,11 @@ def cloned(batch: Any) -> Any:
         return batch.clone()
     # the parts of an object with its own `to` are not known
     return copy.deepcopy(batch) if callable(getattr(batch, "to", None)) else with_parts(batch, cloned)
+
+
+def in_float32(value: Tensor) -> Tensor:
+    """An embedding of low precision in float32; others as they are."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _packed(embeddings: Mapping[str, Tensor]) -> Tensor:

@@ -77,7 +77,7 @@ def test_what_the_task_has_shown_is_in_its_row() -> None:
     assert results(of_probes([probe(), probe(), other]))["data, each rank"] == FAILED
     odd = probe(loss={"repeats": True, "why": "", "off": 0.5, "name": "loss", "whole": 1.0, "parts": 0.5})
     row = next(row for row in of_probes([odd] * 3) if row.name == "loss, any cut")
-    assert (row.result, row.figure) == (FAILED, "loss 1, of the parts 0.5")
+    assert (row.result, row.figure) == (FAILED, "loss 1, averaged over its parts 0.5")
     assert row.remedy.endswith("; look at task.py:7")
     untold = probe(metrics={"repeats": True, "why": "it draws", "off": 0.0})
     assert results(of_probes([untold] * 3))["metrics, any cut"] == UNCHECKED

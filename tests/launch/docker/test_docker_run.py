@@ -50,6 +50,17 @@ def test_one_node(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("where", ["script", "working folder"])
+def test_the_image_has_the_projects_name(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `docker build -t NAME` in the README of a thin project."""
+    (tmp_path / "tide" / "docker").mkdir(parents=True)
+    (tmp_path / "tide" / "pyproject.toml").write_text('[project]\nname = "tide"\n')
+    monkeypatch.chdir(tmp_path / "tide" if where == "working folder" else tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "tide" / "docker" / "run.py") if where == "script" else "pytest"])
+    assert "tide" in engine_command("-g", "2", "--runs", "runs")
+    assert "tide" not in engine_command("-g", "2", "--runs", "runs", "--image", "reef")
+
+
 NODES = ["-n", "2:3", "-g", "4", "--master", "node0:1234", "--run-id", "tide"]
 GPUS, WIRED = replace(HOST, gpus=True), replace(HOST, infiniband=True)
 PODMAN = ["--engine", "podman"]

@@ -160,12 +160,13 @@ def seconds_to_step(done: Sequence[Done], progress: Progress) -> list[float]:
 def _expected_samples(progress: Progress) -> str:
     """Samples that the whole run hands out, from its options and the size of its data set."""
     try:
-        from ...data.order import positions_in
+        from ...data.order import positions_in, token_batches
         from ...tasks.command_line import parse  # imports torch, which nothing else here needs
         from ...training.task_data import training_set
 
         config, task = parse(["--config", str(progress.run_dir / "config.toml")])
-        plan, status = Plan.of(config, positions_in(training_set(task, config))), progress.status
+        data, status = training_set(task, config), progress.status
+        plan = Plan.of(config, positions_in(data), token_batches(data))
         return str(plan.samples_seen(status["step"] if status.get("stopped_early") else plan.total_steps))
     except Exception as error:  # the data may be gone by now; print the rest of the report
         return f"unknown ({type(error).__name__}: {error})"

@@ -137,8 +137,8 @@ class Check:
         self._do(alone, 1)
         breaks = [
             ("kill -9", "rank 1 of 2 killed", "kill", 1, KILLED),
-            ("stop", "SIGTERM on 2 ranks", "stop", 1, STOPPED),
-            ("resize", "SIGTERM, on with 3 ranks", "stop", 2, RESIZED),
+            ("stop", "SIGTERM, resumed on 2 ranks", "stop", 1, STOPPED),
+            ("resize", "SIGTERM on 2 ranks, resumed on 3", "stop", 2, RESIZED),
         ]
         return [where, *rows, *Left(self.jobs.folder, self.missing, first).rows(breaks)]
 
@@ -168,7 +168,7 @@ class Check:
         """Run jobs in parallel, with a line when one begins, and one if it fails."""
         for name, why in together(jobs, at_most):
             kind, _, ranks = name.partition("-")
-            what = {"kill": "kill -9 of rank 1 of 2", "stop": "SIGTERM, on with 2 ranks; SIGTERM, on with 3"}
+            what = {"kill": "kill -9 of rank 1 of 2", "stop": "SIGTERM, resumed on 2 ranks; SIGTERM, resumed on 3"}
             text = what.get(name, f"--reduce {kind} on {ranks} rank{'s' * (ranks != '1')}")
             self.missing |= {name: why} if why else {}
             self._say(f"{text}: {why}" if why else text) if why != "" else None

@@ -31,7 +31,7 @@ from ...data.batch import to_device
 from ...data.data_digest import TRAINING
 from ...data.dataset import Collated, SizedDataset
 from ...data.loader import Seeded
-from ...data.order import positions_in
+from ...data.order import positions_in, token_batches
 from ...data.plan import MicroBatch, Plan
 from ...data.randomness import seed_computation, seed_task
 from ...data.sampler import Indices
@@ -41,7 +41,7 @@ from ...tasks.command_line import parse
 from ...training.cut import has_batchnorm, single
 from ...training.evaluation import _of_each, same_tensors
 from ...training.loss import Loss
-from ...training.state import sha256
+from ...training.state_dicts import sha256
 from ...training.task import Task
 from ...training.task_data import evaluation_sets, training_set
 from ...training.whole_batch import of_whole_batches
@@ -77,10 +77,10 @@ def main() -> int:
 
 def facts(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Found:
     """Facts that the jobs need: the cut, and the steps of an epoch."""
-    samples = positions_in(sets[TRAINING])
+    samples, batches = positions_in(sets[TRAINING]), token_batches(sets[TRAINING])
     model = built(config, task)
     cuts = range(min(6, config.batch_size), 0, -1)
-    plans = {cut: Plan.of(replace(config, micro_batches=cut), samples) for cut in cuts}
+    plans = {cut: Plan.of(replace(config, micro_batches=cut), samples, batches) for cut in cuts}
     fits = [cut for cut, plan in plans.items() if not has_batchnorm(model) or single(plan) is None]
     cut = config.micro_batch or config.micro_batches or next(iter(fits), 1)
     names = ("strategy", "sync_batchnorm", "batch_size", "precision", "share_gpu")

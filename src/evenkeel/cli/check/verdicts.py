@@ -71,11 +71,12 @@ def of_probes(probes: Sequence[Found]) -> Iterator[Row]:
         yield row if "repeats" in first["loss"] else row._replace(result=UNCHECKED, figure=first["loss"]["why"])
     for what in ("loss", "metrics"):
         found = first[what]
-        row = Row(f"{what}, any cut", "of a batch, and the mean of its parts", PASSED, f"{found.get('name')} to 1e-4")
+        compared, figure = "of a batch, and averaged over its parts", f"{found.get('name')} equal to 1e-4"
+        row = Row(f"{what}, any cut", compared, PASSED, figure)
         if found["why"]:
             yield row._replace(result=UNCHECKED, figure=found["why"])
         elif found["off"]:
-            figure = f"{found['name']} {found['whole']:.5g}, of the parts {found['parts']:.5g}"
+            figure = f"{found['name']} {found['whole']:.5g}, averaged over its parts {found['parts']:.5g}"
             yield failed(row, figure, what, found.get("line") or lines[what])
         else:
             yield row
@@ -96,9 +97,9 @@ class Left:
     def rows(self, breaks: Sequence[tuple[str, str, str, int, int]]) -> Iterator[Row]:
         """The rows about jobs; ``breaks``: of each its name, what happened, job, attempt after it, and step from 0."""
         limit, lines = LOOSE[self.probe["precision"]], self.probe["lines"]
-        row = Row("samples, 1-3 ranks", "each micro-batch: its place and its bits", PASSED)
+        row = Row("samples, 1-3 ranks", "position and bits of each micro-batch", PASSED)
         yield self._on_ranks(row, "tree", self._samples, "rank", lines["rank"])
-        row = Row("numbers, 1-3 ranks", f"loss and gradient norm of the first step, to {limit:.0e}", PASSED)
+        row = Row("numbers, 1-3 ranks", f"loss and gradient norm of the first step, equal to {limit:.0e}", PASSED)
         yield self._on_ranks(row, "ring", self._numbers, "state", lines["state"], limit)
         row = Row("bits, 1-3 ranks", "all tensors after each step, with --reduce tree", PASSED)
         yield (bits := self._on_ranks(row, "tree", self._digests, "state", lines["state"]))
@@ -168,7 +169,8 @@ class Left:
     def _survived(self, name: str, event: str, job: str, attempt: int, step: int, until: int) -> Row:
         """A job that was interrupted in a step, from 0: the next attempt must begin there, with the same bits."""
         where = "mid-epoch" if step % self.probe["steps"] else "between epochs"
-        row = Row(name, f"{event}, in step {step + 1}, {where}, and undisturbed", PASSED, "no step lost, the same bits")
+        compared = f"{event} in step {step + 1} ({where}), against a job without it"
+        row = Row(name, compared, PASSED, "no step lost, the same bits")
         if absent := self._absent(row, "tree-2", job):
             return absent
         starts = [record["step"] for record in self._records(job, "start")]

@@ -5,6 +5,7 @@
     classified.py   predictions/SET.json: the confusion matrix, accuracy by class, the most wrong images
     media.py        media/: pictures and tables that the job has logged
     ranks.py        ranks.jsonl: how far apart the ranks are
+    audited.py      audit.json: what `evenkeel audit` has found
     figures.py      the figures, by matplotlib; long curves thinned out and smoothed
     theme.py        colours and style of figures; a figure as SVG that follows the page from light to dark
     page.py         the sections of a report and the figures in them, as an HTML page

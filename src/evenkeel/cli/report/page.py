@@ -19,6 +19,7 @@ from ...common.files import MOST
 from ...common.naming import TRAIN
 from ...run.records import ACCOUNTS, verified
 from . import figures
+from .audited import audited
 from .classified import Classified, read_classified
 from .history import History, differing_options
 from .media import read_media
@@ -74,6 +75,7 @@ def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]
             shown = cards(figures.classified(it)) + confusion_table(it) + mistakes(it)
             sections[f"Predictions for the {it.part} set at step {it.step:,}{of}"] = shown
         sections[f"Logged{of}"] = logged(history.path)
+        sections[f"Audit{of}"] = table(["evenkeel audit", ""], audited(history))
     sections["Where the time went"] = cards(figures.time_spent(histories), time_table(histories))
     nothing = '<p class="card">Nothing has been recorded yet.</p>' * (not found)
     return sections | {"Records": nothing, "Options": options(histories)}, found

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import tyro
 from ...common.arguments import flag, number_in
 from ...common.errors import Refusal
 from ...config import Flag
+from ...run.records import read_config
 from ..launchers import PASSED_ON, MultiNode, parse_arguments
 from ..topology import SHUTDOWN_SECONDS, Command
 
@@ -77,8 +79,8 @@ class ContainerNode(MultiNode):
     be continued, 2 refused. You own the files in the run directory, even if the engine runs as root.
     """
 
-    image: Annotated[str, tyro.conf.arg(metavar="NAME")] = "evenkeel"
-    """Name of the image (`docker build -t NAME`)."""
+    image: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
+    """Name of the image (`docker build -t NAME`). Default: the project's name in pyproject.toml."""
     engine: Literal["docker", "podman"] = "docker"
     """Container engine to call."""
     runs: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
@@ -142,7 +144,19 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
     options.append(f"--env=EVENKEEL_LAUNCH={uuid4().hex}")  # one launch over all restarts: --fresh starts over once
     inside = replace(typed, script=typed.script and Path(typed.script.name))
     launch = [word for it in fields(MultiNode) for word in _typed(it.name, getattr(inside, it.name), it.default)]
-    return Command((typed.engine, "run", *options, typed.image, "launch", *launch, "--", *train_args), {})
+    return Command(
+        (typed.engine, "run", *options, typed.image or project_name(), "launch", *launch, "--", *train_args), {}
+    )
+
+
+def project_name() -> str:
+    """The name in the pyproject.toml of the script's project, else of the working folder's; else this package's."""
+    for folder in (Path(sys.argv[0]).absolute().parent.parent, Path.cwd()):
+        path = folder / "pyproject.toml"
+        project = read_config(path).get("project") if path.is_file() else None
+        if isinstance(project, dict) and isinstance(project.get("name"), str):
+            return str(project["name"])
+    return __name__.partition(".")[0]
 
 
 def _typed(name: str, value: Any, default: Any) -> list[str]:

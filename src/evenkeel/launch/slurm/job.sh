@@ -44,11 +44,24 @@ evenkeel_meeting() {
 EVENKEEL_MASTER=$(evenkeel_meeting)
 export EVENKEEL_MASTER
 
+# Here the first node writes the names of nodes that --verify-every has twice found to compute wrong.
+EVENKEEL_WRONG_NODES=$(mktemp)
+export EVENKEEL_WRONG_NODES
+
+# A job may be changed only while it is pending, which is after its requeue; and that is about to end all that runs here.
+# So one process does both, and not `timeout`, which a SIGTERM ends even where it is ignored.
+evenkeel_requeue_without() { # NODES, AND WHAT WAS ExcNodeList
+  echo "evenkeel: $1: computed wrong twice; the job goes on without" >&2
+  printf '%s\n' "requeue $evenkeel_job" "update JobId=$evenkeel_job ExcNodeList=$1,${2/(null)/}" | scontrol >/dev/null
+}
+
 # Requeue after 75 (stopped by a signal and saved), after a kill (137, or 253 from Slurm when memory runs out), and after a
 # signal that came before the handlers. But not if the job was cancelled, or if a node has forbidden it by Requeue=0. Slurm
 # itself requeues a job that it preempts or whose node it loses, but not one that ends in its grace time.
 evenkeel_come_back() {
-  local code=$1 job
+  local code=$1 job wrong
+  wrong=$(cat "$EVENKEEL_WRONG_NODES" 2>/dev/null)
+  rm -f "$EVENKEEL_WRONG_NODES"
   case $code in
     201 | 202) exit $((code - 200)) ;; # failed or refused before the start, and no node was killed
     75 | 137 | 138 | 140 | 143 | 253) ;;
@@ -60,7 +73,11 @@ evenkeel_come_back() {
     *JobState=RUNNING*)
       echo "evenkeel: exit code $code: the job is requeued and continues where it stopped" >&2
       trap '' TERM # the requeue also ends this shell, but not before scontrol has returned
-      evenkeel_ask scontrol requeue "$evenkeel_job" || echo "evenkeel: cannot requeue it; submit it again" >&2
+      if [ -n "$wrong" ]; then
+        evenkeel_requeue_without "$wrong" "$(sed -nE 's/.* ExcNodeList=([^ ]+).*/\1/p' <<<"$job")"
+      else
+        evenkeel_ask scontrol requeue "$evenkeel_job" || echo "evenkeel: cannot requeue it; submit it again" >&2
+      fi
       ;;
   esac
 }

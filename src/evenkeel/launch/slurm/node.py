@@ -124,7 +124,12 @@ class _Share:
         know only that it lost a peer."""
         os.environ.update(self.command.env)
         # Slurm requeues a job whose node it loses. If node 0 has failed, its code must be the highest of all.
-        code = agent.main(list(self.command.argv[3:]), lost=FAILED)
+        try:
+            code = agent.main(list(self.command.argv[3:]), lost=FAILED)
+        finally:
+            wrong = _report_wrong_nodes(Path(self.record.run_dir))
+        if code == FAILED and wrong & _nodes():
+            return STOPPED  # the job goes on without them
         if code in (0, STOPPED, REFUSED, agent.KILLED):
             return code
         path = Path(self.record.run_dir) / "status.json"
@@ -182,6 +187,23 @@ def _job_id() -> str:
     """Slurm's id of this job. A task of an array also has a plain number, but the last task has the whole array's."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def _report_wrong_nodes(run_dir: Path) -> set[str]:
+    """Nodes that --verify-every has twice found to compute wrong; job.sh has them left out."""
+    known = read_facts(run_dir / "status.json")[0].get("wrong_nodes", {})
+    wrong = {node for node, times in known.items() if times > 1}
+    if file := os.environ.get("EVENKEEL_WRONG_NODES"):
+        with contextlib.suppress(OSError):  # only on the first node, and not in a container, is it the one of job.sh
+            Path(file).write_text(",".join(sorted(wrong)))
+    return wrong
+
+
+def _nodes() -> set[str]:
+    """The names of this job's nodes; empty if Slurm does not answer."""
+    with contextlib.suppress(SlurmError):
+        return set(slurm("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split())
+    return set()
 
 
 def _forbid_requeues() -> None:
