@@ -28,7 +28,7 @@ BUDGET = {
     "tasks": 2180,
     "mirror": 550,
     "launch": 2950,
-    "cli": 7350,
+    "cli": 7360,
     "time_travel": 1475,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
