@@ -24,11 +24,11 @@ BUDGET = {
     "distributed": 2150,
     "resilience": 1550,
     "training": 5700,
-    "run": 6330,
-    "tasks": 2180,
+    "run": 6360,
+    "tasks": 2190,
     "mirror": 550,
-    "launch": 2985,
-    "cli": 7410,
+    "launch": 3000,
+    "cli": 7420,
     "time_travel": 1490,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -71,7 +71,7 @@ def test_plan_prints_the_cut_and_why(tmp_path: Path) -> None:
     pytest.importorskip("evenkeel.cli.plan")
     recorded = '{"micro_batch": 16, "micro_batches": 4}'
     for options, status, line in (
-        ([], "", "micro-batch 32 (each step is cut into 2, so that every rank has work): "),
+        ([], "", "micro-batch 32 (each step in 2 parts, so that every rank has work): "),
         (
             ["--reduce", "tree"],
             "",

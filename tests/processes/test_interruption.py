@@ -50,7 +50,7 @@ def test_ctrl_c_on_a_terminal_explains_the_traceback_that_torchrun_ends_with(tmp
         terminal.read_until(r"step 2/")
         terminal.press_ctrl_c()
         assert terminal.end() == (1 if plain else STOPPED)
-    ours, _, after = terminal.text.partition("; started again, it continues there")
+    ours, _, after = terminal.text.partition("; the same command continues there")
     assert re.search(r"evenkeel: stopped by SIGINT; step \d+ is saved", ours)
     assert "Traceback" not in ours
     if plain:

@@ -74,7 +74,7 @@ def test_the_table_fits_the_terminal(runs: Path) -> None:
         "in the first minute of all runs it is empty"
     )
     assert re.search(rf"{runs}/finished +finished +27/27 +100% +train/loss \d\.\d{{4}} +1\b", wide, re.MULTILINE)
-    assert f"{runs}/sweep/failed: ZeroDivisionError: a bug in the user's loss" in lines
+    assert f"{runs}/sweep/failed: failed: ZeroDivisionError: a bug in the user's loss" in lines
     short = os.path.relpath(runs, ROOT)  # a long name has to be broken
     for width, columns in ((200, 8), (len(short) + 30, 3), (30, 3)):
         text = evenkeel("status", short, env={"COLUMNS": str(width)}).stdout

@@ -102,7 +102,7 @@ class PlanCommand:
             return settled, "the whole batch"
         if config.reduce == "tree":
             return settled, "an eighth of the batch, with --reduce tree on any number of ranks"
-        return settled, f"each step is cut into {settled.micro_batches}, so that every rank has work"
+        return settled, f"each step in {settled.micro_batches} parts, so that every rank has work"
 
 
 def _count(number: int, noun: str) -> str:

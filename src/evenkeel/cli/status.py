@@ -323,7 +323,8 @@ def _view(runs: Runs, console: Console) -> Group:
     found = runs.look()
     if not found:
         return Group(styled(f"no run below {', '.join(map(str, runs.folders))}"))
-    notes = [styled(f"{run.run}: {run.why}", style=STYLES.get(run.state, "red")) for run in found if run.why]
+    explained = [run for run in found if run.why]
+    notes = [styled(f"{run.run}: {run.state}: {run.why}", style=STYLES.get(run.state, "red")) for run in explained]
     notes += [styled(f"{run.run}: hint: {hint}") for run in found if run.state == "running" for hint in run.hints]
     checked = {run.run: verified(run.verified, run.alarms) for run in found if run.state == "running" or run.alarms}
     notes += [styled(f"{run}: {text}") for run, text in checked.items() if text]

@@ -152,7 +152,7 @@ class Ending:
             self._attempt.print(f"another rank died; {saved}; this rank starts again")
             return
         more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
-        self._attempt.print(f"stopped by {reason}; {saved}; started again, it continues there{more}")
+        self._attempt.print(f"stopped by {reason}; {saved}; the same command continues there{more}")
 
     def failed(self, error: BaseException) -> None:
         """Something went wrong here or on another rank: save the last finished step.
