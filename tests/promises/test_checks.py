@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import needs
 from tests.support.processes import records
-from tests.support.small_runs import failed, odd_job, the_line, trained
+from tests.support.small_runs import failed, model_of, odd_job, the_line, trained, weights_of
 
 
 @needs.no_gpu
@@ -49,3 +50,19 @@ def test_the_control_with_a_collective_the_result_depends_on_the_ranks(tmp_path:
         trained(ranks, job)
         losses.add(records(tmp_path / str(ranks), "train")[-1]["train/loss"])
     assert len(losses) == 2
+
+
+@needs.no_gpu
+def test_a_network_that_the_loss_uses_from_some_step_on(tmp_path: Path) -> None:
+    """It stays as it is before, and learns from then on, the same on any ranks; unless that is declared, it ends."""
+    _, second = failed(2, odd_job("UsedLater", tmp_path / "undeclared"))
+    assert "spare.weight, spare.bias" in second.stderr
+    for ranks, steps in ((0, 2), (0, 4), (2, 4)):
+        run_dir = tmp_path / f"{ranks}-{steps}"
+        job = odd_job("UsedLaterAndSaidSo", run_dir, "--reduce", "tree", "--max-steps", steps, "--schedule", "constant")
+        trained(ranks, job)
+    early, late, other = (model_of(tmp_path / name) for name in ("0-2", "0-4", "2-4"))
+    assert torch.equal(early["spare.weight"], early["unused.weight"]), "not even its weight decay"
+    assert not torch.equal(late["spare.weight"], late["unused.weight"])
+    assert weights_of(tmp_path / "0-4") == weights_of(tmp_path / "2-4")
+    assert other.keys() == late.keys()

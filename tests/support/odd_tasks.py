@@ -171,6 +171,24 @@ class OneUnusedAndSaidSo(OneUnused):
     unused_parameters = True
 
 
+class UsedLater(OneUnused):
+    """The loss uses the second network from step 2 on."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model["unused"] = nn.Linear(3, 2).requires_grad_(False)
+        model["unused"].load_state_dict(model["spare"].state_dict())
+        return model
+
+    def loss(self, model: Any, batch: Any, step: int = 0) -> Tensor:
+        found = super().loss(model, batch)
+        return found + model["spare"](batch[0]).square().mean() if step >= 2 else found
+
+
+class UsedLaterAndSaidSo(UsedLater):
+    unused_parameters = True
+
+
 class BrokenMetrics(Usual):
     def metrics(self, model: nn.Module, batch: Any) -> Any:
         return {"loss": next(iter([]))}
