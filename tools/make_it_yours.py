@@ -48,7 +48,7 @@ COMPONENTS = {
     "predict": "src/evenkeel/cli/predict.py tests/cli/test_predict.py tests/processes/test_predict.py",
     "profile": "src/evenkeel/cli/profile.py tests/cli/test_profile.py tests/processes/test_profile.py",
     "scaling": "src/evenkeel/cli/scaling tests/*/test_scaling.py docs/scaling.*",
-    "time_travel": "src/evenkeel/time_travel tests/time_travel tests/*/test_replay.py "
+    "time_travel": "src/evenkeel/time_travel tests/time_travel tests/*/test_replay*.py "
     "tests/*/test_bisect.py tests/*/test_audit.py docs/time-travel.md",
     "mirror": "src/evenkeel/mirror tests/mirror tests/support/s3.py tests/processes/test_mirror.py docs/mirror.md",
     "sweep": "src/evenkeel/cli/sweep.py tests/*/test_sweep.py docs/sweep.md",
