@@ -215,6 +215,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     # --compile, --place and --model-parallel exclude each other, and so do the last two
     apart = ("task", "config", "eval_only", "checkpoint", "strategy", "compile", "place", *switches, "micro_batches")
     apart = (*apart, "profile", "memory_snapshot", "shares", "reduce_dtype", "tracker", "verify_every", "mirror")
+    apart = (*apart, "batch_tokens", "shard")
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
@@ -233,6 +234,8 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     assert parse(option_words("tracker", "a.py:A"))[0].tracker == ("a.py:A",)
     assert parse(["--mirror", "s3://bucket/run"])[0].mirror == "s3://bucket/run"
     assert parse(["--verify-every", "9", "--reduce", "tree"])[0].verify_every == 9
+    assert parse(["--batch-tokens", "512", "--micro-batches", "4"])[0].batch_tokens == 512
+    assert parse(["--shard", "on", "--reduce", "tree"])[0].shard == "on"
     assert parse(["--reduce-dtype", "bf16"])[0].reduce_dtype == "bf16"
     config, _ = parse(["--profile", "20:25", "--memory-snapshot"])
     assert (config.profile, config.memory_snapshot) == ("20:25", True)

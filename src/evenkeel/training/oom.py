@@ -86,7 +86,7 @@ def remedy(config: Config) -> str:
         "" if config.checkpoint_activations or config.compile else "try --checkpoint-activations (slower, same bits)"
     )
     if known in ("auto", 1):
-        return f"--micro-batch is {known} already: {again or 'make room'}, or use a smaller model"
+        return f"--micro-batch is {known} already: {again or 'make room'}, or use a smaller model, or --shard on"
     return (
         f"the same command with --micro-batch {next_smaller(int(known), config.batch_size)} instead of {known} goes on "
         "with the same batches, in smaller pieces (--micro-batch auto finds the largest that fits when a run starts)"
