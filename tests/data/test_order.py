@@ -467,7 +467,7 @@ def test_the_example_of_the_page_draws_classes_equally_and_puts_like_lengths_tog
     class Mine(Recorded):
         labels, lengths = [0] * 95 + [1] * 6, np.arange(101) % 7
 
-    (block,) = blocks("python", (ROOT / "docs" / "sampling.md").read_text())
+    block, *_ = blocks("python", (ROOT / "docs" / "sampling.md").read_text())
     names: dict[str, Any] = {"Mine": Mine}
     exec(block, names)
     config = Config(batch_size=10)
