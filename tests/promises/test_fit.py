@@ -70,6 +70,7 @@ def call(task: str, run_dir: str, more: str = "") -> str:
     return f"metrics, model = evenkeel.fit({task}, run_dir={run_dir!r}, {SHAPE}, reduce='tree'{more})"
 
 
+@pytest.mark.slow
 def test_one_process_and_two_have_the_bits_of_train_py(notebook: Notebook, tmp_path: Path) -> None:
     run_forked(TRAIN, *job(tmp_path / "usual", "--reduce", "tree"))
     usual = weights_of(tmp_path / "usual")

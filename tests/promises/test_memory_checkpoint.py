@@ -29,6 +29,7 @@ WAYS = pytest.mark.parametrize("memory", ["on", pytest.param("off", marks=pytest
 
 
 @WAYS
+@pytest.mark.slow
 def test_a_disk_that_takes_nothing_loses_no_step(run_dir: Path, undisturbed: str, memory: str) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-memory", memory)))
     wait_for_step(run_dir, 4, process)

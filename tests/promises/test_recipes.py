@@ -17,7 +17,8 @@ from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records
 from tests.support.small_runs import interrupt, model_of, recipe_job, saved_step, signal_ranks, trained, weights_of
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_killed_and_resumed_on_other_ranks_bits_scale_and_skipped_steps_are_the_same(
     tmp_path: Path, precision: str
 ) -> None:

@@ -40,6 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_killed_in_mid_epoch_it_goes_on_with_the_same_data_on_any_ranks(tmp_path: Path, alone: Path) -> None:
     run_dir, slow = tmp_path / "run", tmp_path / "slow"
     words = recorded("run", tmp_path, "--slow", slow, "--keeper", "off", "--num-workers", 1)

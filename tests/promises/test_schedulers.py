@@ -30,9 +30,8 @@ def kill(ranks: int, run_dir: Path, slow: Path, words: list[str], victims: int =
     interrupt(ranks, run_dir, words, runs.told_step(run_dir) + random.randrange(2, 6), victims=victims, slow=slow)
 
 
-@pytest.mark.parametrize(
-    "kind", ["onecycle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plateau", "sequential"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onecycle", "plateau", "sequential"])
 def test_killed_and_finished_on_other_ranks_rates_and_bits_are_those_of_an_undisturbed_run(
     tmp_path: Path, kind: str
 ) -> None:

@@ -64,6 +64,7 @@ def disturbed(tmp_path: Path, seed: int, kills: int) -> None:
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed"), "the random numbers of the sources as well"
 
 
+@pytest.mark.slow
 def test_killed_and_finished_on_other_ranks_each_sample_comes_in_its_step(tmp_path: Path) -> None:
     disturbed(tmp_path, seed=random.randrange(10**6), kills=1)
 

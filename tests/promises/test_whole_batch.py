@@ -18,6 +18,7 @@ SHAPE = "--epochs 4 --batch-size 20 --micro-batch 3 --log-every 1 --checkpoint-e
 job = job_of("whole_batch_task.py:Contrast", SHAPE)
 
 
+@pytest.mark.slow
 def test_the_bits_are_the_same_on_any_ranks_through_a_kill_between_the_passes_and_a_resize(tmp_path: Path) -> None:
     """Three ranks, of which one dies in its step 4 and starts again; stopped; two ranks; stopped; finished on one."""
     plain = fork_ranks(0, TRAIN, *job(tmp_path / "plain", "--reduce", "tree", "--ema", 0.9, "--clip-norm", 1))
