@@ -37,6 +37,7 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver) -> Found:
     checkpoints = saver.checkpoints
     _refuse_own_folder(world, checkpoints)
     if world.rank == 0:
+        log.info("--shard on: killed ranks cost no step; a lost node costs those since the last checkpoint")
         await_writers(checkpoints)
     on_disk = world.broadcast(checkpoints.newest_step() if world.rank == 0 else None)
     everywhere = world.gather(saver.slots.steps())
