@@ -121,7 +121,7 @@ def test_sbatch_and_submit_start_the_same(cluster: Cluster, tmp_path: Path, monk
     one, other = by_submit["environment"], by_sbatch["environment"]
     differ = {name for name in one | other if one.get(name) != other.get(name)}
     of_this_job = {"SLURM_JOB_ID", "SLURM_JOBID", "EVENKEEL_LAUNCH", "EVENKEEL_MASTER", "MASTER_PORT", "DUMP", "RANK"}
-    of_this_job |= {"EVENKEEL_KEPT_STORE"}  # its pid
+    of_this_job |= {"EVENKEEL_KEPT_STORE", "EVENKEEL_WRONG_NODES"}  # its pid, and its file of nodes
     of_the_copy = {"EVENKEEL_CODE", "EVENKEEL_ORIGIN", "PYTHONPATH", "SLURM_SUBMIT_DIR", "OLDPWD", "_"}
     of_submitit = {"SLURM_WCKEY", "SLURM_JOB_WCKEY", "SBATCH_WCKEY"}
     by_the_way = {"SLURM_TASK_PID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_GTIDS", "SLURM_STEP_LAUNCHER_PORT"}
