@@ -67,6 +67,11 @@ class Text(Task):
         its = self.its
         return Decoder(its.vocabulary, its.width, heads=4, layers=its.layers, dropout=0.0, end=None)
 
+    def train_dataset(self) -> Any:
+        """None: the batches are made here."""
+
+    test_dataset = train_dataset
+
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Cross-entropy of the next token."""
         return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
