@@ -1,4 +1,4 @@
-"""Plant 85 small faults, one at a time, and see whether the tests find them.
+"""Plant 84 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -226,11 +226,6 @@ sharded gradients are added one after the other, not in the tree
     distributed/sharded_reduction.py | tests/promises/test_shard.py
     - self._fold.push(Node(0, number), row)
     + self._fold.sums = [(Node(0, 0), sum((value for _, value in self._fold.sums), row))]
-
-the norm of a sharded gradient adds up rows in the order of ranks
-    training/row_norm.py | tests/promises/test_shard.py
-    - halved(torch.cat(in_order))
-    + halved(every.flatten())
 
 a sharded evaluation counts a batch that a rank only repeats
     training/evaluation.py | tests/promises/test_shard.py

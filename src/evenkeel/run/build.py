@@ -148,6 +148,7 @@ def build_state(
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
     if config.shard == "on":
+        refuse_old_torch()
         from ..training.sharding import refuse_unshardable  # imports FSDP2, which takes a second
 
         refuse_unshardable(task, model, optimizers, world)
@@ -166,3 +167,10 @@ def shard(state: State, task: Task, world: World, config: Config) -> None:
 
     average = state.average.model if state.average else None
     divide(state, Sharding(state.model, average, state.optimizers, task, world, config.precision))
+
+
+def refuse_old_torch() -> None:
+    """Refuse --shard with a torch whose FSDP2 takes no other reduce-scatter."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < (2, 9):
+        raise Refusal(f"--shard on: needs torch 2.9 or later, and this is {torch.__version__}")
