@@ -121,11 +121,10 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global step."""
-        mine = self.plan.micro_batches(step, self.rank, self.num_replicas, self.sizes)
         if self.passes == "own":
-            return mine
-        every = self.plan.micro_batches(step)
-        mine = every[self.rank :: self.num_replicas] if self.passes == "dealt" else mine
+            return self.plan.micro_batches(step, self.rank, self.num_replicas, self.sizes)
+        every, run = self.plan.micro_batches(step), self.plan.runs(step, self.num_replicas)[self.rank]
+        mine = every[self.rank :: self.num_replicas] if self.passes == "dealt" else every[run.start : run.stop]
         return mine + every[:1] * (len(mine) < -(-len(every) // self.num_replicas))
 
 

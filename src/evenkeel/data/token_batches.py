@@ -56,9 +56,10 @@ class TokenBatches:
                 f"--batch-tokens {tokens} --micro-batches {parts}: sample {number} has {lengths[number]} tokens, and a "
                 f"micro-batch at most {most}; shorten it, or give --batch-tokens {lengths[number] * parts}"
             )
-        self._starts = _cut(np.sort(lengths), most, fit)
+        ascending = np.sort(lengths)
+        self._starts = _cut(ascending, most, fit)
         self.sizes = np.diff(self._starts)
-        self.padded = self.sizes * np.sort(lengths)[self._starts[1:] - 1]
+        self.padded = self.sizes * ascending[self._starts[1:] - 1]
         digest = hashlib.sha256(np.asarray([most, fit, *lengths], "<i8").tobytes()).hexdigest()[:16]
         self.name = f"{len(self.sizes)} micro-batches of at most {most} tokens by sample_lengths() ({digest})"
         self._known: dict[int, tuple[Array, Integers]] = {}

@@ -24,6 +24,9 @@ from .world import World
 class Reduction:
     """Adds up the gradients of a step's micro-batches over all ranks (`world`)."""
 
+    wrapped = False
+    """Whether the model is wrapped already, by FSDP2."""
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.hooked = world.launched

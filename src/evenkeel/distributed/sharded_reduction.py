@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin
 
 from .collectives import no_collectives
 from .reduction import Reduction
@@ -32,6 +33,8 @@ class ShardedReduction(Reduction):
     Args:
         world: who takes part; each rank owns some rows of each parameter.
     """
+
+    wrapped = True
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -71,10 +74,11 @@ class ShardedReduction(Reduction):
 
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
         """Add up in the order of the tree; each rank has single micro-batches, and gathers those of all."""
-        ranks, rounds = self.world.world_size, -(-self.micro_batches // self.world.world_size)
-        mine = torch.zeros(rounds, numel, dtype=torch.float64, device=self.world.device)
+        ranks = self.world.world_size
         if ranks == 1:
             return fold.root
+        rounds = -(-self.micro_batches // ranks)
+        mine = torch.zeros(rounds, numel, dtype=torch.float64, device=self.world.device)
         for row, (_, value) in zip(mine, fold.sums, strict=False):
             row.copy_(value)
         every = mine.new_empty(ranks, rounds, numel)
@@ -91,32 +95,22 @@ class ShardedReduction(Reduction):
         return wait
 
 
-class Weights(AllGather):
+class Weights(DefaultAllGather):
     """The stock all-gather of a block's weights, allowed within a task's methods, which call no collectives."""
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the flat weights."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
         """Gather this rank's part, [n], of all ranks, [W * n]."""
         with no_collectives(""):
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return super().__call__(*arguments, **options)
 
 
-class TreeReduceScatter(ReduceScatter):
+class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     """In place of FSDP2's reduce-scatter, for one block: the gradient of each micro-batch goes to the owners of its
     rows, who fold. The result of any round but the last is not used."""
 
     def __init__(self, steps: ShardedReduction) -> None:
         self._steps = steps
         self._fold = Fold[Tensor](lambda left, right: right.add_(left))
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the flat gradient, and for this rank's part of it."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

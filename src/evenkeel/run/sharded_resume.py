@@ -84,11 +84,10 @@ def _from_disk(world: World, sharding: Sharding, checkpoints: Checkpoints) -> Fo
 def own_rows(path: Path, sharding: Sharding) -> dict[str, Any]:
     """This rank's rows of a checkpoint, sharded or not. Of its files only these are read, and they may be deleted."""
     parts = read_parts(path, step_of(path), in_place=True)
-    rows = rows_of(parts, sharding.rank, sharding.ranks) if "rows" in parts[0] else sharding.cut(parts[0])
+    of = (parts[0].setdefault("rows", {"of": sharding.rows_in(parts[0])}))["of"]
+    rows = rows_of(parts, sharding.rank, sharding.ranks)
     found: dict[str, Any] = map_tensors(rows, lambda tensor, _path: tensor.clone())
-    if "rows" not in found:  # one rank
-        found["rows"] = {"rank": sharding.rank, "ranks": sharding.ranks, "of": parts[0]["rows"]["of"]}
-    return found
+    return {**found, "rows": {"rank": sharding.rank, "ranks": sharding.ranks, "of": of}}
 
 
 def _refuse_own_folder(world: World, checkpoints: Checkpoints) -> None:

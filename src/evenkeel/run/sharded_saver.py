@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
-
-import torch
 
 from ..common import keeper_link
 from ..common.deadlines import FOREVER
@@ -18,7 +17,6 @@ from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.staging import Staging
 from ..training.state import State
-from .checkpoint import Checkpoints
 from .saver import Saver
 from .sharded_checkpoint import PATIENCE, await_whole, facts_of, write_rows, write_slots
 
@@ -32,21 +30,19 @@ class ShardedSaver(Saver):
     """As `Saver`, on all ranks of a sharded run.
 
     Attributes:
-        slots: this rank's rows of the last two steps.
         token: the same on all ranks; once the run has been resumed.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        devices: Sequence[torch.device],
-        grace: float,
-        written: Callable[[int], None],
-        memory: bool = False,
-    ) -> None:
-        super().__init__(checkpoints, devices, grace, written)
-        self._descriptors = memory_checkpoint.slots()
-        self.slots, self.token = Slots(self._descriptors, devices), ""
+    token = ""
+
+    @cached_property
+    def _descriptors(self) -> list[int]:
+        return memory_checkpoint.slots()
+
+    @cached_property
+    def slots(self) -> Slots:
+        """This rank's rows of the last two steps."""
+        return Slots(self._descriptors, self._devices)
 
     def note(self, state: State) -> None:
         """Copy the step that was just taken."""

@@ -4,7 +4,7 @@
     state-1-of-3.pt   of a sharded run: rank 1's rows of each tensor that is divided among three ranks, and all the rest
 
 A file of rows has an entry "rows": {"rank": 1, "ranks": 3, "of": {"model.head.weight": 65, ...}}, the number of rows
-of each divided tensor, by the name that `training.state.named_tensors` gives it. The rows of a rank are those of
+of each divided tensor, by the name that `training.staging.named_tensors` gives it. The rows of a rank are those of
 `torch.chunk`: all ranks but the last ones have equally many, and the last ones may have none.
 
 torch is imported where it is used, as in checkpoint.py.
@@ -123,13 +123,13 @@ def rows_of(parts: Sequence[dict[str, Any]], rank: int, ranks: int) -> dict[str,
     """
     import torch
 
-    from ..training.staging import map_tensors, named_tensors
+    from ..training.staging import dotted, map_tensors, named_tensors
 
     of: dict[str, int] = parts[0]["rows"]["of"]
     theirs = [named_tensors(part) for part in parts]
 
     def wanted(tensor: torch.Tensor, path: tuple[object, ...]) -> torch.Tensor:
-        name = ".".join(map(str, path))
+        name = dotted(path)
         if name not in of:
             return tensor  # the same on all ranks
         begin, end = span(of[name], rank, ranks)

@@ -325,7 +325,7 @@ class DistributedLoss:
 
 def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduction, unused: bool) -> nn.Module:
     """The model with its loss, wrapped in DDP if DDP reduces the gradients."""
-    if not world.launched or any(hasattr(p, "to_local") for p in network.parameters()):  # --shard: FSDP2 wraps them
+    if not world.launched or reduction.wrapped:
         return module
     if not reduction.hooked:
         network.load_state_dict(world.broadcast_tensors(network.state_dict()))  # as DDP does

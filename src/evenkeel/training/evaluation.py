@@ -32,6 +32,7 @@ from ..distributed.world import World
 from .checks import check_alike, check_metrics, checked_summary, takes
 from .compilation import uncompiled
 from .oom import note_batch
+from .optimization import are_divided
 from .precision import autocast
 from .task import Task
 
@@ -78,7 +79,7 @@ class Evaluation:
             shuffle=False,
             seed=config.seed,
         )
-        if hasattr(next(model.parameters(), None), "to_local"):  # --shard: a forward pass is a collective
+        if are_divided(model.parameters()):  # a forward pass is a collective
             self.sampler.passes = "even"
         self._transfer = Transfer(world.device)
         self._is_first = False

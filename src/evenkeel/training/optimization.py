@@ -110,7 +110,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     5.0
     """
     parameters = list(parameters)
-    if parameters and hasattr(parameters[0], "to_local"):  # --shard
+    if are_divided(parameters):
         from .row_norm import clip_rows
 
         return clip_rows([p.grad for p in parameters if p.grad is not None], max_norm)  # type: ignore[misc]
@@ -118,6 +118,11 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     if max_norm:
         clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def are_divided(parameters: Iterable[Tensor]) -> bool:
+    """Whether parameters are DTensors (--shard), whose class takes a second to import."""
+    return hasattr(next(iter(parameters), None), "to_local")
 
 
 def _aligned(gradient: Tensor) -> Tensor:

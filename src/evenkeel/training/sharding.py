@@ -26,7 +26,7 @@ from ..common.naming import kind_of
 from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter, Weights
 from ..distributed.world import World
 from .cut import has_batchnorm
-from .staging import map_tensors
+from .staging import dotted, map_tensors, named_tensors
 from .task import Task, defines
 
 ELEMENTWISE = (SGD, Adam, AdamW)
@@ -153,24 +153,19 @@ class Sharding:
 
         return {name: part for name, part in map_tensors(dict(captured), whole).items() if name != "rows"}
 
-    def cut(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's rows of a state that is not divided, in the form of :meth:`local`."""
-        of: dict[str, int] = {}
+    def rows_in(self, whole: Mapping[str, Any]) -> dict[str, int]:
+        """The rows of each tensor that would be divided, of a state that is not, by the name of `named_tensors`."""
         divided = {f"{part}.{name}" for part in ("model", "ema") for name in self._names()}
         shapes = {
             f"optimizers.{number}.state.{i}": parameter.shape
             for number, optimizer in enumerate(self._optimizers)
             for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
-
-        def rows(tensor: Tensor, path: tuple[object, ...]) -> Tensor:
-            if dotted(path) not in divided and shapes.get(dotted(path[:-1])) != tensor.shape:
-                return tensor
-            of[dotted(path)] = len(tensor)
-            mine = span(len(tensor), self.rank, self.ranks)
-            return tensor[mine.start : mine.stop]
-
-        return {**map_tensors(dict(whole), rows), "rows": {"rank": self.rank, "ranks": self.ranks, "of": of}}
+        return {
+            name: len(tensor)
+            for name, tensor in named_tensors(whole).items()
+            if name in divided or shapes.get(name.rpartition(".")[0]) == tensor.shape
+        }
 
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self._model.named_parameters(remove_duplicate=False))
@@ -185,18 +180,3 @@ class Sharding:
             if self.rank == 0:
                 found[name] = whole.cpu().contiguous()
         return found
-
-
-def span(number: int, rank: int, ranks: int) -> range:
-    """The rows of a rank among ``number``, as `torch.chunk` divides them: equally many, fewer or none at the end.
-
-    >>> [len(span(7, rank, 4)) for rank in range(4)], [len(span(5, rank, 4)) for rank in range(4)]
-    ([2, 2, 2, 1], [2, 2, 1, 0])
-    """
-    size = -(-number // ranks)
-    return range(min(rank * size, number), min((rank + 1) * size, number))
-
-
-def dotted(path: tuple[object, ...]) -> str:
-    """The name of a tensor in nested dicts and lists, as `named_tensors` makes it."""
-    return ".".join(map(str, path))

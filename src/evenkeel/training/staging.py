@@ -144,8 +144,13 @@ def map_tensors(tree: Any, change: Callable[[Tensor, Path], Any], path: Path = (
     return tree
 
 
+def dotted(path: tuple[object, ...]) -> str:
+    """The name of a tensor in nested dicts and lists, as `named_tensors` makes it."""
+    return ".".join(map(str, path))
+
+
 def named_tensors(tree: Any) -> dict[str, Tensor]:
     """All tensors in nested dicts and lists, by their dotted names."""
     found: dict[str, Tensor] = {}
-    map_tensors(tree, lambda tensor, path: found.update({".".join(map(str, path)): tensor}))
+    map_tensors(tree, lambda tensor, path: found.update({dotted(path): tensor}))
     return found
