@@ -3,7 +3,8 @@
 A pod is a set of Linux namespaces (the nodes of `evenkeel chaos`), with an address that no pod had before it. Places
 are machines with room for one pod. The rules are those of the documentation of batch/v1 (Indexed Job, podFailurePolicy,
 successPolicy, podReplacementPolicy Failed, which goes with the second, suspend) and of a pod's end (SIGTERM, the
-grace period, SIGKILL). Not emulated: images, users, volumes other than runs/, limits, and waits between retries.
+grace period, SIGKILL). Not emulated: images, users, volumes other than runs/, limits, and waits between retries. An
+emptyDir for runs/ is a new folder of app/disks for each pod, which the others do not see.
 """
 
 from __future__ import annotations
@@ -67,12 +68,17 @@ class Cluster:
         self.failed, self.ignored = 0, 0
         self.dns_lag, self.began = DNS_LAG, time.monotonic()
         self.end = ""  # Complete, or why the Job failed
+        self.secrets = dict[str, dict[str, str]]()
         self._free = list(lab.nodes)
 
     @property
     def active(self) -> dict[int, Pod]:
         """Index -> the pod that is not over."""
         return {pod.index: pod for pod in self.pods if not pod.over}
+
+    def machine(self) -> int:
+        """A node of the lab that is no place for pods, such as one for a bucket."""
+        return self._free.pop()
 
     def made(self, index: int) -> int:
         """How many pods there have been of this index."""
@@ -209,6 +215,12 @@ class Cluster:
         self.lab.run(pod.node, ["hostname", name])
         self.lab.write_hosts(pod.node, self._own_names(pod))
         variables = variables_of(container, pod.index, UID)
+        for it in container.get("envFrom", ()):
+            variables |= self.secrets[it["secretRef"]["name"]]
+        if {"name": "runs", "emptyDir": {}} in template["volumes"]:
+            disk = self.app / "disks" / f"{pod.index}-{self.made(pod.index)}"
+            disk.mkdir(parents=True)
+            self.lab.run(pod.node, ["mount", "--bind", str(disk), str(self.app / "runs")])
         with (self.app / f"pod-{pod.index}.log").open("a") as out:
             words = words_of(container, variables)
             options: Any = {"cwd": self.app, "env": self._image(pod) | variables, "stdout": out, "stderr": out}

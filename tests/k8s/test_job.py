@@ -5,6 +5,8 @@ No real API server has run it; cluster.py says what is emulated.
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +16,8 @@ import pytest
 import yaml
 
 from tests.k8s.cluster import Cluster, running
-from tests.support.processes import TRAIN, read, records, run
+from tests.support import s3
+from tests.support.processes import LIMIT, TRAIN, environment, read, records, run, wait_until
 from tests.support.small_runs import (
     PLAN,
     SAMPLES,
@@ -90,6 +93,33 @@ def trial(
     typed = run([*head, *submit, "--dry-run", "--", *SHAPE, "--run-dir", "runs/run", *slow])
     with running(change(typed.stdout), app, places) as cluster:
         yield Trial(cluster, app, typed.stdout)
+
+
+class Bucket:
+    """A real S3 server on a machine of the cluster, and a Secret with its key."""
+
+    PORT = 9000
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.lab, self.node = cluster.lab, cluster.machine()
+        address = f"http://{self.lab.address(self.node)}:{self.PORT}"
+        cluster.secrets["bucket"] = s3.variables(0) | {"AWS_ENDPOINT_URL": address}
+        self.env = environment(cluster.secrets["bucket"])
+        server = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", str(self.PORT)]
+        self.lab.popen(self.node, server, env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda: self._do("fs.mkdir('runs'); print('made')"), "the server")
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are whole there."""
+        names = self._do("print(*fs.find('runs/big/checkpoints'))").split()
+        return sorted(int(name.split("/")[-2][5:]) for name in names if name.endswith("/manifest.json"))
+
+    def _do(self, line: str) -> str:
+        code = f"import fsspec; fs = fsspec.filesystem('s3')\n{line}"
+        job = self.lab.popen(
+            self.node, [sys.executable, "-c", code], env=self.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        return str(job.communicate(timeout=LIMIT)[0].decode())
 
 
 def usual(cluster: Cluster) -> None:
@@ -189,6 +219,51 @@ def test_a_pod_is_deleted_without_another_place_and_the_others_go_on(tmp_path: P
             "rank-1",
             "rank-2",
         }
+
+
+def newest_disk(app: Path) -> Path:
+    """The run of the pod whose rank 0 wrote last."""
+    found = [*(app / "disks").glob("*/run/metrics.jsonl")]
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else app / "none"
+
+
+@contextmanager
+def on_their_own_disks(tmp_path: Path, without_mirror: bool = False) -> Iterator[Trial]:
+    """Three pods without a shared disk, two of which are lost with their disks when the bucket has a checkpoint."""
+    mirror = ("--mirror", "s3://runs/big")
+
+    def change(text: str) -> str:
+        for word in mirror * without_mirror:
+            text = re.sub(rf'^ +- "?{word}"?\n', "", text, flags=re.MULTILINE)
+        return text
+
+    more = ("--checkpoint-every", 2, *mirror)
+    with trial(tmp_path / "app", "3", 3, *more, submit=("--secret", "bucket"), change=change) as it:
+        bucket = Bucket(it.cluster)
+        if without_mirror:
+            it.cluster.until(lambda: told_step(newest_disk(tmp_path / "app")) >= 4, "some steps")
+        else:
+            it.cluster.until(bucket.steps, "a checkpoint in the bucket")
+        for index in (0, 2):
+            it.cluster.lose_machine(it.cluster.active[index])
+        it.finish()
+        it.run_dir = newest_disk(tmp_path / "app")
+        yield it
+
+
+def test_three_pods_without_a_shared_disk_lose_two_of_their_disks(tmp_path: Path, undisturbed: str) -> None:
+    """The third saves, is made again too, with an empty disk like all, and what it has saved is in the bucket."""
+    with on_their_own_disks(tmp_path) as it:
+        it.check(undisturbed)
+        assert it.cluster.failed == 0
+        assert "fetched step" in it.cluster.log(0)
+        assert s3.SECRET not in it.manifest
+
+
+def test_the_control_without_the_mirror_they_begin_anew(tmp_path: Path, undisturbed: str) -> None:
+    with on_their_own_disks(tmp_path, without_mirror=True) as it:
+        assert starts(it.run_dir) == [0], "nothing is left of the first attempt"
+        assert weights_of(it.run_dir) == undisturbed
 
 
 def as_trainer_does(text: str) -> str:

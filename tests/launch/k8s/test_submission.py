@@ -54,6 +54,8 @@ SETS = [
     "-g 4 --mem 64G --shm-size 8g --cpus-per-gpu 12",
     "-g 4 --runs mine --data images --user 4242",
     "-g 4 --wandb-secret wandb --user 4242:100",
+    "-n 2 -g 8 --secret bucket --service-account trainer",
+    "--kind trainjob -n 2 -g 8 --service-account trainer",
     "-n 3 -g 8 --max-restarts 0 --time 1-00:00:00",
     "--kind trainjob -n 2 -g 8 --time 30m",
     "--kind trainjob -n 4 -g 8 --queue research --runtime mine --data images --wandb-secret wandb --shm-size 1G",
@@ -182,10 +184,25 @@ def test_a_pod_has_no_rights_and_time_to_save() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "train", "claim"),
+    [
+        ("-g 1", [], "evenkeel-runs"),
+        ("-g 1", ["--mirror", "s3://bucket/big"], None),
+        ("-g 1 --runs mine", ["--mirror", "s3://bucket/big"], "mine"),
+    ],
+)
+def test_with_a_mirror_no_claim_is_needed(words: str, train: list[str], claim: str | None) -> None:
+    job = objects(job_of(*parse_arguments(Submit, ["--image", "tide", *shlex.split(words), *RUN, *train])))[-1]
+    volumes = {it.pop("name"): it for it in job["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["runs"] == ({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})
+
+
+@pytest.mark.parametrize(
     ("words", "train", "line"),
     [
         ("-n 4:2", "", "-n 4:2: give a number of nodes, or MIN:MAX"),
         ("--kind trainjob -n 2:4", "", "-n 2:4: a TrainJob has a fixed number of nodes"),
+        ("--kind trainjob --secret bucket", "", "--secret bucket: a TrainJob cannot name a Secret whole"),
         ("--time soon", "", "--time soon: give minutes"),
         ("--mem lots", "", "--mem lots: give a number with K, M, G or T"),
         ("--user root", "", "--user root: give UID or UID:GID as numbers"),

@@ -26,6 +26,7 @@ from .text import escaped
 
 CONTAINER = "node"  # Kubeflow's runtimes call it so
 BACKOFF_LIMIT = 6  # failures of all pods together that end a job; Kubernetes' own default
+CLAIM = "evenkeel-runs"
 AFTER_GRACE = 15  # seconds for process 1, trackers and loaders to end, as docker/run.py gives them
 PROBE = {"initialDelaySeconds": 30, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 3}  # HEALTHCHECK's
 SECRETS = ("WANDB_API_KEY",)  # never as a value
@@ -99,6 +100,7 @@ def _pod(job: Job) -> Json:
         "imagePullPolicy": "IfNotPresent",
         **_words(job, "$(JOB_COMPLETION_INDEX)", endpoint(f"{job.name}-0.{job.name}", DEFAULT_PORT)),
         "env": _variables(job, launch="batch.kubernetes.io/controller-uid"),
+        "envFrom": [{"secretRef": {"name": job.typed.secret}}] if job.typed.secret else None,
         "resources": _resources(job),
         "livenessProbe": {"exec": {"command": ["python", "-m", heartbeat.__name__]}, **PROBE},
         **_container(job),
@@ -185,7 +187,8 @@ def _common(job: Job) -> Json:
     user, _, group = job.typed.user.partition(":")
     security: Json = {"runAsNonRoot": True, "runAsUser": int(user), "runAsGroup": int(group or user)}
     security |= {"fsGroup": int(group or user), "fsGroupChangePolicy": "OnRootMismatch"}
-    volumes: Json = {"runs": {"persistentVolumeClaim": {"claimName": job.typed.runs}}}
+    claim = job.typed.runs or ("" if job.config.mirror else CLAIM)
+    volumes: Json = {"runs": {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}}
     if job.typed.data:
         volumes["data"] = {"persistentVolumeClaim": {"claimName": job.typed.data, "readOnly": True}}
     volumes["tmp"] = {"emptyDir": {}}
@@ -193,6 +196,7 @@ def _common(job: Job) -> Json:
     return {
         # torchrun's own time for a snapshot, or --grace, and a little more
         "terminationGracePeriodSeconds": math.ceil(max(SHUTDOWN_SECONDS, job.config.grace)) + AFTER_GRACE,
+        "serviceAccountName": job.typed.service_account or None,
         "securityContext": security | {"seccompProfile": {"type": "RuntimeDefault"}},
         "volumes": [{"name": name, **it} for name, it in volumes.items()],
     }

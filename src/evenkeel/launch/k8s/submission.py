@@ -71,5 +71,7 @@ def _check(typed: Submit) -> None:
     if not re.fullmatch("([^=]+(=[1-9][0-9]{0,3})?)?", typed.rdma):
         raise Refusal(f"--rdma {typed.rdma}: give the name of the resource, or NAME=N")
     least, most = parse_nodes(typed.nodes)
+    if typed.kind == "trainjob" and typed.secret:
+        raise Refusal(f"--secret {typed.secret}: a TrainJob cannot name a Secret whole; use --service-account")
     if typed.kind == "trainjob" and least < most:
         raise Refusal(f"-n {typed.nodes}: a TrainJob has a fixed number of nodes; give one number, or --kind job")
