@@ -42,7 +42,7 @@ def lose_a_node(run_dir: Path, *more: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_node_goes_on_at_the_last_step_that_all_ranks_had(run_dir: Path, one_rank: str) -> None:  # noqa: F811
+def test_a_new_node_goes_on_at_the_last_step_that_all_ranks_had(run_dir: Path, one_rank: str) -> None:
     lose_a_node(run_dir, "--replicate", 1)
     port = free_port()
     again = [node(number, port, run_dir, "--replicate", 1) for number in range(2)]
@@ -55,7 +55,7 @@ def test_a_new_node_goes_on_at_the_last_step_that_all_ranks_had(run_dir: Path, o
 
 
 @pytest.mark.slow
-def test_fewer_ranks_go_on_at_that_step_too(run_dir: Path, one_rank: str) -> None:  # noqa: F811
+def test_fewer_ranks_go_on_at_that_step_too(run_dir: Path, one_rank: str) -> None:
     lose_a_node(run_dir, "--replicate", 1)
     trained(2, job(run_dir, *RARE, "--replicate", 1))
     assert starts(run_dir)[1] >= 4
@@ -66,7 +66,7 @@ def test_fewer_ranks_go_on_at_that_step_too(run_dir: Path, one_rank: str) -> Non
 @pytest.mark.slow
 def test_the_control_without_it_the_steps_since_the_checkpoint_are_done_again(
     run_dir: Path,
-    one_rank: str,  # noqa: F811
+    one_rank: str,
 ) -> None:
     lose_a_node(run_dir)
     trained(2, job(run_dir))

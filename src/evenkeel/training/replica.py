@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class Replica:
         """Whether each rank can have another node's; not if one node has more than half of them."""
         self._to, self._from = (world.rank + shift) % world.world_size, (world.rank - shift) % world.world_size
         # of its own: the checkpoint's and the step's collectives must not be mixed with it
-        self._group = dist.new_group(backend="gloo") if self.possible else None
+        self._group: Any = dist.new_group(backend="gloo") if self.possible else None
 
     def exchange(self, own: int) -> None:
         """Send a whole slot, by its descriptor, and receive the other rank's over the older copy. All must call it."""
