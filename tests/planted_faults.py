@@ -242,6 +242,11 @@ a slot counts as whole while it is written
     - self.clear()
     + pass
 
+a rank's copy of its rows stays on its own node
+    training/replica.py | tests/promises/test_replicate.py
+    - shift = max(world.gather(world.local_world_size))
+    + shift = 1
+
 sharded ranks go on at the newest step of any
     run/sharded_resume.py | tests/run/test_sharded_checkpoint.py
     - step = min((max(

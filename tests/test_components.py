@@ -23,7 +23,7 @@ BUDGET = {
     "data": 3170,
     "distributed": 2150,
     "resilience": 1550,
-    "training": 5700,
+    "training": 5720,
     "run": 6360,
     "tasks": 2190,
     "mirror": 550,

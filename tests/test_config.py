@@ -137,7 +137,7 @@ def test_which_options_are_harmless() -> None:
     # a run that was stopped by a NaN may go on without that step; the same data may lie elsewhere
     free = tuning | watching | {"on_nonfinite", "data_dir"}
     free |= {"place", "model_parallel", "share_gpu", "shares"}  # where something is computed, as is the number of ranks
-    free |= {"keeper", "keeper_restarts", "keeper_memory"}  # who starts ranks again
+    free |= {"keeper", "keeper_restarts", "keeper_memory", "replicate"}  # who starts ranks again, and from what
     free |= {"checkpoint_activations", "shard"}  # the same bits; another norm and optimizer, which the fingerprint has
     free |= {"csv", "tensorboard", "tracker", "save_predictions", "wandb_report"}  # what is written besides
     assert free == HARMLESS - UNSAVED

@@ -141,6 +141,8 @@ def _check_verification(config: Config) -> None:
 def _check_sharding(config: Config) -> None:
     """Refuse what --shard on does not support."""
     if config.shard == "off":
+        if config.replicate:
+            raise Refusal("--replicate 1: needs --shard on; without it every rank has the whole state")
         return
     if config.reduce != "tree":
         raise Refusal(f"--shard on --reduce {config.reduce}: sums gradients in the tree's order; add --reduce tree")

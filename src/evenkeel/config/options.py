@@ -129,6 +129,8 @@ class ModelOptions:
     """Split the network over this many GPUs of each process."""
     shard: Annotated[Literal["off", "on"], NAME] = option("off", change="free")
     """on: divide weights, gradients and the optimizer's state among the processes (FSDP2). Needs --reduce tree."""
+    replicate: int = option(0, 0, 1, change="free")
+    """1: with --shard on, copy each rank's state to another node after each step, so that a lost node costs none."""
     strategy: Annotated[Literal["ddp", "dp"], NAME] = option("ddp", change="warned")
     """ddp: one process per GPU. dp: nn.DataParallel, one process for all visible GPUs, which is slower."""
     share_gpu: Flag = option(False, change="free")

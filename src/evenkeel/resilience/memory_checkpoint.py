@@ -66,8 +66,9 @@ _slots: list[int] = []
 
 
 def slots() -> list[int]:
-    """Two files in memory, with what the previous rank of this keeper has left there. Without a keeper: new ones."""
-    return _slots or [os.memfd_create("slot") for _ in range(2)]
+    """Files in memory, with what the previous rank of this keeper has left there: two for its rows, two for another's
+    (--replicate). Without a keeper: new ones."""
+    return _slots or [os.memfd_create("slot") for _ in range(4)]
 
 
 def store(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:

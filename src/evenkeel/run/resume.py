@@ -64,7 +64,7 @@ class Resume:
             from .sharded_resume import newest_rows  # imports FSDP2
 
             assert isinstance(saver, ShardedSaver)
-            found, saved = newest_rows(self._world, state.sharding, saver)
+            found, saved = newest_rows(self._world, state.sharding, saver, self._config.replicate > 0)
         else:
             found, saved = self._newest()
         self._other_bits = self.compare_bits(found)

@@ -146,11 +146,24 @@ def _written_by_this_process(folder: Path) -> Iterator[None]:
 
 
 def write_slots(descriptors: list[int], until: float) -> None:
-    """Write what is in a rank's slots, the older step first: all ranks have that one, if not the newer.
+    """Write what is in a rank's slots, the older step first: all ranks have that one, if not the newer. Then its copy
+    of another rank's (--replicate), if that rank has not written them.
 
-    Called by the rank, or if it is dead in a child of its keeper.
+    Called by the rank, whose own slots change no more, or if it is dead in a child of its keeper.
     """
-    for step in sorted({slots.step_in(each) for each in descriptors} - {0}):
+    own, copies = descriptors[:2], descriptors[2:]
+    _write_steps(own, _steps_in(own), until)
+    steps = _steps_in(copies)
+    # a copy of the newest step may be on its way, over the older one
+    _write_steps(copies, steps if steps[-1:] == _steps_in(own)[-1:] else steps[-1:], until)
+
+
+def _steps_in(descriptors: list[int]) -> list[int]:
+    return sorted({slots.step_in(each) for each in descriptors} - {0})
+
+
+def _write_steps(descriptors: list[int], steps: list[int], until: float) -> None:
+    for step in steps:
         captured, facts = slots.read(next(each for each in descriptors if slots.step_in(each) == step))
         checkpoints = checkpoints_of(facts)
         if step > checkpoints.newest_step():

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Found = tuple[Manifest | None, dict[str, Any]]
 
 
-def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver) -> Found:
+def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate: bool = False) -> Found:
     """This rank's rows of the newest step that all ranks can have, and its manifest; None if there is none.
 
     The saver gets the token of this launch. Every rank must call it.
@@ -37,7 +37,6 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver) -> Found:
     checkpoints = saver.checkpoints
     _refuse_own_folder(world, checkpoints)
     if world.rank == 0:
-        log.info("--shard on: killed ranks cost no step; a lost node costs those since the last checkpoint")
         await_writers(checkpoints)
     on_disk = world.broadcast(checkpoints.newest_step() if world.rank == 0 else None)
     everywhere = world.gather(saver.slots.steps())
@@ -45,14 +44,25 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver) -> Found:
     activity.enter(START_UP, "resuming")
     if step and step >= (on_disk or 0):
         saver.slots.keep_only(step)
+        _replicate(world, saver, replicate)
         saved, facts = saver.slots.read(step)
         saver.token = facts["token"]
         log.info("continuing from step %d, which was in memory; the ranks had %s", step, everywhere)
         found = world.broadcast(manifest_of(facts) if world.rank == 0 else None)
         return found, saved
     saver.slots.keep_only(0)
+    _replicate(world, saver, replicate)
     saver.token = world.broadcast(uuid4().hex if world.rank == 0 else None) or ""
     return _from_disk(world, sharding, checkpoints)
+
+
+def _replicate(world: World, saver: ShardedSaver, asked: bool) -> None:
+    """Start --replicate if asked for, and log what a lost node costs."""
+    done = asked and saver.replicate(world)
+    why = "; --replicate 1 copies nothing, because one node has more than half of the ranks" * (asked and not done)
+    cost = "none either" if done else "those since the last checkpoint"
+    if world.rank == 0:
+        log.info("--shard on: killed ranks cost no step; a lost node costs %s%s", cost, why)
 
 
 def common_step(everywhere: list[list[int]]) -> int:

@@ -12,7 +12,9 @@ from typing import Any
 from ..common import keeper_link
 from ..common.deadlines import FOREVER
 from ..common.phases import CHECKPOINT, activity
+from ..distributed.world import World
 from ..resilience import memory_checkpoint
+from ..training.replica import Replica
 from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.staging import Staging
@@ -34,6 +36,7 @@ class ShardedSaver(Saver):
     """
 
     token = ""
+    _replica: Replica | None = None
 
     @cached_property
     def _descriptors(self) -> list[int]:
@@ -42,12 +45,23 @@ class ShardedSaver(Saver):
     @cached_property
     def slots(self) -> Slots:
         """This rank's rows of the last two steps."""
-        return Slots(self._descriptors, self._devices)
+        return Slots(self._descriptors[:2], self._devices)
+
+    def replicate(self, world: World) -> bool:
+        """Copy this rank's rows to another node from here on (--replicate), first those stored now. Returns whether
+        that is possible. Every rank must call it."""
+        self._replica = Replica(world, self._descriptors[2:])
+        self._replica.clear()
+        for step in self.slots.steps():
+            self._replica.exchange(self.slots.holding(step))
+        return self._replica.possible
 
     def note(self, state: State) -> None:
         """Copy the step that was just taken."""
         with activity.during(CHECKPOINT):
             self._store(state)
+            if self._replica:
+                self._replica.exchange(self.slots.holding(state.step))
 
     def _store(self, state: State, until: float = FOREVER, final: bool = False) -> None:
         facts = facts_of(self.checkpoints, state.step, {}, "snapshot") | {"token": self.token}

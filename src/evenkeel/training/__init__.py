@@ -16,6 +16,7 @@ changes the state, so between two commits another thread may copy it at any time
 - sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks
 - state_dicts: weights for a file
 - seqlock, staging: whether a copy of the state is consistent, and the memory that it is copied into
+- replica: a copy of a sharded rank's last steps, on another node
 - slots: the last two steps of a sharded rank, in memory that outlives it
 - buffers: BatchNorm's statistics, updated by all micro-batches of a step
 - optimization: --optimizer, --schedule, and loading an optimizer's state

@@ -1,0 +1,81 @@
+"""--replicate 1: a node that is lost with its ranks and keepers costs no step that all ranks had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenkeel.common.errors import Refusal
+from evenkeel.tasks.command_line import parse
+from tests.promises.test_sharded_state import RARE, job, log_of, one_rank, slowed  # noqa: F401  (fixtures)
+from tests.support.processes import TRAIN, finish, free_port, kill_group, start
+from tests.support.small_runs import ended, keepers_of, starts, trained, wait_for_step, weights_of
+
+
+def node(number: int, port: int, run_dir: Path, *more: object) -> subprocess.Popen[str]:
+    """One of two nodes of two ranks each, by its agent."""
+    words = ["--nnodes=2", "--nproc_per_node=2", f"--node_rank={number}", "--master_addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, f"--master_port={port}", "--max-restarts=0"]
+    return start([*command, TRAIN, *job(run_dir, *RARE, *more)])
+
+
+def lose_a_node(run_dir: Path, *more: object) -> None:
+    """Start two nodes, and kill the agent, keepers and ranks of the second after step 4."""
+    port = free_port()
+    first, other = (node(number, port, run_dir, *more) for number in range(2))
+    try:
+        wait_for_step(run_dir, 4, first)
+        keepers = keepers_of(other)
+        assert sorted(keepers) == [2, 3]
+        for keeper in keepers.values():
+            os.killpg(keeper, signal.SIGKILL)  # its trainer is in the same process group
+        other.kill()
+        assert finish(first).returncode != 0
+    finally:
+        kill_group(other)
+        kill_group(first)
+
+
+@pytest.mark.slow
+def test_a_new_node_goes_on_at_the_last_step_that_all_ranks_had(run_dir: Path, one_rank: str) -> None:
+    lose_a_node(run_dir, "--replicate", 1)
+    port = free_port()
+    again = [node(number, port, run_dir, "--replicate", 1) for number in range(2)]
+    for each in again:
+        ended(each)
+    assert len(starts(run_dir)) == 2
+    assert starts(run_dir)[1] >= 4, "no step that all ranks had is done twice"
+    assert "a lost node costs none either" in log_of(run_dir)
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_fewer_ranks_go_on_at_that_step_too(run_dir: Path, one_rank: str) -> None:
+    lose_a_node(run_dir, "--replicate", 1)
+    trained(2, job(run_dir, *RARE, "--replicate", 1))
+    assert starts(run_dir)[1] >= 4
+    assert "copies nothing, because one node has more than half of the ranks" in log_of(run_dir)
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_the_control_without_it_the_steps_since_the_checkpoint_are_done_again(
+    run_dir: Path,
+    one_rank: str,
+) -> None:
+    lose_a_node(run_dir)
+    trained(2, job(run_dir))
+    assert starts(run_dir) == [0, 0]
+    assert weights_of(run_dir) == one_rank
+
+
+def test_it_is_refused_without_shards_and_for_two_copies() -> None:
+    with pytest.raises(Refusal, match="--replicate 1: needs --shard on"):
+        parse(["--replicate", "1"])
+    with pytest.raises(Refusal, match="--replicate"):
+        parse(["--replicate", "2", "--shard", "on", "--reduce", "tree"])
