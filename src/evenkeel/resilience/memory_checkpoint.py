@@ -70,11 +70,6 @@ def slots() -> list[int]:
     return _slots or [os.memfd_create("slot") for _ in range(2)]
 
 
-def step_in(descriptor: int) -> int:
-    """The step of the state in a slot, its first eight bytes (`training.slots`); 0: none is whole."""
-    return int.from_bytes(os.pread(descriptor, 8, 0), "little")
-
-
 def store(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
     """Store a state for the keeper, in place of the last one.
 
@@ -212,7 +207,7 @@ class KeeperMemory:
             self._write(found, TRIES)
 
     def _in_slots(self) -> MemoryCheckpoint | None:
-        steps = list(map(step_in, self._slots))
+        steps = [int.from_bytes(os.pread(each, 8, 0), "little") for each in self._slots]
         return MemoryCheckpoint(self._slots[0], {"step": max(steps), "slots": self._slots}) if any(steps) else None
 
     def _write(self, found: MemoryCheckpoint, tries: int) -> None:

@@ -23,7 +23,6 @@ from uuid import uuid4
 
 from ..common.deadlines import FOREVER
 from ..common.files import lock, read_json, write_json
-from ..resilience.memory_checkpoint import step_in
 from ..training import slots
 from .checkpoint import LOCK_PATIENCE, MANIFEST, Checkpoints, Kind, manifest_of, publish, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
@@ -151,8 +150,8 @@ def write_slots(descriptors: list[int], until: float) -> None:
 
     Called by the rank, or if it is dead in a child of its keeper.
     """
-    for step in sorted({step_in(each) for each in descriptors} - {0}):
-        captured, facts = slots.read(next(each for each in descriptors if step_in(each) == step))
+    for step in sorted({slots.step_in(each) for each in descriptors} - {0}):
+        captured, facts = slots.read(next(each for each in descriptors if slots.step_in(each) == step))
         checkpoints = checkpoints_of(facts)
         if step > checkpoints.newest_step():
             write_rows(checkpoints, captured, {}, "snapshot", facts["token"], until)

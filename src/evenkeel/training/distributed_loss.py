@@ -108,12 +108,8 @@ class DistributedLoss:
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
-        if state.sharding:
-            self.reduction: Reduction = state.sharding.reduction
-        elif reduce == "tree":
-            self.reduction = Tree(self._network, world, unused)
-        else:
-            self.reduction = Ring(world, reduce_dtype == "bf16")
+        usual = Tree(self._network, world, unused) if reduce == "tree" else Ring(world, reduce_dtype == "bf16")
+        self.reduction: Reduction = state.sharding.reduction if state.sharding else usual
         self._whole = loss if isinstance(loss, WholeBatch) else None
         self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp", collectives)
         module = parallel(self._loss, strategy, world.device)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..common.deadlines import FOREVER, left
 from ..common.errors import Ended
-from ..resilience.memory_checkpoint import step_in
 from .seqlock import Torn
 from .staging import ALIGNED, Path, Staging, map_tensors
 
@@ -83,6 +82,12 @@ class Slot(Staging):
     def clear(self) -> None:
         """Store no state."""
         os.pwrite(self._descriptor, NUMBERS.pack(0, 0, 0, 0), 0)
+
+
+def step_in(descriptor: int) -> int:
+    """The step of the state in a slot; 0: none is whole."""
+    head = os.pread(descriptor, NUMBERS.size, 0)
+    return int(NUMBERS.unpack(head)[0]) if head else 0
 
 
 def read(descriptor: int) -> tuple[dict[str, Any], dict[str, Any]]:
