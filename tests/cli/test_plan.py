@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from evenkeel.cli.plan import PlanCommand
+from evenkeel.common.errors import Refusal
 from tests.support.processes import ROOT
+from tests.support.sharded_task import Sharded
 
 
 def test_the_plan_of_a_stream_has_no_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,3 +37,24 @@ def test_the_plan_has_the_shares_that_are_typed(tmp_path: Path, capsys: pytest.C
     assert PlanCommand(world_size=2)(["--task", task, *options]) == 0
     full = capsys.readouterr().out.splitlines()[2:5]
     assert full == ["every full step, 12 samples:", "  rank 0: 9 samples as 3 + 3 + 3", "  rank 1: 3 samples"]
+
+
+def test_the_plan_says_how_shard_on_divides_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers are those of the rows in torch's own division; what the job refuses, the plan refuses."""
+    task = f"{ROOT / 'tests' / 'support' / 'sharded_task.py'}:Sharded"
+    options = ["--task", task, "--reduce", "tree", "--shard", "on", "--run-dir", str(tmp_path / "run")]
+    model = Sharded().model()
+    rows = sum(it.chunk(3)[0].numel() for it in model.parameters()) * 4 / 1e6
+    block = sum(it.numel() for it in model.blocks[0].parameters()) * 4 / 1e6  # type: ignore[index,union-attr]
+    assert PlanCommand(world_size=3)([*options, "--optimizer", "adamw"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith(
+        f"--shard on, each rank: weights {rows:.2f} MB, gradients {rows:.2f} MB, moments {2 * rows:.2f}"
+    )
+    assert f"the largest block gathered {block:.2f} MB;" in line
+    assert "average" not in line
+    assert PlanCommand(world_size=3)([*options, "--ema", "0.9", "--optimizer", "sgd", "--momentum", "0"]) == 0
+    assert f"gradients {rows:.2f} MB, average {rows:.2f} MB" in capsys.readouterr().out
+    everything = f"{ROOT / 'tests' / 'support' / 'everything_task.py'}:Everything"
+    with pytest.raises(Refusal, match="--shard on"):
+        PlanCommand()(["--task", everything, *options[2:]])

@@ -90,6 +90,24 @@ def test_ten_kills_in_the_pass_the_step_and_the_copy_cost_no_step_that_all_ranks
 
 
 @pytest.mark.slow
+def test_an_evaluation_right_before_a_kill_of_all_ranks_is_done_again_with_the_same_value(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot is written before the evaluation of its step. So that is done again, and has two equal records."""
+    often = [*RARE, "--eval-every", 3]
+    trained(1, job(tmp_path / "undisturbed", *often))
+    monkeypatch.setenv("STRIKES", "loss:all:3")
+    ended(three_ranks(run_dir, *often))
+    assert starts(run_dir)[1] == 3, "in the pass after the evaluation of step 3"
+
+    def evaluated(folder: Path) -> list[Any]:
+        return [(it["step"], it["test/loss"]) for it in processes.records(folder, "eval")]
+
+    first, *others = evaluated(tmp_path / "undisturbed")
+    assert evaluated(run_dir) == [first, first, *others]
+
+
+@pytest.mark.slow
 def test_ranks_may_be_three_then_two_then_four_then_one(run_dir: Path, one_rank: str) -> None:
     begins = []
     for ranks, step in ((3, 2), (2, 5), (4, 8)):

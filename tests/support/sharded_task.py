@@ -56,3 +56,10 @@ class Foreach(Sharded):
 
     def optimizers(self, model: nn.Module, config: Config) -> list[Optimizer]:
         return [torch.optim.AdamW(model.parameters(), config.lr, foreach=True)]
+
+
+class Predicted(Foreach):
+    """With predictions."""
+
+    def predict(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        return {"probabilities": model(batch[:, :-1]).float()[:, -1].softmax(-1)}

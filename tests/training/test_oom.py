@@ -62,6 +62,26 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
     assert "[1] float32 and 2 more;" in explained(error, CPU)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options", "hint"),
+    [
+        ("2", {"reduce": "tree"}, "or --shard on"),
+        ("2", {"reduce": "tree", "micro_batch": 1}, "or --shard on"),
+        ("2", {}, "or in a new run --reduce tree --shard on"),
+        ("1", {"reduce": "tree"}, ""),
+        ("2", {"reduce": "tree", "shard": "on"}, ""),
+        ("2", {"reduce": "tree", "precision": "fp16"}, ""),
+    ],
+)
+def test_shard_on_is_named_where_it_helps_and_is_allowed(
+    ranks: str, options: dict[str, Any], hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    text = remedy(Config(**{"batch_size": 64, "micro_batch": 8, **options}))
+    assert hint in text
+    assert ("--shard" in text) == bool(hint)
+
+
 class Greedy(Classification):
     """Has room for training only."""
 

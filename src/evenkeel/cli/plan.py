@@ -64,6 +64,7 @@ class PlanCommand:
         )
         if of_whole_batches(task):
             say("each micro-batch is embedded twice: batch_loss() is over all samples of a step, and then its gradient")
+        self._say_divided(config, task)
         unequal = first_shares(config, plan, self.world_size)
         for name, step in steps.items():
             say(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
@@ -77,6 +78,28 @@ class PlanCommand:
                 share = f"{_count(sum(sizes), 'sample')}{parts}" if sizes else "no micro-batch is left for it"
                 say(f"  {'GPU' if dp else 'rank'} {worker}: {share}")
         return 0
+
+    def _say_divided(self, config: Config, task: Task) -> None:
+        """How --shard on divides the state; a Refusal, as in the job, if it cannot."""
+        if config.shard == "off":
+            return
+        from torch import device
+
+        from ..distributed.world import World
+        from ..run.build import build_model, refuse_old_torch
+        from ..training.freezing import freeze
+        from ..training.sharded_memory import bytes_of_rank_0
+
+        refuse_old_torch()
+        from ..training.sharding import refuse_unshardable
+
+        freeze(model := build_model(config, task), config.freeze)
+        optimizers = task.optimizers(model, config)
+        refuse_unshardable(task, model, optimizers, World(0, 0, self.world_size, 1, device("cpu"), launched=True))
+        more = config.ema > 0, config.precision == "bf16"
+        sizes = bytes_of_rank_0(model, optimizers, task.blocks(model), self.world_size, *more)
+        parts = ", ".join(f"{part} {size / 1e6:.2f} MB" for part, size in sizes.items() if size)
+        say(f"--shard on, each rank: {parts}; activations come on top")
 
     def _decide_cut(self, config: Config, task: Task) -> tuple[Config, str]:
         """The options with the micro-batch filled in, and the reason for its size; no reason if it was typed."""

@@ -146,6 +146,12 @@ def _check_sharding(config: Config) -> None:
         return
     if config.reduce != "tree":
         raise Refusal(f"--shard on --reduce {config.reduce}: sums gradients in the tree's order; add --reduce tree")
+    if other := unshardable(config):
+        raise Refusal(f"--shard on {other}: do not work together; leave one of them out")
+
+
+def unshardable(config: Config) -> str:
+    """The first option that does not work with --shard on, apart from --reduce; "": there is none."""
     others = {
         "--strategy dp": config.strategy == "dp",
         "--place": bool(config.place),
@@ -162,8 +168,7 @@ def _check_sharding(config: Config) -> None:
         "--optimizer muon": config.optimizer == "muon",
         "--mirror": bool(config.mirror),
     }
-    if other := next((name for name, given in others.items() if given), ""):
-        raise Refusal(f"--shard on {other}: do not work together; leave one of them out")
+    return next((name for name, given in others.items() if given), "")
 
 
 def placed_networks(config: Config) -> dict[str, int]:

@@ -17,7 +17,7 @@ import torch
 from ..common.errors import EndedHere
 from ..common.memory import is_out_of_memory
 from ..common.phases import CHECKPOINT, EVALUATION, activity
-from ..config import Config
+from ..config import Config, unshardable
 from ..data.batch import tensors_in
 from ..data.plan import next_smaller
 from ..distributed.devices import GIB, describe, own_device
@@ -85,12 +85,17 @@ def remedy(config: Config) -> str:
     again = (
         "" if config.checkpoint_activations or config.compile else "try --checkpoint-activations (slower, same bits)"
     )
+    divide = ""
+    if config.shard == "off" and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not unshardable(config):
+        divide = "--shard on" if config.reduce == "tree" else "in a new run --reduce tree --shard on"
     if known in ("auto", 1):
-        return f"--micro-batch is {known} already: {again or 'make room'}, or use a smaller model, or --shard on"
+        return ", or ".join(
+            filter(None, [f"--micro-batch is {known} already: {again or 'make room'}", divide, "use a smaller model"])
+        )
     return (
         f"the same command with --micro-batch {next_smaller(int(known), config.batch_size)} instead of {known} goes on "
         "with the same batches, in smaller pieces (--micro-batch auto finds the largest that fits when a run starts)"
-        + (again and f"; or {again}")
+        + "".join(f"; or {each}" for each in (again, divide) if each)
     )
 
 

@@ -7,12 +7,15 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from evenkeel.cli.doctor import devices, host, network, software, storage
 from evenkeel.cli.doctor.collectives import judge_claims, judge_clocks, judge_speeds
 from evenkeel.cli.doctor.findings import Finding, Level
+from evenkeel.distributed.world import World
 from tests.support.processes import free_port
 from tests.support.small_files import torchvision_that_needs
 
@@ -47,6 +50,23 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(software.cuda("450.1", "11.0"))["driver"] == "FAIL"
     assert levels(software.cuda("590.1", "13.0"))["driver"] == "OK"
     assert levels(software.cuda("", "")) == {}
+
+
+@pytest.mark.parametrize(("sharded", "level"), [(False, "OK"), (True, "FAIL")])
+def test_shard_on_needs_a_newer_torch_and_a_folder_that_all_ranks_see(
+    sharded: bool, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__version__", "2.8.0+cpu")
+    assert levels(software.versions(sharded))["torch"] == level
+
+    class Blind(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, ("node1", False)]
+
+    world = Blind(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    (found,) = storage.shared(world, tmp_path, sharded)
+    assert found.level == (level if sharded else "WARN")
+    assert ("--shard on" in found.expected) == sharded
 
 
 def test_limits_cores_and_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,14 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
-def versions() -> Iterator[Finding]:
-    """Python, torch, and torchvision, which is compiled for one version of torch."""
+def versions(sharded: bool = False) -> Iterator[Finding]:
+    """Python, torch (2.9 for --shard on), and torchvision, which is compiled for one version of torch."""
+    least = (2, 9) if sharded else TORCH
     old = sys.version_info[:2] < PYTHON
     yield judged("Python", sys.version.split()[0], "3.10 or newer", "make setup PYTHON=python3.12", fail=old, same=True)
     build = f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'})"
-    yield judged("torch", build, "2.8 or newer", REINSTALL, fail=numbers(torch.__version__) < TORCH, same=True)
+    wanted = ".".join(map(str, least)) + " or newer" + " for --shard on" * sharded
+    yield judged("torch", build, wanted, REINSTALL, fail=numbers(torch.__version__) < least, same=True)
     yield from torchvision()
 
 

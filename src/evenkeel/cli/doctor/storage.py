@@ -90,8 +90,8 @@ def _write(place: Path, size: int) -> float:
     return size / MIB / spent
 
 
-def shared(world: World, run_dir: Path) -> list[Finding]:
-    """Whether all ranks see what rank 0 writes in the run directory. Collective."""
+def shared(world: World, run_dir: Path, needed: bool = False) -> list[Finding]:
+    """Whether all ranks see what rank 0 writes in the run directory, as with --shard on they must. Collective."""
     mark: Path | None = place_of(run_dir) / f".doctor-{uuid.uuid4().hex}" if world.rank == 0 else None
     try:
         if mark:
@@ -109,5 +109,7 @@ def shared(world: World, run_dir: Path) -> list[Finding]:
     blind = ", ".join(sorted({host for host, sees in seen if not sees}))
     value = f"{blind}: files of rank 0 in {mark.parent} are not visible there" if blind else "seen by all ranks"
     expected = "a shared file system; without it only rank 0's node has the run, and must be in the next start"
+    if needed:
+        expected = "a shared file system: with --shard on each rank writes its part of a checkpoint"
     look = f"--run-dir /a/shared/folder    # look at: findmnt --target {shlex.quote(str(mark.parent))}"
-    return [judged("shared folder", value, expected, look, warn=blind)]
+    return [judged("shared folder", value, expected, look, warn=blind and not needed, fail=blind and needed)]
