@@ -13,7 +13,7 @@ import pytest
 from evenkeel.common.errors import Refusal
 from evenkeel.tasks.command_line import parse
 from tests.promises.test_sharded_state import RARE, job, log_of, one_rank, slowed  # noqa: F401  (fixtures)
-from tests.support.processes import TRAIN, finish, free_port, kill_group, start
+from tests.support.processes import ROOT, TRAIN, finish, free_port, kill_group, start
 from tests.support.small_runs import ended, keepers_of, starts, trained, wait_for_step, weights_of
 
 
@@ -79,3 +79,25 @@ def test_it_is_refused_without_shards_and_for_two_copies() -> None:
         parse(["--replicate", "1"])
     with pytest.raises(Refusal, match="--replicate"):
         parse(["--replicate", "2", "--shard", "on", "--reduce", "tree"])
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_by_itself_with_the_nodes_that_are_left(run_dir: Path, one_rank: str) -> None:
+    words = [sys.executable, ROOT / "launch" / "multi_node.py", "-n", "2:3", "-g", 1, "--master"]
+    words += [f"127.0.0.1:{free_port()}", "--max-restarts", 3]
+    options = job(run_dir, *RARE, "--replicate", 1)
+    nodes = [start([*words, "-nr", number, "--", *options]) for number in range(3)]
+    try:
+        wait_for_step(run_dir, 4, nodes[0])
+        keepers = keepers_of(nodes[2])
+        for keeper in keepers.values():
+            os.killpg(keeper, signal.SIGKILL)
+        nodes[2].kill()
+        for each in nodes[:2]:
+            ended(each)
+    finally:
+        for each in nodes:
+            kill_group(each)
+    assert len(keepers) == 1
+    assert starts(run_dir)[-1] >= 4
+    assert weights_of(run_dir) == one_rank
