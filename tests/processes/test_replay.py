@@ -55,7 +55,8 @@ def test_a_sample_of_nan_is_named_on_one_process_after_a_kill_on_three_ranks_and
     command = f"replay {tmp_path / 'run'} --step {BAD}"
     assert command in done.stdout
     before = bytes_of(tmp_path)
-    found = replay(tmp_path / "run", BAD)
+    page = tmp_path.with_suffix(".html")
+    found = replay(tmp_path / "run", BAD, "--html", page)
     assert bytes_of(tmp_path) == before
     assert found["agreement"] == "agrees: the run ended at that step too"
     (step,) = found["steps"]
@@ -65,6 +66,8 @@ def test_a_sample_of_nan_is_named_on_one_process_after_a_kill_on_three_ranks_and
     assert (culprit["operation"], culprit["value"], culprit["given"]) == ("aten.add", "nan", True)
     assert "model(features + 0.1 * noise)" in culprit["line"]
     assert {it["sample"] for it in step["samples"] if it["loss"] == "nan"} == {bad_sample()}
+    shown = [f"{bad_sample():03}.pt", "aten.add", "model(features + 0.1 * noise)", "0.weight", found["agreement"]]
+    assert [it for it in shown if it not in page.read_text()] == []
     assert found["started"] == BAD - 1
     earlier = replay(tmp_path / "run", f"1:{BAD - 1}")
     assert earlier["agreement"] == f"agrees in every bit (steps 1 to {BAD - 1} compared)"

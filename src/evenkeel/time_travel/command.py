@@ -16,6 +16,7 @@ import tyro
 from ..common.display import say
 from ..common.errors import FAILED, Refusal
 from ..config import Flag, MaybePath
+from .page import write_page
 
 if TYPE_CHECKING:
     from .replay import Replay, Visit
@@ -47,6 +48,8 @@ class ReplayCommand:
     """Stop in the debugger before each micro-batch of these steps, with `model`, `batch` and `step`."""
     save_samples: MaybePath = None
     """Write the samples of these steps into this folder: pictures as PNG, text as text, all else for torch.load."""
+    html: MaybePath = None
+    """Also write what was found, with all samples and layers, as a page into this new file."""
     json: Flag = False
     """Print one JSON object with all that was found."""
 
@@ -54,9 +57,12 @@ class ReplayCommand:
         """Replay, and print what was found."""
         first, last = self._steps()
         refuse_ranks("replay")
+        self._refuse_html()
         from .replay import replay  # imports torch, which the help does not need
 
         found = replay(self.run, first, last, self.script, train_options, self._visit(), self._folder())
+        if self.html:
+            write_page(self.html, self.run.name, found)
         if self.json:
             facts = {name: value for name, value in asdict(found).items() if name != "again"}
             say(json.dumps(_finite(facts)))
@@ -70,6 +76,18 @@ class ReplayCommand:
         if not 1 <= first <= last:
             raise Refusal(f"--step {self.step[:40]}: give a step from 1 on, or N:M with N up to M, for example 120:125")
         return first, last
+
+    def _refuse_html(self) -> None:
+        """Refuse a file that cannot be a new one outside the run; after a long replay it would be too late."""
+        file = self.html
+        if not file:
+            return
+        if file.resolve().is_relative_to(self.run.resolve()):
+            raise Refusal(f"--html {file}: is in the run, which replay leaves as it is; name a file elsewhere")
+        if os.path.lexists(file):
+            raise Refusal(f"--html {file}: exists; name a new file")
+        if not file.parent.is_dir():
+            raise Refusal(f"--html {file}: there is no folder {file.parent}; make it, or name another one")
 
     def _folder(self) -> Path | None:
         if self.save_samples:
