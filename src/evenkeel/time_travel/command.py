@@ -15,7 +15,7 @@ import tyro
 
 from ..common.display import say
 from ..common.errors import FAILED, Refusal
-from ..config import Flag, MaybePath
+from ..config import Flag, MaybePath, option
 from .page import write_page
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class ReplayCommand:
 
     Example: python -m evenkeel replay runs/classify --step 120
 
-    Begins at the newest kept checkpoint before that step (--keep-every keeps more), on this process, and writes nothing
-    into the run. What follows after `--` are options of train.py that differ, for example -- --data-dir /elsewhere.
-    Exit code 1: the replay does not agree with what the run has recorded.
+    Begins at the newest kept checkpoint before that step (--keep-every keeps more), and writes nothing into the run.
+    What follows after `--` are options of train.py that differ, for example -- --data-dir /elsewhere. Exit code 1: the
+    replay does not agree with what the run has recorded.
     """
 
     run: tyro.conf.Positional[Path]
@@ -42,6 +42,8 @@ class ReplayCommand:
     """The step, counted from 1 as in messages, or the steps N to M."""
     script: Path = Path("train.py")
     """The training script whose train(run) is the loop."""
+    ranks: int = option(1, 1, 1024)
+    """Processes on this machine, started by torchrun; a ring has the bits of its own number of ranks only."""
     python: Annotated[str, tyro.conf.arg(metavar="FILE.py:FUNCTION", help_behavior_hint="")] = ""
     """Call this function with (model, batch, step) before each micro-batch of these steps."""
     pdb: Flag = False
@@ -58,9 +60,14 @@ class ReplayCommand:
         first, last = self._steps()
         refuse_ranks("replay")
         self._refuse_html()
-        from .replay import replay  # imports torch, which the help does not need
+        from .ranks import replay_on  # imports torch, which the help does not need
+        from .replay import replay
 
-        found = replay(self.run, first, last, self.script, train_options, self._visit(), self._folder())
+        visit, folder = self._visit(), self._folder()
+        if self.ranks == 1:
+            found = replay(self.run, first, last, self.script, train_options, visit, folder)
+        else:
+            found = replay_on(self.ranks, self.run, first, last, self.script, train_options, self.python, folder)
         if self.html:
             write_page(self.html, self.run.name, found)
         if self.json:
@@ -103,28 +110,32 @@ class ReplayCommand:
         return self.save_samples
 
     def _visit(self) -> Visit | None:
-        if self.pdb and self.python:
-            raise Refusal("--pdb --python: give one of them; a function can call breakpoint() itself")
-        if self.pdb:
-            return debug
-        if not self.python:
-            return None
-        import runpy
+        if self.pdb and (self.python or self.ranks > 1):
+            raise Refusal("--pdb: works on one rank, and without --python, whose function can call breakpoint() itself")
+        return debug if self.pdb else function_of(self.python)
 
-        file, _, name = self.python.rpartition(":")
-        if not Path(file).is_file():
-            raise Refusal(f"--python {self.python}: there is no file {file or self.python}; give FILE.py:FUNCTION")
-        function: Any = runpy.run_path(file).get(name)
-        if not callable(function):
-            raise Refusal(f"--python {self.python}: {file} has no function {name}; give FILE.py:FUNCTION")
-        return function  # type: ignore[no-any-return]
+
+def function_of(words: str) -> Visit | None:
+    """The function that --python names; None for ""."""
+    if not words:
+        return None
+    import runpy
+
+    file, _, name = words.rpartition(":")
+    if not Path(file).is_file():
+        raise Refusal(f"--python {words}: there is no file {file or words}; give FILE.py:FUNCTION")
+    function: Any = runpy.run_path(file).get(name)
+    if not callable(function):
+        raise Refusal(f"--python {words}: {file} has no function {name}; give FILE.py:FUNCTION")
+    return function  # type: ignore[no-any-return]
 
 
 def refuse_ranks(command: str) -> None:
     """Refuse to be one of several processes."""
     if "RANK" in os.environ:
         started = "torchrun has started this process"
-        raise Refusal(f"{command}: {started}; {command} runs on one, so start it without torchrun")
+        more = ", with --ranks N for several" * (command == "replay")
+        raise Refusal(f"{command}: {started}; start {command} without torchrun{more}")
 
 
 def debug(model: Any, batch: Any, step: int) -> None:
