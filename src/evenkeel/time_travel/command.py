@@ -112,22 +112,9 @@ class ReplayCommand:
     def _visit(self) -> Visit | None:
         if self.pdb and (self.python or self.ranks > 1):
             raise Refusal("--pdb: works on one rank, and without --python, whose function can call breakpoint() itself")
+        from .replay import function_of
+
         return debug if self.pdb else function_of(self.python)
-
-
-def function_of(words: str) -> Visit | None:
-    """The function that --python names; None for ""."""
-    if not words:
-        return None
-    import runpy
-
-    file, _, name = words.rpartition(":")
-    if not Path(file).is_file():
-        raise Refusal(f"--python {words}: there is no file {file or words}; give FILE.py:FUNCTION")
-    function: Any = runpy.run_path(file).get(name)
-    if not callable(function):
-        raise Refusal(f"--python {words}: {file} has no function {name}; give FILE.py:FUNCTION")
-    return function  # type: ignore[no-any-return]
 
 
 def refuse_ranks(command: str) -> None:

@@ -12,8 +12,7 @@ from ..common.errors import REFUSED, Ended, Refusal
 from ..common.files import read_json, write_json
 from ..distributed.exits import exit_code
 from ..launch.topology import Link, Topology, torchrun
-from .command import function_of
-from .replay import Replay, prepared, replay_in
+from .replay import Replay, function_of, prepared, replay_in
 
 
 def replay_on(

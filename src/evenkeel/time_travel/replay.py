@@ -150,6 +150,19 @@ def prepared(run_dir: Path, last: int, begin: int) -> Iterator[Path]:
         yield Path(name) / "run"
 
 
+def function_of(words: str) -> Visit | None:
+    """The function that --python names; None for ""."""
+    if not words:
+        return None
+    file, _, name = words.rpartition(":")
+    if not Path(file).is_file():
+        raise Refusal(f"--python {words}: there is no file {file or words}; give FILE.py:FUNCTION")
+    function: Any = runpy.run_path(file).get(name)
+    if not callable(function):
+        raise Refusal(f"--python {words}: {file} has no function {name}; give FILE.py:FUNCTION")
+    return function  # type: ignore[no-any-return]
+
+
 def refuse_unless_run(path: Path) -> None:
     """Refuse a folder that is not a run's."""
     if not is_run(path):
