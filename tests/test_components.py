@@ -29,7 +29,7 @@ BUDGET = {
     "mirror": 550,
     "launch": 3000,
     "cli": 7420,
-    "time_travel": 1490,
+    "time_travel": 1680,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -55,7 +55,8 @@ def test_a_sample_of_nan_is_named_on_one_process_after_a_kill_on_three_ranks_and
     command = f"replay {tmp_path / 'run'} --step {BAD}"
     assert command in done.stdout
     before = bytes_of(tmp_path)
-    found = replay(tmp_path / "run", BAD)
+    page = tmp_path.with_suffix(".html")
+    found = replay(tmp_path / "run", BAD, "--html", page)
     assert bytes_of(tmp_path) == before
     assert found["agreement"] == "agrees: the run ended at that step too"
     (step,) = found["steps"]
@@ -65,6 +66,8 @@ def test_a_sample_of_nan_is_named_on_one_process_after_a_kill_on_three_ranks_and
     assert (culprit["operation"], culprit["value"], culprit["given"]) == ("aten.add", "nan", True)
     assert "model(features + 0.1 * noise)" in culprit["line"]
     assert {it["sample"] for it in step["samples"] if it["loss"] == "nan"} == {bad_sample()}
+    shown = [f"{bad_sample():03}.pt", "aten.add", "model(features + 0.1 * noise)", "0.weight", found["agreement"]]
+    assert [it for it in shown if it not in page.read_text()] == []
     assert found["started"] == BAD - 1
     earlier = replay(tmp_path / "run", f"1:{BAD - 1}")
     assert earlier["agreement"] == f"agrees in every bit (steps 1 to {BAD - 1} compared)"
@@ -95,6 +98,8 @@ def test_what_cannot_be_meant_is_refused_in_a_line(tmp_path: Path) -> None:
         ("--step", "0"): "--step 0: give a step from 1 on",
         ("--step", "5:4"): "--step 5:4: give a step from 1 on",
         ("--step", "5", "--python", "no.py:f"): "--python no.py:f: there is no file no.py",
+        ("--step", "5", "--pdb", "--ranks", "2"): "--pdb: works on one rank",
+        ("--step", "5", "--ranks", "2"): f"{tmp_path}: is not a run directory",
         ("--step", "5"): f"{tmp_path}: is not a run directory",
     }.items():
         done = run_forked("-m", "evenkeel", "replay", tmp_path, *words, expect=2)
@@ -107,6 +112,26 @@ def test_the_control_a_replay_with_a_generator_that_goes_on_does_not_agree(tmp_p
     found = replay(tmp_path / "run", 7, expect=1)
     assert found["started"] == 5
     assert found["agreement"].startswith("differs: from step 6 on, "), found["agreement"]
+
+
+def test_a_ring_agrees_in_every_bit_on_its_own_number_of_ranks(tmp_path: Path) -> None:
+    """And, the control, on one process but for rounding. All samples are seen, whichever rank has them."""
+    ring = [*job(tmp_path, "--max-steps", 8), "--reduce", "ring", "--micro-batch", 1]
+    run(torchrun(2, TRAIN, *ring))
+    saved, page = tmp_path / "saved", tmp_path / "found.html"
+    own = replay(tmp_path / "run", 7, "--ranks", 2, "--save-samples", saved, "--html", page)
+    assert own["agreement"] == "agrees in every bit (steps 6 to 7 compared)"
+    assert own["other"] == ""
+    alone = replay(tmp_path / "run", 7)
+    assert "the digests differ from step 6 on, as of a ring on other ranks" in alone["agreement"]
+    (ours,), (theirs,) = own["steps"], alone["steps"]
+    assert [it["sample"] for it in ours["samples"]] == [it["sample"] for it in theirs["samples"]]
+    assert len({path.name.split("-")[3] for path in saved.iterdir()}) == len(ours["samples"]) == BATCH
+    assert "agrees in every bit" in page.read_text()
+    gone = run_forked(
+        "-m", "evenkeel", "replay", tmp_path / "run", "--step", 7, "--ranks", 2, "--script", "no.py", expect=2
+    )
+    assert gone.stderr == "evenkeel: --script no.py: is not there, or has no train(run); name a file like train.py\n"
 
 
 def test_the_debugger_stops_before_each_micro_batch(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@
     compare.py      compare: the first step and the tensors in which two runs differ
     compare_metrics.py  compare --metrics: the last and best metrics of several runs
     digests.py      what compare, check and time_travel share: the first step at which digests differ, and why
+    html_page.py    what report and time_travel share: an HTML page in one file, and its tables
     predict.py      predict: a run's model on a folder of images or a data set, to CSV or Parquet
     sample.py       sample: continue a text with a run's language model
     status.py       status: all runs below some folders, a line each

@@ -1,7 +1,9 @@
 """Go back to a step of a run and look into it. Reads the run; only `audit` writes, audit.json.
 
     command.py     replay: the options, and what is printed
+    page.py        replay --html: the same as a page
     replay.py      run again from the newest kept checkpoint, in a folder of its own, to the steps asked for
+    ranks.py       replay --ranks: the same on several processes
     look.py        what there is to see in a step: losses of samples, norms, activations
     culprit.py     the first operation whose result is not finite
     save.py        --save-samples: pictures, text, tensors

@@ -15,7 +15,8 @@ import tyro
 
 from ..common.display import say
 from ..common.errors import FAILED, Refusal
-from ..config import Flag, MaybePath
+from ..config import Flag, MaybePath, option
+from .page import write_page
 
 if TYPE_CHECKING:
     from .replay import Replay, Visit
@@ -30,9 +31,9 @@ class ReplayCommand:
 
     Example: python -m evenkeel replay runs/classify --step 120
 
-    Begins at the newest kept checkpoint before that step (--keep-every keeps more), on this process, and writes nothing
-    into the run. What follows after `--` are options of train.py that differ, for example -- --data-dir /elsewhere.
-    Exit code 1: the replay does not agree with what the run has recorded.
+    Begins at the newest kept checkpoint before that step (--keep-every keeps more), and writes nothing into the run.
+    What follows after `--` are options of train.py that differ, for example -- --data-dir /elsewhere. Exit code 1: the
+    replay does not agree with what the run has recorded.
     """
 
     run: tyro.conf.Positional[Path]
@@ -41,12 +42,16 @@ class ReplayCommand:
     """The step, counted from 1 as in messages, or the steps N to M."""
     script: Path = Path("train.py")
     """The training script whose train(run) is the loop."""
+    ranks: int = option(1, 1, 1024)
+    """Processes on this machine, started by torchrun; a ring has the bits of its own number of ranks only."""
     python: Annotated[str, tyro.conf.arg(metavar="FILE.py:FUNCTION", help_behavior_hint="")] = ""
     """Call this function with (model, batch, step) before each micro-batch of these steps."""
     pdb: Flag = False
     """Stop in the debugger before each micro-batch of these steps, with `model`, `batch` and `step`."""
     save_samples: MaybePath = None
     """Write the samples of these steps into this folder: pictures as PNG, text as text, all else for torch.load."""
+    html: MaybePath = None
+    """Also write what was found, with all samples and layers, as a page into this new file."""
     json: Flag = False
     """Print one JSON object with all that was found."""
 
@@ -54,9 +59,17 @@ class ReplayCommand:
         """Replay, and print what was found."""
         first, last = self._steps()
         refuse_ranks("replay")
-        from .replay import replay  # imports torch, which the help does not need
+        self._refuse_html()
+        from .ranks import replay_on  # imports torch, which the help does not need
+        from .replay import replay
 
-        found = replay(self.run, first, last, self.script, train_options, self._visit(), self._folder())
+        visit, folder = self._visit(), self._folder()
+        if self.ranks == 1:
+            found = replay(self.run, first, last, self.script, train_options, visit, folder)
+        else:
+            found = replay_on(self.ranks, self.run, first, last, self.script, train_options, self.python, folder)
+        if self.html:
+            write_page(self.html, self.run.name, found)
         if self.json:
             facts = {name: value for name, value in asdict(found).items() if name != "again"}
             say(json.dumps(_finite(facts)))
@@ -70,6 +83,18 @@ class ReplayCommand:
         if not 1 <= first <= last:
             raise Refusal(f"--step {self.step[:40]}: give a step from 1 on, or N:M with N up to M, for example 120:125")
         return first, last
+
+    def _refuse_html(self) -> None:
+        """Refuse a file that cannot be a new one outside the run; after a long replay it would be too late."""
+        file = self.html
+        if not file:
+            return
+        if file.resolve().is_relative_to(self.run.resolve()):
+            raise Refusal(f"--html {file}: is in the run, which replay leaves as it is; name a file elsewhere")
+        if os.path.lexists(file):
+            raise Refusal(f"--html {file}: exists; name a new file")
+        if not file.parent.is_dir():
+            raise Refusal(f"--html {file}: there is no folder {file.parent}; make it, or name another one")
 
     def _folder(self) -> Path | None:
         if self.save_samples:
@@ -85,28 +110,19 @@ class ReplayCommand:
         return self.save_samples
 
     def _visit(self) -> Visit | None:
-        if self.pdb and self.python:
-            raise Refusal("--pdb --python: give one of them; a function can call breakpoint() itself")
-        if self.pdb:
-            return debug
-        if not self.python:
-            return None
-        import runpy
+        if self.pdb and (self.python or self.ranks > 1):
+            raise Refusal("--pdb: works on one rank, and without --python, whose function can call breakpoint() itself")
+        from .replay import function_of
 
-        file, _, name = self.python.rpartition(":")
-        if not Path(file).is_file():
-            raise Refusal(f"--python {self.python}: there is no file {file or self.python}; give FILE.py:FUNCTION")
-        function: Any = runpy.run_path(file).get(name)
-        if not callable(function):
-            raise Refusal(f"--python {self.python}: {file} has no function {name}; give FILE.py:FUNCTION")
-        return function  # type: ignore[no-any-return]
+        return debug if self.pdb else function_of(self.python)
 
 
 def refuse_ranks(command: str) -> None:
     """Refuse to be one of several processes."""
     if "RANK" in os.environ:
         started = "torchrun has started this process"
-        raise Refusal(f"{command}: {started}; {command} runs on one, so start it without torchrun")
+        more = ", with --ranks N for several" * (command == "replay")
+        raise Refusal(f"{command}: {started}; start {command} without torchrun{more}")
 
 
 def debug(model: Any, batch: Any, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +33,7 @@ class Look:
     Args:
         run: at this step.
         step: the step.
-        samples: the numbers of its samples, by micro-batch.
+        samples: the numbers of its samples, by micro-batch of this rank.
     """
 
     def __init__(self, run: Run, step: Step, samples: list[list[int]]) -> None:
@@ -78,9 +78,7 @@ class Look:
             for part, numbers in enumerate(self.samples)
             for row, sample in enumerate(numbers)
         ]
-        self.facts["samples"] = sorted(rows, key=_largest_first)
-        largest = sorted(self._largest.items(), key=lambda it: -it[1] if it[1] == it[1] else -math.inf)
-        self.facts["activations"] = [{"module": name, "largest": value} for name, value in largest[:10]]
+        self.facts |= {"samples": rows, "activations": self._largest}
 
     def after_commit(self) -> None:
         """Look at the update."""
@@ -106,14 +104,8 @@ class Look:
         finally:
             for layer in layers:
                 layer.train()
-        mean, loss = sum(found.values()) / max(1, len(found)), self.facts["loss"]
         if layers:
             self.facts["note"] = "losses of samples use BatchNorm's running statistics, not the batch's"
-        elif abs(mean - loss) > 1e-3 * max(abs(loss), abs(mean)):
-            self.facts["note"] = (
-                f"the losses of single samples have the mean {mean:.4g}, the batch's loss is {loss:.4g}: the loss is "
-                "no plain mean, or draws random numbers (dropout)"
-            )
         return found
 
     def _examine(self, model: Any, part: int, look_for: bool) -> None:
@@ -167,6 +159,27 @@ class Look:
         seed_computation(derive(self.run.config.seed, "micro-batch", self.step.number, number), self.run.world.devices)
 
 
+def merged(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The facts of all ranks as one, samples and activations with the largest first; norms are the same on all."""
+    first = dict(everyone[0])
+    for name in ("nonfinite", "note"):
+        first[name] = next((it[name] for it in everyone if it[name]), first[name])
+    first["samples"] = sorted((row for it in everyone for row in it["samples"]), key=lambda row: _largest(row["loss"]))
+    known, loss = [row["loss"] for row in first["samples"] if row["loss"] is not None], first["loss"]
+    mean = sum(known) / max(1, len(known))
+    if known and not first["note"] and abs(mean - loss) > 1e-3 * max(abs(loss), abs(mean)):
+        first["note"] = (
+            f"the losses of single samples have the mean {mean:.4g}, the batch's loss is {loss:.4g}: the loss is "
+            "no plain mean, or draws random numbers (dropout)"
+        )
+    pairs = sorted((pair for it in everyone for pair in it["activations"].items()), key=lambda pair: _largest(pair[1]))
+    largest: dict[str, float] = {}
+    for name, value in pairs:
+        largest.setdefault(name, value)
+    first["activations"] = [{"module": name, "largest": value} for name, value in [*largest.items()][:10]]
+    return first
+
+
 def row_of(batch: Any, row: int, size: int) -> Any:
     """A batch of one sample out of a batch of tensors, dicts, lists and tuples; raises a TypeError for others."""
     if isinstance(batch, Tensor):
@@ -187,6 +200,6 @@ def _scalar(found: Any) -> Tensor:
     return loss
 
 
-def _largest_first(row: Mapping[str, Any]) -> tuple[bool, float]:
-    loss = row["loss"]
-    return (loss is None, -math.inf if loss is None or loss != loss else -loss)
+def _largest(value: float | None) -> tuple[bool, float]:
+    """Sorts NaN before the largest, and what is not known to the end."""
+    return value is None, -math.inf if value is None or value != value else -value

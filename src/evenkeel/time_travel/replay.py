@@ -1,4 +1,4 @@
-"""Run a part of a run again, in a folder of its own, on this process."""
+"""Run a part of a run again, in a folder of its own, on this process or, called by ranks.py, on several."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..tasks.command_line import parse
 from ..training.nonfinite import NonFinite
 from ..training.task import Task
 from .agreement import Recorded, agreement
-from .look import Look
+from .look import Look, merged
 
 COPIED = ("micro_batch", "micro_batches", "threads", "samples", "order", "orders", "digests", "total_steps")
 """Facts of status.json by which a run is continued."""
@@ -102,29 +102,65 @@ def replay(
         Refusal: there is no such run or step.
         Ended: the run cannot be continued here.
     """
-    status, options = _read(run_dir, last)
+    with prepared(run_dir, last, first - 1 if begin is None else begin) as folder:
+        return replay_in(folder, run_dir, first, last, script, words, visit, save_samples)
+
+
+def replay_in(
+    folder: Path,
+    run_dir: Path,
+    first: int,
+    last: int,
+    script: Path,
+    words: list[str],
+    visit: Visit | None = None,
+    save_samples: Path | None = None,
+) -> Replay:
+    """The same in a folder made by `prepared`; all ranks call it, and each returns what all have found."""
     places = (script, *OWN_LOOPS) if str(script) == "train.py" else (script,)  # the default, or one that was typed
     loop = next((path for path in places if path.exists()), script)
-    checkpoints = Checkpoints(run_dir / "checkpoints", 1, None)
-    kept = [path for path in checkpoints.all() if step_of(path) <= (first - 1 if begin is None else begin)]
-    result = Replay(started=max(map(step_of, kept), default=0))
+    result = Replay(started=Checkpoints(folder / "checkpoints", 1, None).newest_step())
     Replayed.save_samples = save_samples
-    with tempfile.TemporaryDirectory(prefix="evenkeel-replay-") as name:
-        folder = Path(name) / "run"
-        _prepare(folder, options, status, kept)
-        config, task = parse(["--run-dir", str(folder), *words], base=read_config(folder / "config.toml"))
-        config = replace(config, **OFF)
-        newest = checkpoints.newest_manifest()
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with quiet, _opened(config, task, result, range(first, last + 1), visit) as run:
-            if newest:
-                result.other = _other(newest.fingerprint, run, loop)
-            _train(run, loop)
+    config, task = parse(["--run-dir", str(folder), *words], base=read_config(folder / "config.toml"))
+    config = replace(config, **OFF)
+    newest = Checkpoints(run_dir / "checkpoints", 1, None).newest_manifest()
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with quiet, _opened(config, task, result, range(first, last + 1), visit) as run:
+        if newest:
+            result.other = _other(newest.fingerprint, run, loop)
+        _train(run, loop)
     exact = config.reduce == "tree" and not result.other
     recorded = Recorded.of(read_records(run_dir / "metrics.jsonl"))
     result.agrees, result.agreement = agreement(recorded, result.again, exact)
-    result.note_end(status.get("reason", ""))
+    result.note_end(read_facts(run_dir / "status.json")[0].get("reason", ""))
     return result
+
+
+@contextlib.contextmanager
+def prepared(run_dir: Path, last: int, begin: int) -> Iterator[Path]:
+    """A folder of its own, from which a run continues at its newest kept checkpoint up to step `begin`.
+
+    Raises:
+        Refusal: there is no such run, or it has fewer steps than `last`.
+    """
+    status, options = _read(run_dir, last)
+    kept = [path for path in Checkpoints(run_dir / "checkpoints", 1, None).all() if step_of(path) <= begin]
+    with tempfile.TemporaryDirectory(prefix="evenkeel-replay-") as name:
+        _prepare(Path(name) / "run", options, status, kept)
+        yield Path(name) / "run"
+
+
+def function_of(words: str) -> Visit | None:
+    """The function that --python names; None for ""."""
+    if not words:
+        return None
+    file, _, name = words.rpartition(":")
+    if not Path(file).is_file():
+        raise Refusal(f"--python {words}: there is no file {file or words}; give FILE.py:FUNCTION")
+    function: Any = runpy.run_path(file).get(name)
+    if not callable(function):
+        raise Refusal(f"--python {words}: {file} has no function {name}; give FILE.py:FUNCTION")
+    return function  # type: ignore[no-any-return]
 
 
 def refuse_unless_run(path: Path) -> None:
@@ -244,7 +280,8 @@ class Replayed(Run):
         if step.number + 1 not in self.looked_into:
             return None
         sampler = whole_steps(self.attempt.sets[TRAINING], self.config, self.plan.micro_batch, self.plan.number)
-        return Look(self, step, samples_of(sampler, step.number))
+        samples = samples_of(sampler, step.number)
+        return Look(self, step, [samples[it.id] for it in step.micro_batches])
 
 
 class Watched:
@@ -281,6 +318,7 @@ class Watched:
         if folder := self._run.save_samples:
             self._look.save(folder)
         self._look.before_commit(self._model, norm)
+        self._look.facts = merged(self._run.world.gather(self._look.facts))
         self._run.result.steps.append(self._look.facts)
         self._model.step(norm)
         self._look.after_commit()

@@ -115,7 +115,7 @@ def test_each_figure_has_words_and_no_id_comes_twice(rich: Path) -> None:
 
 
 def test_colours_are_those_of_the_style_sheet_and_change_in_the_dark(rich: Path) -> None:
-    style = (ROOT / "src" / "evenkeel" / "assets" / "report.css").read_text()
+    style = (ROOT / "src" / "evenkeel" / "assets" / "page.css").read_text()
     light, dark = style.split("prefers-color-scheme: dark")
     for name, colour in LIGHT.items():
         assert f"--{name}: {colour};" in light

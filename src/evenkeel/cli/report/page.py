@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -13,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ... import __version__
 from ...common.arguments import flag
 from ...common.files import MOST
 from ...common.naming import TRAIN
 from ...run.records import ACCOUNTS, verified
+from ..html_page import document, table
 from . import figures
 from .audited import audited
 from .classified import Classified, read_classified
@@ -28,9 +26,6 @@ from .theme import SERIES, Figure
 
 BEGINS = "<!DOCTYPE html><!-- evenkeel report -->"
 """The text by which a file is recognised as a report that may be replaced."""
-
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""With this the browser refuses to load anything."""
 
 FACTS = {
     "state": "state",
@@ -89,19 +84,7 @@ def page(histories: Sequence[History], sections: Mapping[str, str]) -> str:
         sections: heading -> HTML of what is below it; those that are empty are left out.
     """
     names = ", ".join(history.name for history in histories)
-    style = (Path(__file__).parents[2] / "assets" / "report.css").read_text()
-    command = shlex.join(["evenkeel", *sys.argv[1:]])
-    body = "".join(
-        f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections.items() if content
-    )
-    return (
-        f'{BEGINS}<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(names)}</title><style>{style}</style></head>'
-        f"<body>{_header(histories)}<main>{body}</main><footer>Made by Evenkeel {__version__} on "
-        f"{time.strftime('%Y-%m-%d %H:%M')}: <code>{escape(command)}</code></footer></body></html>\n"
-    )
+    return document("report", names, _header(histories), sections)
 
 
 def _header(histories: Sequence[History]) -> str:
@@ -109,7 +92,7 @@ def _header(histories: Sequence[History]) -> str:
         colours = cycle(f'<i style="background: var(--{name})"></i>' for name in SERIES)
         rows = [[next(colours) + escape(it.name), *_facts(it).values()] for it in histories]
         heads = ["run", *FACTS.values()]
-        return f"<header><p>Evenkeel report</p><h1>{len(histories)} runs</h1>{table(heads, rows)}</header>"
+        return f"<p>Evenkeel report</p><h1>{len(histories)} runs</h1>{table(heads, rows)}"
     (history,) = histories
     facts = _facts(history)
     tiles = "".join(
@@ -117,7 +100,7 @@ def _header(histories: Sequence[History]) -> str:
     )
     why = f"<p>{escape(history.why)}</p>" * bool(history.why)
     about = " · ".join(["Evenkeel report", *_about(history)])
-    return f"<header><p>{about}</p><h1>{escape(history.name)} {facts['state']}</h1>{why}<dl>{tiles}</dl></header>"
+    return f"<p>{about}</p><h1>{escape(history.name)} {facts['state']}</h1>{why}<dl>{tiles}</dl>"
 
 
 def _about(history: History) -> Iterator[str]:
@@ -166,20 +149,6 @@ def gallery(made: Iterable[Figure], more: str = "") -> str:
         for it in made
     )
     return f'<div class="cards">{cards}{more}</div>' if cards else ""
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], folded: str = "") -> str:
-    """A table of HTML in a card of its own, which scrolls if it is too wide; the first cell of a row is its heading.
-
-    Empty without rows; with ``folded`` it is shown on demand, behind these words.
-    """
-    top = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    body = "".join(
-        f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
-    )
-    card = f'<div class="scroll card"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-    fold = f"<details><summary>{escape(folded)}</summary>{card}</details>" if folded else card
-    return fold if rows else ""
 
 
 def attempts(history: History) -> str:

@@ -1,7 +1,7 @@
 """Colours and style of the figures; a figure as SVG that follows the page's light or dark theme.
 
 matplotlib draws with the colours of the light theme. In the SVG each of them is then replaced by the variable of the
-style sheet (`assets/report.css`) that has its value in light and another one in dark.
+style sheet (`assets/page.css`) that has its value in light and another one in dark.
 """
 
 from __future__ import annotations
