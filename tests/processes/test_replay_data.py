@@ -34,7 +34,7 @@ def shards(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stream", "refresh", "shards", "images"])
 def test_steps_are_run_again_in_every_bit_and_samples_have_names(tmp_path: Path, kind: str) -> None:
-    """On one process, from a checkpoint of any step."""
+    """On one process, from a checkpoint of any step. The control: with pictures that were changed it does not agree."""
     words = {
         "stream": lambda: (f"{SUPPORT / 'streams_task.py'}:Streamed",),
         "refresh": lambda: (f"{SUPPORT / 'refreshed_task.py'}:Refreshed",),
@@ -57,3 +57,10 @@ def test_steps_are_run_again_in_every_bit_and_samples_have_names(tmp_path: Path,
     assert "WRONG" not in audited
     assert "shown by running them again: 1-10\n" in audited
     assert ("which a stream has not" in audited) == (kind == "stream")
+    if kind == "images":
+        for path in (tmp_path / "data" / "train").rglob("*.png"):
+            Image.new("RGB", (24, 24), (90, 16, 255)).save(path)
+        again = ("-m", "evenkeel", "replay", run, "--step", "6")
+        assert "the training data has changed" in run_forked(*again, expect=2).stderr
+        found = run_forked(*again, "--", "--other-data", expect=1).stdout
+        assert found.splitlines()[-1].startswith("evenkeel: differs: from step 5 on"), found

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ..common.errors import REFUSED, Ended, Refusal
 from ..common.files import read_json, write_json
+from ..common.network import Link
 from ..distributed.exits import exit_code
-from ..launch.topology import Link, Topology, torchrun
+from ..launch.topology import Topology, torchrun
 from .replay import Replay, function_of, prepared, replay_in
 
 
