@@ -8,6 +8,7 @@ import pytest
 
 from evenkeel.cli.plan import PlanCommand
 from evenkeel.common.errors import Refusal
+from tests.support import needs
 from tests.support.processes import ROOT
 from tests.support.sharded_task import Sharded
 
@@ -39,6 +40,7 @@ def test_the_plan_has_the_shares_that_are_typed(tmp_path: Path, capsys: pytest.C
     assert full == ["every full step, 12 samples:", "  rank 0: 9 samples as 3 + 3 + 3", "  rank 1: 3 samples"]
 
 
+@needs.sharding
 def test_the_plan_says_how_shard_on_divides_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The numbers are those of the rows in torch's own division; what the job refuses, the plan refuses."""
     task = f"{ROOT / 'tests' / 'support' / 'sharded_task.py'}:Sharded"

@@ -13,8 +13,11 @@ import pytest
 from evenkeel.common.errors import Refusal
 from evenkeel.tasks.command_line import parse
 from tests.promises.test_sharded_state import RARE, job, log_of, one_rank, slowed  # noqa: F401  (fixtures)
+from tests.support import needs
 from tests.support.processes import ROOT, TRAIN, finish, free_port, kill_group, start
 from tests.support.small_runs import ended, keepers_of, starts, trained, wait_for_step, weights_of
+
+pytestmark = needs.sharding
 
 
 def node(number: int, port: int, run_dir: Path, *more: object) -> subprocess.Popen[str]:

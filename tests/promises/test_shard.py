@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support import needs
 from tests.support.processes import read
 from tests.support.small_runs import job_of, refusal, results_of, trained, weights_of
+
+pytestmark = needs.sharding
 
 SHAPE = "--epochs 2 --batch-size 20 --micro-batch 3 --reduce tree --shard on --lr 0.02"
 job = job_of("sharded_task.py:Sharded", SHAPE)

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support import needs
 from tests.support.processes import evenkeel, read
 from tests.support.small_runs import evaluation_of, job_of, trained, weights_of
+
+pytestmark = needs.sharding
 
 SHAPE = "--epochs 2 --batch-size 20 --micro-batch 3 --reduce tree --checkpoint-every 2 --keep 3"
 job = job_of("sharded_task.py:Predicted", SHAPE)

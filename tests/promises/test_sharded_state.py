@@ -18,7 +18,7 @@ import torch
 
 from evenkeel.run.checkpoint import load
 from tests.run.test_checkpoint import same
-from tests.support import processes
+from tests.support import needs, processes
 from tests.support.processes import ROOT, TRAIN, fork_ranks, start, torchrun
 from tests.support.small_runs import (
     ended,
@@ -32,6 +32,8 @@ from tests.support.small_runs import (
     wait_for_step,
     weights_of,
 )
+
+pytestmark = needs.sharding
 
 STEPS = 12
 SHARD = ["--shard", "on", "--reduce", "tree", "--batch-size", 7, "--micro-batch", 1, "--max-steps", STEPS]

@@ -1,4 +1,4 @@
-"""--mirror where no process copies the checkpoints, or where this copy has no mirror."""
+"""What a start refuses: --mirror where no process copies or this copy has no mirror, --shard on with an old torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
+from evenkeel.run.build import refuse_old_torch
 from evenkeel.run.run_directory import MIRRORED
 from evenkeel.run.start_checks import refuse_unmirrored
 
@@ -23,3 +24,11 @@ def test_a_mirror_without_a_process_that_copies(tmp_path: Path, monkeypatch: pyt
     refuse_unmirrored(Config(run_dir=tmp_path))
     monkeypatch.setenv(MIRRORED, str(tmp_path))
     refuse_unmirrored(config)
+
+
+def test_sharding_with_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", "2.8.0+cpu")
+    with pytest.raises(Refusal, match=r"^--shard on: needs torch 2.9 or later, and this is 2.8.0\+cpu$"):
+        refuse_old_torch()
+    monkeypatch.setattr("torch.__version__", "2.10.0")
+    refuse_old_torch()
