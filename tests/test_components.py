@@ -19,16 +19,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1460,
-    "config": 560,
+    "config": 570,
     "data": 3170,
     "distributed": 2150,
     "resilience": 1550,
-    "training": 5720,
+    "training": 5770,
     "run": 6360,
     "tasks": 2190,
     "mirror": 550,
     "launch": 3000,
-    "cli": 7420,
+    "cli": 7450,
     "time_travel": 1680,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -54,8 +54,7 @@ COMPONENTS = {
     "sweep": "src/evenkeel/cli/sweep.py tests/*/test_sweep.py docs/sweep.md",
     "trackers": "src/evenkeel/run/own_trackers.py tests/run/test_own_trackers.py tests/promises/test_own_trackers.py "
     "tests/support/note_tracker.py tests/support/mlflow_stand_in.py",
-    "report": "src/evenkeel/cli/report tests/cli/report tests/support/reports.py "
-    "docs/report.*",
+    "report": "src/evenkeel/cli/report tests/cli/report tests/support/reports.py docs/report.*",
     "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
     "check": "src/evenkeel/cli/check src/evenkeel/testing.py tests/cli/check tests/*/test_check.py "
     "tests/support/bad_tasks.py docs/check.md",

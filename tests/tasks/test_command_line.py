@@ -215,7 +215,7 @@ def test_every_option_by_its_flag(folder: Path) -> None:
     # --compile, --place and --model-parallel exclude each other, and so do the last two
     apart = ("task", "config", "eval_only", "checkpoint", "strategy", "compile", "place", *switches, "micro_batches")
     apart = (*apart, "profile", "memory_snapshot", "shares", "reduce_dtype", "tracker", "verify_every", "mirror")
-    apart = (*apart, "batch_tokens", "shard")
+    apart = (*apart, "batch_tokens", "shard", "replicate")
     options = [option for option in fields(Config) if option.name not in apart]
     expected = {option.name: another_value(option, hints[option.name], file) for option in options}
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in expected.items()}
