@@ -26,7 +26,7 @@ NAMES = {
     "my-trainer class True 9lives __init__ _mine mine_ MyTrainer Torch größe": "cannot be a Python package's name",
     "match case type print len list": "is a word of Python",
     "torch torchvision pil yaml test tests src train json launch slurm docker k8s docs examples tools submit "
-    "interpreter nanogpt run": "a module of this name exists",
+    "interpreter nanogpt run": "choose another name",
     "world rank model name": "which would hide the package",
 }
 

@@ -25,8 +25,12 @@ def why_not(name: str, taken: Iterable[str] = (), path: Iterable[str] = ()) -> s
         return f"cannot be a Python package's name; use small letters, digits and _, for example {near}"
     if keyword.issoftkeyword(name) or name in dir(builtins):
         return "is a word of Python; choose another, such as mytrainer"
-    installed = (module.name for module in pkgutil.iter_modules([*sys.path, *path]))
-    known = {other.lower().replace("-", "_") for other in (*sys.stdlib_module_names, *taken, *installed)}
-    if name in known or importlib.util.find_spec(name):
-        return "a module of this name exists; choose another"
-    return ""
+    if name in sys.stdlib_module_names:
+        return "is a module of Python's standard library; choose another name"
+    if name in {other.lower().replace("-", "_") for other in taken}:
+        return "is the name of a file, a folder or a dependency of the project; choose another name"
+    for module in pkgutil.iter_modules([*sys.path, *path]):
+        if module.name.lower() == name:
+            where = getattr(module.module_finder, "path", "sys.path")
+            return f"a module of this name is in {where}; choose another name"
+    return "a module of this name can be imported here; choose another name" if importlib.util.find_spec(name) else ""
