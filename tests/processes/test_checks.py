@@ -108,11 +108,17 @@ def test_ranks_whose_losses_have_other_parts_are_told_before_the_first_step_coun
 
 
 @needs.no_gpu
-def test_ranks_with_other_data_are_told_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("OtherDataOnRank1", "the training data has 13 samples on rank 0 and 12"),
+        ("OtherSetsOnRank1", "the near data has 13 samples on rank 0 and 0"),
+    ],
+)
+def test_ranks_with_other_data_are_told_so(tmp_path: Path, task: str, said: str) -> None:
     """Their steps would not be the same ones, and in the end one would wait for ever."""
-    refused, _ = failed(2, odd_job("OtherDataOnRank1", tmp_path / "run"), code=2)
-    said = "the training data has 13 samples on rank 0 and 12 on rank 1; give all nodes the same data"
-    assert the_line(refused.stderr) == said
+    refused, _ = failed(2, odd_job(task, tmp_path / "run"), code=2)
+    assert the_line(refused.stderr) == f"{said} on rank 1; give all nodes the same data"
     assert not (tmp_path / "run" / "status.json").exists()
 
 

@@ -128,6 +128,21 @@ def test_a_reason_that_is_not_in_utf_8(path: Path) -> None:
     assert read_json(path / "status.json")["reason"] == r"no image: b\udce9.jpg"
 
 
+def test_an_end_that_cannot_be_written_is_none(path: Path) -> None:
+    """Else a full disk at the end would leave "running" for ever: after an end nothing is written."""
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, [""])
+    file = path / "status.json"
+    file.rename(path / "aside")
+    file.mkdir()
+    with pytest.raises(OSError, match="status"):
+        directory.advance("finished", 9)
+    file.rmdir()
+    directory.advance("failed", 9, reason="no space")
+    assert (read_json(file)["state"], read_json(file)["reason"]) == ("failed", "no space")
+    assert directory.status == read_json(file)
+
+
 def test_a_file(path: Path) -> None:
     path.parent.mkdir()
     path.write_text("precious")

@@ -287,6 +287,12 @@ class OfLength:
 OtherDataOnRank1 = odd(
     "OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[int(os.environ.get("RANK", "0")) :]
 )
+OtherSetsOnRank1 = odd(
+    "OtherSetsOnRank1",
+    test_dataset=lambda task: (
+        {name: Usual.test_dataset(task) for name in ("near", "far")[int(os.environ.get("RANK", "0")) :]}
+    ),
+)
 Exits = odd(  # the process, at a sample that no start looks at
     "Exits",
     train_dataset=lambda task: OfLength(lambda: 13, lambda index: sys.exit() if index == 1 else torch.ones(3)),

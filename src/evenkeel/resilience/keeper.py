@@ -212,7 +212,7 @@ class Keeper:
         return bool(self._stop_time)
 
     def _note_stop(self, number: int) -> None:
-        """Only a second Ctrl-C cuts the wait short: agents and schedulers may send one SIGTERM several times."""
+        """Only a second Ctrl-C cuts the wait short, which torchrun passes on as SIGTERM; a SIGTERM may be repeated."""
         now = time.monotonic()
         if not self._stop_time:
             self._stop_time, self._stop_signal = now, number

@@ -77,10 +77,10 @@ class DataCheck:
                     "that some samples would come twice; let it return the same at every start, name another folder, "
                     "or start over with --fresh"
                 )
-            for part, number in there.items():
-                if number != samples[part]:
+            for part in samples | there:
+                if (first := samples.get(part, 0)) != (number := there.get(part, 0)):
                     raise Refusal(
-                        f"the {part} data has {samples[part]} samples on rank 0 and {number} on rank {rank}; "
+                        f"the {part} data has {first} samples on rank 0 and {number} on rank {rank}; "
                         "give all nodes the same data"
                     )
         known = before.get("digests", {})

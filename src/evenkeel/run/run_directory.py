@@ -143,13 +143,13 @@ class RunDirectory:
         with self._one_at_a_time:
             if self._over:
                 return
-            self._over = state != "running"
             if reason := facts.get("reason"):  # may name a file that is not in UTF-8
                 facts["reason"] = reason.encode(errors="backslashreplace").decode()
-            here = {"host": socket.gethostname(), "pid": os.getpid()}
-            self.status |= {"state": state, **here, "time": time.time()} | facts
+            self.status |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()} | facts
             self._make_again()
-            write_json(self.path / "status.json", self.status)
+            write_json(self.path / "status.json", self.status | {"state": state})
+            # an end that could not be written is none: the failure is recorded instead
+            self.status["state"], self._over = state, state != "running"
 
     def advance(self, state: RunState, step: int, **facts: Any) -> None:
         """As :meth:`update`, with the step that is saved and the seconds so far."""
