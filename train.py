@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # another Python than that of `make setup`
     ) from None
 
 if __name__ == "__main__":
-    evenkeel.announce()  # for the next import takes seconds: it brings torch
+    evenkeel.announce()  # the next import takes seconds, because it imports torch
 
 from evenkeel import Run, clip_grad_norm, evaluate, parse, start
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
 
 
 def train(run: Run) -> None:
-    """Step after step until the run is over: on every rank the same steps, on each its own share of their samples."""
+    """Take the remaining steps: all ranks take the same ones, each with its share of the samples."""
     config, task, state = run.config, run.task, run.state
     model = run.distribute(task.loss)  # DDP around the model and its loss
 

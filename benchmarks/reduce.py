@@ -22,6 +22,7 @@ import tyro
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import Step
 from evenkeel.distributed.reduction import Tree
@@ -82,7 +83,7 @@ def steps(side: Side, name: str, plan: Plan, world: World) -> Iterator[int]:
     state = State(make().to(world.device), [])
     reduce: Literal["ring", "tree"] = "tree" if side == "tree" else "ring"
     dtype: Literal["fp32", "bf16"] = "bf16" if side == "bf16" else "fp32"
-    gradients = DistributedLoss(Plain().loss, state, world, plan, reduce=reduce, reduce_dtype=dtype)
+    gradients = DistributedLoss(Plain().loss, state, world, plan, Config(reduce=reduce, reduce_dtype=dtype))
     if side == "alone" and isinstance(gradients.module, DistributedDataParallel):
         gradients.module = gradients.module.module
     mine = plan.micro_batches(0, world.rank, world.world_size)

@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from turns import in_turn
 
+from evenkeel.config import Config
 from evenkeel.data.plan import MicroBatch, Plan
 from evenkeel.data.sampler import Step
 from evenkeel.distributed.world import World
@@ -97,7 +98,7 @@ def ours(shard: bool, task: Text, world: World, plan: Plan, side: Side) -> Itera
     state = State(model, [AdamW(model.parameters(), 1e-4, foreach=True)])
     if shard:
         divide(state, Sharding(model, None, state.optimizers, task, world, "fp32"))
-    made = DistributedLoss(task.loss, state, world, plan, reduce="tree")
+    made = DistributedLoss(task.loss, state, world, plan, Config(reduce="tree"))
     slots = Slots([os.memfd_create("slot") for _ in range(2)], world.devices)
     for number in itertools.count():
         every = plan.micro_batches(number)

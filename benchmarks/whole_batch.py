@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from turns import in_turn
 
+from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import Step
 from evenkeel.distributed.world import World
@@ -90,7 +91,7 @@ def embedding_twice(options: Options, world: World, per_rank: int) -> Iterator[N
     samples = options.size * world.world_size
     plan = Plan(samples, samples, options.size // per_rank, epochs=1)
     state = State(network().to(world.device), [])
-    learner = DistributedLoss(WholeBatch(embed, nt_xent), state, world, plan, reduce=options.reduce)
+    learner = DistributedLoss(WholeBatch(embed, nt_xent), state, world, plan, Config(reduce=options.reduce))
     mine = plan.micro_batches(0, world.rank, world.world_size)
     batches = [torch.randn(m.size, 3, options.image, options.image) for m in mine]
     while True:

@@ -238,7 +238,7 @@ def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkey
         scaler = Scaler(DEVICES[0]) if reduce == "ring" else None
         state = State(model, [], scaler=scaler, ema=0.9)
         world = World(0, 0, 1, 1, DEVICES[0], False, tuple(DEVICES[1:]))
-        gradients = DistributedLoss(task.loss, state, world, plan, reduce=reduce)
+        gradients = DistributedLoss(task.loss, state, world, plan, Config(reduce=reduce))
         batches = [(torch.rand(4, 1, 32, 32), torch.zeros(4, 32, 32, dtype=torch.int64)) for _ in range(2)]
         passes(gradients, 0, plan.micro_batches(0), batches)
         norm = clip_grad_norm(model.parameters(), 1.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.data_parallel import Parallel, replicas
 from evenkeel.distributed.world import World
@@ -22,7 +23,7 @@ def train_by(world: World, strategy: Any, batches: Sequence[Any], plan: Plan) ->
     task = Forty()
     model = copy.deepcopy(task.model()).to(world.device)
     state = State(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
-    gradients = DistributedLoss(task.loss, state, world, plan, strategy=strategy)
+    gradients = DistributedLoss(task.loss, state, world, plan, Config(strategy=strategy))
     losses = []
     for step, batch in enumerate(batches):
         state.clear_gradients()

@@ -19,7 +19,7 @@ from evenkeel.run.digest import digests
 from evenkeel.run.fingerprint import differences, fingerprint
 from evenkeel.run.weights import read_weights
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.arrivals import BACKWARD, DATA, FORWARD, STEPS, Arrivals
+from evenkeel.training.arrivals import BACKWARD, FORWARD, LOADING, STEPS, Arrivals
 from evenkeel.training.flops import peak, per_sample
 from tests.data.test_randomness import SEEDS
 from tests.distributed.test_devices import gpu
@@ -82,7 +82,7 @@ def test_a_ranks_arrivals_are_timed_on_the_stream_and_the_host_does_not_wait() -
     torch.cuda.synchronize()
     begun = time.perf_counter()
     it.begin([MicroBatch(0, 0, 0, 4)])
-    it.mark(DATA)
+    it.mark(LOADING)
     torch.cuda._sleep(CYCLES)
     it.mark(FORWARD)
     it.mark(BACKWARD)
@@ -92,7 +92,7 @@ def test_a_ranks_arrivals_are_timed_on_the_stream_and_the_host_does_not_wait() -
     took = time.perf_counter() - begun
     it._add_up()
     assert it._row[STEPS] == 1
-    assert it._row[DATA] + it._row[BACKWARD] < it._row[FORWARD] <= took
+    assert it._row[LOADING] + it._row[BACKWARD] < it._row[FORWARD] <= took
 
 
 def test_mfu_is_known_where_the_peak_is() -> None:

@@ -52,7 +52,8 @@ def test_autocast_is_that_of_the_gpu(precision: Precision) -> None:
     model = task.model().to(device)
     scaler = Scaler(device) if precision == "fp16" else None
     state = State(model, [build_optimizer(model.parameters(), Config())], scaler=scaler)
-    gradients = DistributedLoss(task.loss, state, World(0, 0, 1, 1, device, launched=False), PLAN, precision=precision)
+    alone = World(0, 0, 1, 1, device, launched=False)
+    gradients = DistributedLoss(task.loss, state, alone, PLAN, Config(precision=precision))
     batches = [task.train_dataset().__getitems__(list(range(i, i + 4))) for i in (0, 4)]
     passes(gradients, 0, PLAN.micro_batches(0), batches)
     gradients.step(clip_grad_norm(model.parameters(), 0.0))

@@ -204,7 +204,7 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(unused: bool) -> None:
     images, labels = (tensor[:4].pin_memory() for tensor in task.train_dataset().tensors)  # type: ignore[attr-defined]
     world, batches = World(0, 0, 1, 1, device, launched=False), [Batch(images, labels)] * 3
     state = State(model, [build_optimizer(model.parameters(), Config())])
-    gradients = DistributedLoss(task.loss, state, world, plan, reduce="tree")
+    gradients = DistributedLoss(task.loss, state, world, plan, Config(reduce="tree"))
     for mode in ("default", "error"):  # the first step copies constants, and lets cuDNN choose
         with no_waits(mode):
             state.clear_gradients()

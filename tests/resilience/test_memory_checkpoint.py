@@ -71,7 +71,7 @@ def test_a_state_that_has_no_room_is_not_held_at_all(limit: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         if not store(partial(torch.save, STATE), {"step": 1}):
             assert memory_checkpoint._facts == {}
-            assert os.fstat(memory_checkpoint._own).st_size == 0
+            assert os.fstat(memory_checkpoint._descriptor).st_size == 0
             store(lambda file: file.write(b"less"), {"step": 2})  # the process goes on
 
     assert by_a_rank(KeeperMemory(print), act) == ('{"step": 2}' if limit == MEGABYTE else '{"step": 1}')
@@ -135,7 +135,7 @@ def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
 def test_a_process_that_is_forked_keeps_no_memory() -> None:
     def act() -> None:
         store(partial(torch.save, STATE), {"step": 1, "folder": ""})
-        mine = memory_checkpoint._own
+        mine = memory_checkpoint._descriptor
         os.fstat(mine)
         if not (loader := os.fork()):
             with contextlib.suppress(OSError):

@@ -283,7 +283,7 @@ def test_a_writer_that_waited_does_not_write_into_the_run_that_began_meanwhile(c
     """`--fresh` moves the folder aside. The control: in the folder as it was it writes."""
     for fresh in (False, True):
         checkpoints.folder.mkdir(parents=True, exist_ok=True)
-        with checkpoints.alone(0.0):  # the lock is taken
+        with checkpoints.locked(0.0):  # the lock is taken
             writer = FORK.Process(target=checkpoints.save_if_new, args=(state(7), time.monotonic() + 60))
             writer.start()
             wait_until(lambda: opened_by(writer.pid).count(str(checkpoints.folder)) == 2, "its wait")  # noqa: B023
@@ -675,7 +675,7 @@ def test_the_control_writers_that_share_a_name_are_in_the_way_of_each_other(
 
 def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(checkpoints: Checkpoints) -> None:
     """As a loader process is, beside a checkpoint in the background."""
-    with checkpoints.alone(0):
+    with checkpoints.locked(0):
         child = FORK.Process(target=time.sleep, args=(600,))
         child.start()
     try:

@@ -19,6 +19,7 @@ from steps import passes, rank_0_writes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.exchange import Exchange
 from evenkeel.distributed.reduction import Tree
@@ -73,7 +74,7 @@ def made(world: World, unused: bool, reduce: Literal["ring", "tree"], sync: bool
     model = task.model().to(world.device)
     if sync:
         synchronise(model, plan, world)
-    return DistributedLoss(task.loss, State(model, []), world, plan, reduce=reduce, unused=unused)
+    return DistributedLoss(task.loss, State(model, []), world, plan, Config(reduce=reduce), unused=unused)
 
 
 def step(gradients: DistributedLoss) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.loader import loader
 from evenkeel.data.plan import Plan
@@ -68,7 +69,7 @@ def ours(world: World) -> dict[str, list[float]]:
         train_set, GLOBAL_BATCH, MICRO_BATCH, num_replicas=world.world_size, rank=world.rank, seed=1
     )
     batches = loader(train_set, sampler, "train", 0, world.device)
-    gradients = DistributedLoss(task.loss, state, world, sampler.plan, seed=1)
+    gradients = DistributedLoss(task.loss, state, world, sampler.plan, Config(seed=1))
     losses = []
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
@@ -170,7 +171,7 @@ def compressed(world: World, dtype: Literal["fp32", "bf16"]) -> dict[str, Any]:
     torch.manual_seed(0)
     task, plan = Classify(width=2), Plan(samples=128, global_batch=32, micro_batch=8, epochs=1)
     state = State(task.model(), [])
-    gradients = DistributedLoss(task.loss, state, world, plan, reduce_dtype=dtype)
+    gradients = DistributedLoss(task.loss, state, world, plan, Config(reduce_dtype=dtype))
     sent, stock = [], dist.all_reduce
 
     def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:

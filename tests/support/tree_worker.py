@@ -16,6 +16,7 @@ from steps import passes, rank_0_writes
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from evenkeel.config import Config
 from evenkeel.data.loader import loader
 from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
@@ -131,7 +132,7 @@ def train(way: Way, world: World, micro_batches: int) -> list[str]:
     )
     batches = loader(train_set, sampler, "train", way.workers, world.device)
     gradients = DistributedLoss(
-        way.loss, state, world, sampler.plan, seed=1, reduce=way.reduce, unused=way.unused_parameters
+        way.loss, state, world, sampler.plan, Config(seed=1, reduce=way.reduce), unused=way.unused_parameters
     )
     losses = []
     for epoch in range(2):

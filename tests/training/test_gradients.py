@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from evenkeel.common.errors import Ended
+from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
@@ -125,4 +126,4 @@ def test_networks_that_take_turns_are_refused_where_the_other_one_would_be_left_
     model = nn.ModuleDict({"one": nn.Linear(2, 1), "other": nn.Linear(2, 1)})
     plan = Plan(samples=4, global_batch=4, micro_batch=4, epochs=1)
     with pytest.raises(Ended, match="--strategy dp, --shard and --sync-batchnorm are not for networks that take turns"):
-        DistributedLoss(TinyTask().loss, State(model, []), ALONE, plan, strategy="dp", network=model["one"])
+        DistributedLoss(TinyTask().loss, State(model, []), ALONE, plan, Config(strategy="dp"), network=model["one"])

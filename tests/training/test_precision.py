@@ -62,7 +62,7 @@ class Training:
         model = self.task.model()
         scaler = Scaler(CPU, scale, interval) if precision == "fp16" else None
         self.state = State(model, [build_optimizer(model.parameters(), Config(lr=0.01))], scaler=scaler, **options)
-        self.gradients = DistributedLoss(self.task.loss, self.state, ALONE, PLAN, precision=precision)
+        self.gradients = DistributedLoss(self.task.loss, self.state, ALONE, PLAN, Config(precision=precision))
         self.data = self.task.train_dataset()
 
     def take(self, steps: int) -> Tensor:

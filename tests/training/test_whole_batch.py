@@ -17,8 +17,7 @@ from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.data.randomness import derive, seed_computation
 from evenkeel.data.sampler import Step
-from evenkeel.training.arrivals import BACKWARD, FORWARD, WAITING, Arrivals
-from evenkeel.training.arrivals import DATA as LOADING
+from evenkeel.training.arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.oom import explained
 from evenkeel.training.optimization import clip_grad_norm

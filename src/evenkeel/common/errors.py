@@ -33,15 +33,15 @@ class Ended(Exception):  # noqa: N818
 
 
 class Unfit(Ended):
-    """The same, on a rank whose state may be wrong: it must not be saved."""
+    """Ended on a rank whose state may be wrong and must not be saved."""
 
 
 class EndedHere(Ended):
-    """The same on some ranks only, each of which prints it."""
+    """Ended on some ranks only; each prints its line."""
 
 
 class EndedByData(EndedHere):
-    """The same because of a sample. A loader process sends a traceback and the line; only the line is printed."""
+    """Ended on this rank because of a sample. Of the traceback that a loader process sends, the line is printed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.strip().rpartition(f"{type(self).__module__}.{type(self).__qualname__}: ")[2])

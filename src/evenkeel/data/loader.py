@@ -39,8 +39,8 @@ class Seeded(Dataset[Any]):
     Before each sample the generators are seeded from (seed, purpose, epoch, index). If the task has its own order, in
     which a sample may come several times, its position replaces the index. A data set that fetches whole
     micro-batches (``__getitems__``) is seeded once for each, from its first position; so is a task's own collate
-    (`Collated`). One of tensors only (`Rows`) draws no random numbers and is not seeded. A data set's ``set_epoch``
-    is called before its samples are read, in the process that reads them.
+    (`Collated`). A data set of tensors only (`Rows`) draws no random numbers and is not seeded. ``set_epoch`` of a
+    data set is called before its samples are read, in the process that reads them.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:
@@ -49,9 +49,9 @@ class Seeded(Dataset[Any]):
         dataset = dataset.dataset if isinstance(dataset, Ordered) else dataset
         self.rows = Rows.of(dataset)
         """Fetches rows of tensors; None for other data sets."""
-        self._own = dataset.collate if isinstance(dataset, Collated) else None
+        self._collate = dataset.collate if isinstance(dataset, Collated) else None
         self.dataset: SizedDataset = dataset.dataset if isinstance(dataset, Collated) else dataset
-        self.fetch_all = None if self.rows else whole_fetch(self.dataset, samples=self._own is not None)
+        self.fetch_all = None if self.rows else whole_fetch(self.dataset, samples=self._collate is not None)
         """Fetches a whole micro-batch; None: samples are fetched one by one, or rows of tensors."""
 
     def __len__(self) -> int:
@@ -80,10 +80,10 @@ class Seeded(Dataset[Any]):
 
     def collated(self, samples: Any, epoch: int = 0, start: int = 0) -> Any:
         """Collate a list of samples that begins at this position of an epoch; return a batch unchanged."""
-        if self._own is None or not isinstance(samples, list):
+        if self._collate is None or not isinstance(samples, list):
             return collate(samples)
         seed_host(derive(self.seed, f"{self.purpose} collate", epoch, start))
-        return collated_by(self._own, samples)
+        return collated_by(self._collate, samples)
 
     def _sample(self, epoch: int, index: int, place: int | None = None) -> Any:
         self._seed(epoch, index if place is None else place)
@@ -224,7 +224,7 @@ class _Loader(DataLoader[Any]):
         sampler = self.batch_sampler.sampler
         assert sampler is not None
         stream, self._stream = self._stream, None
-        if stream is None or self._stream_at != (sampler.epoch, sampler.first_step, sampler.sizes):
+        if stream is None or self._stream_at != (sampler.epoch, sampler.first_step, sampler.counts):
             stream = self.begin()
         return self._one_epoch(stream, sampler)
 
@@ -232,7 +232,7 @@ class _Loader(DataLoader[Any]):
         for step in sampler.steps():
             for _ in sampler.micro_batches(step):
                 yield next(stream)
-        self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.sizes)
+        self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.counts)
 
     def begin(self) -> Any:
         """Iterate over the micro-batches; start the loader processes if they are not running."""

@@ -61,7 +61,7 @@ class Plan:
     max_steps: int = 0
     """Stop after this many steps in all; 0 means after the last epoch."""
     number: int = 0
-    """M, if a full step is cut into this many micro-batches whose sizes differ by at most one; 0: cut by size."""
+    """M, if a full step is cut into this many micro-batches whose counts differ by at most one; 0: cut by size."""
     left_out: int = 0
     """Positions at the end of each epoch that --drop-last drops; `samples` does not include them."""
     batches: TokenBatches | None = None
@@ -140,11 +140,11 @@ class Plan:
         return step // self.steps_per_epoch * self.samples + self._bounds(step)[0]
 
     def micro_batches(
-        self, step: int, rank: int = 0, world_size: int = 1, sizes: tuple[int, ...] = ()
+        self, step: int, rank: int = 0, world_size: int = 1, counts: tuple[int, ...] = ()
     ) -> list[MicroBatch]:
-        """This rank's micro-batches of a global step, in order; none for an idle rank. For `sizes` see :meth:`runs`."""
+        """This rank's micro-batches of a global step, in order; none for an idle rank. `counts`: see :meth:`shares`."""
         bounds, count = self._bounds(step), self._count(step)
-        first, size, mine = bounds[0], bounds[-1] - bounds[0], shares(count, world_size, sizes)[rank]
+        first, size, mine = bounds[0], bounds[-1] - bounds[0], shares(count, world_size, counts)[rank]
         if self.batches:
             return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in mine]
         if self.number:
@@ -153,12 +153,12 @@ class Plan:
         each = self.micro_batch
         return [MicroBatch(step, i, first + i * each, min(each, size - i * each)) for i in mine]
 
-    def runs(self, step: int, world_size: int, sizes: tuple[int, ...] = ()) -> tuple[range, ...]:
+    def shares(self, step: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[range, ...]:
         """The ids of the micro-batches of a global step, by rank; the same object for steps of the same size.
 
-        `sizes`: how many of a full step's micro-batches each rank computes (--shares); empty: equally many.
+        `counts`: how many of a full step's micro-batches each rank computes (--shares); empty: equally many.
         """
-        return shares(self._count(step), world_size, sizes)
+        return shares(self._count(step), world_size, counts)
 
     def _bounds(self, step: int) -> list[int]:
         """The first position of a step in its epoch and the one after its last; with `batches` all micro-batches'."""
@@ -192,10 +192,10 @@ def share(count: int, rank: int, world_size: int) -> range:
 
 
 @lru_cache(maxsize=8)
-def shares(count: int, world_size: int, sizes: tuple[int, ...] = ()) -> tuple[range, ...]:
-    """The shares of all ranks: with these sizes, if they add up to ``count``; a shorter step is divided equally."""
-    if sum(sizes) == count:
-        ends = [0, *accumulate(sizes)]
+def shares(count: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[range, ...]:
+    """The shares of all ranks: with these counts, if they add up to ``count``; a shorter step is divided equally."""
+    if sum(counts) == count:
+        ends = [0, *accumulate(counts)]
         return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
     return tuple(share(count, rank, world_size) for rank in range(world_size))
 

@@ -35,8 +35,8 @@ class Indices(list[int]):
 
 
 class ElasticSampler(DistributedSampler[Any]):
-    """Divides the micro-batches of an epoch among ranks; each position of the order exactly once on any
-    number of ranks; in the usual order a position is a sample.
+    """Divides an epoch's micro-batches among ranks. Each position of the order comes exactly once, on any number of
+    ranks; in the usual order a position is a sample.
 
     Pass it to a `DataLoader` as ``batch_sampler``. Its only state is where the next epoch starts: from the same step
     on another number of ranks it goes on with exactly the remaining samples, without visiting the others.
@@ -88,11 +88,11 @@ class ElasticSampler(DistributedSampler[Any]):
         batches = self.order if isinstance(self.order, TokenBatches) else None
         self.plan = Plan(length, global_batch, micro_batch, epochs=1, number=micro_batches, batches=batches)
         self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
-        self.sizes: tuple[int, ...] = ()
+        self.counts: tuple[int, ...] = ()
         """How many micro-batches of a full step each rank computes; empty: equally many."""
-        self.passes: Literal["own", "even", "dealt"] = "own"
-        """"own": a rank gets its share. "even": all ranks get equally many micro-batches, because each pass is a
-        collective (--shard); further ones repeat the first. "dealt": so, and the shares are dealt round-robin."""
+        self.passes: Literal["share", "even", "dealt"] = "share"
+        """"share": a rank gets its share. "even": all ranks get equally many micro-batches, because each pass is a
+        collective (--shard); further ones repeat the first. "dealt": as "even", but dealt round-robin."""
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Set the epoch of the next iteration and the step within it to start from."""
@@ -121,10 +121,10 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global step."""
-        if self.passes == "own":
-            return self.plan.micro_batches(step, self.rank, self.num_replicas, self.sizes)
-        every, run = self.plan.micro_batches(step), self.plan.runs(step, self.num_replicas)[self.rank]
-        mine = every[self.rank :: self.num_replicas] if self.passes == "dealt" else every[run.start : run.stop]
+        if self.passes == "share":
+            return self.plan.micro_batches(step, self.rank, self.num_replicas, self.counts)
+        every, share = self.plan.micro_batches(step), self.plan.shares(step, self.num_replicas)[self.rank]
+        mine = every[self.rank :: self.num_replicas] if self.passes == "dealt" else every[share.start : share.stop]
         return mine + every[:1] * (len(mine) < -(-len(every) // self.num_replicas))
 
 

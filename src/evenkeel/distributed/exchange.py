@@ -33,19 +33,19 @@ class Exchange:
     def __init__(self, world: World, numel: int, like: Tensor) -> None:
         self.world, self.dtype, self.device = world, like.dtype, like.device
         self._memory: dict[str, Tensor] = {}
-        self._runs: Sequence[range] = ()
+        self._shares: Sequence[range] = ()
         self._nodes: list[Node] = []
         self._counts: list[int] = []
         ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
         self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         """How many of the n numbers each rank owns."""
 
-    def send_chunks(self, rows: Sequence[Tensor], runs: Sequence[range]) -> Any:
+    def send_chunks(self, rows: Sequence[Tensor], shares: Sequence[range]) -> Any:
         """Begin to send each rank its chunk of this rank's sums (`rows`, each of shape [n]); returns a handle."""
         mine = self.chunks[self.world.rank]
-        if runs is not self._runs:  # few differ between steps, and on a thousand ranks this takes milliseconds
-            nodes = [list(subtrees(run)) for run in runs]
-            self._runs, self._counts = runs, [len(of_rank) for of_rank in nodes]
+        if shares is not self._shares:  # few differ between steps, and on a thousand ranks this takes milliseconds
+            nodes = [list(subtrees(run)) for run in shares]
+            self._shares, self._counts = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
         received = self._reused("received", len(self._nodes) * mine)
         sent = rows[0] if len(rows) == 1 else self._interleaved(rows)
@@ -84,7 +84,7 @@ class Job(NamedTuple):
 
     exchange: Exchange
     rows: list[Tensor]
-    runs: Sequence[range]
+    shares: Sequence[range]
     bucket: Tensor
     ready: torch.cuda.Event | None
     future: Future[Tensor]
@@ -150,7 +150,7 @@ class Pipeline:
     def _stages(job: Job) -> Iterator[bool]:
         if job.ready:
             job.ready.wait(torch.cuda.current_stream(job.bucket.device))
-        handle = job.exchange.send_chunks(job.rows, job.runs)
+        handle = job.exchange.send_chunks(job.rows, job.shares)
         yield True
         handle.wait()
         handle = job.exchange.send_sums(job.bucket)

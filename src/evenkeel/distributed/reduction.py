@@ -38,7 +38,7 @@ class Reduction:
         self.tap: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
         """Called with parameters and this rank's gradients of them, as views, before DDP reduces them."""
 
-    def begin(self, runs: Sequence[range]) -> None:
+    def begin(self, shares: Sequence[range]) -> None:
         """Begin a step with these micro-batches of each rank; DDP has waited for the last one's collectives."""
         self.complete = False
 
@@ -85,9 +85,9 @@ class Ring(Reduction):
         self._compressed = compressed and world.world_size > 1
         self._under_way: list[dist.Work] = []
 
-    def begin(self, runs: Sequence[range]) -> None:
+    def begin(self, shares: Sequence[range]) -> None:
         """Begin a step."""
-        super().begin(runs)
+        super().begin(shares)
         self._under_way.clear()
 
     def catch_up(self) -> None:
@@ -130,17 +130,17 @@ class Tree(Reduction):
         self.unused = unused
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._place: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
-        self._runs: Sequence[range] = []
+        self._shares: Sequence[range] = []
         self._so_far = Fold(_add)
         self._used: set[int] = set()
         self._memory: dict[Any, Tensor] = {}
         self._exchanges: dict[Any, Exchange] = {}
         self._pipeline = Pipeline(world.devices)
 
-    def begin(self, runs: Sequence[range]) -> None:
+    def begin(self, shares: Sequence[range]) -> None:
         """Begin a step."""
-        super().begin(runs)
-        self._runs, self._so_far, self._used = runs, Fold(_add), set()
+        super().begin(shares)
+        self._shares, self._so_far, self._used = shares, Fold(_add), set()
 
     def accumulate(self, micro_batch: int) -> None:
         """Move the gradient from ``.grad`` into the fold."""
@@ -154,7 +154,7 @@ class Tree(Reduction):
         if self.hooked:
             self._pipeline.check()
             return
-        fold = self._fold(self._taken() if self._runs[self.world.rank] else [], self._so_far.sums)
+        fold = self._fold(self._taken() if self._shares[self.world.rank] else [], self._so_far.sums)
         used = [place in self._used for place in range(len(self.parameters))]
         total, used = self._sum_over_ranks(fold, used) if self.world.world_size > 1 else (fold.root(), used)
         for parameter, gradient, is_used in zip(self.parameters, total, used, strict=True):
@@ -181,7 +181,7 @@ class Tree(Reduction):
             flat = self._reused(kind, parameters[0], sum(p.numel() for p in parameters))
             sums = [[gradients[self._place[p]] for p in parameters] for _, gradients in fold.sums]
             exchange = self._exchange(kind, flat)
-            exchange.send_chunks(self._rows(kind, flat, parameters, sums), self._runs).wait()
+            exchange.send_chunks(self._rows(kind, flat, parameters, sums), self._shares).wait()
             exchange.send_sums(flat).wait()
             totals.update(zip(parameters, _views(flat, parameters), strict=True))
         asked.wait()
@@ -192,7 +192,7 @@ class Tree(Reduction):
         self._note(bucket)
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        if not self._runs:  # the empty pass before the first step
+        if not self._shares:  # the empty pass before the first step
             future.set_result(buffer)
             return future
         parameters = bucket.parameters()
@@ -207,7 +207,7 @@ class Tree(Reduction):
         rows = self._rows(key, buffer, parameters, [values for _, values in fold.sums])
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
         exchange = self._exchange(key, buffer)
-        self._pipeline.put(Job(exchange, rows, self._runs, buffer, ready, future, bucket.is_last()))
+        self._pipeline.put(Job(exchange, rows, self._shares, buffer, ready, future, bucket.is_last()))
         return future
 
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
@@ -216,7 +216,7 @@ class Tree(Reduction):
             return fold.root
         total = torch.empty(numel, dtype=torch.float64, device=self.world.device)
         exchange = self._exchange("small", total)
-        handle = exchange.send_chunks([value for _, value in fold.sums], self._runs)
+        handle = exchange.send_chunks([value for _, value in fold.sums], self._shares)
 
         def wait() -> Tensor:
             handle.wait()
@@ -227,7 +227,7 @@ class Tree(Reduction):
 
     def _fold(self, last: list[Tensor], earlier: Sequence[tuple[Node, list[Tensor]]]) -> Fold[list[Tensor]]:
         """This rank's nodes with the last micro-batch's gradients; none on an idle rank."""
-        fold, run = Fold(_add), self._runs[self.world.rank]
+        fold, run = Fold(_add), self._shares[self.world.rank]
         if run:
             if self.unused:
                 torch._foreach_add_(last, 0.0)

@@ -10,9 +10,9 @@ count restarts separately, and a change of membership is not counted. So they ag
 3. *go*: when all ranks have answered, rank 0 writes ``NONCE/go/NAME`` for each name, all in one request. A rank that
    finds its own name may use the namespace.
 
-No dead attempt has written below the nonce, because only who has read the call can. A rank that finds its go knows that
-rank 0 was alive after it came; the call of a dead rank 0 gets answers but never a go. One name is let in for each rank,
-all or none. Each world size has its own fixed key, so attempts of different sizes never meet.
+No dead attempt has written below the nonce, because only a rank that has read the call can. A rank that finds its go
+knows that rank 0 was alive after it came; the call of a dead rank 0 gets answers but never a go. One name is let in for
+each rank, all or none. Each world size has its own fixed key, so attempts of different sizes never meet.
 
 - A worker may answer and die while rank 0 waits for a third one, and its successor's answer may come too late. So a
   call that took long to fill is repeated, and go is given only for recent answers. A worker that dies after that has
@@ -149,7 +149,7 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
 
 
 def generation_store(store: Store, world_size: int, nonce: str) -> Store:
-    """The view of a job's store that the ranks have which met under this nonce."""
+    """The part of a job's store for the ranks that met under this nonce."""
     return PrefixStore(nonce, _namespace(store, world_size))
 
 

@@ -57,10 +57,10 @@ class ShardedReduction(Reduction):
         """Whether the sum is complete after this round."""
         return self.present.stop == self.micro_batches
 
-    def begin(self, runs: Sequence[range]) -> None:
+    def begin(self, shares: Sequence[range]) -> None:
         """Begin a step, of which only the number of micro-batches counts."""
-        super().begin(runs)
-        self.micro_batches, self.round = max(run.stop for run in runs), 0
+        super().begin(shares)
+        self.micro_batches, self.round = max(run.stop for run in shares), 0
 
     def repeats(self, micro_batch: int) -> bool:
         """Whether this rank only repeats a micro-batch, because it has none of its own in this round."""
@@ -117,7 +117,10 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         """Exchange the flat gradient of this rank's micro-batch, [W * n], and put this rank's sums, [n], out if this is
         the last round."""
-        ranks, present, size = group.size(), self._steps.present, output_tensor.numel()
+        if (ranks := group.size()) == 1:  # torch 2.9 calls this with one rank too
+            output_tensor.copy_(input_tensor)
+            return
+        present, size = self._steps.present, output_tensor.numel()
         mine = group.rank() < len(present)
         received = input_tensor.new_empty(len(present), size)
         sizes = [size] * len(present) + [0] * (ranks - len(present))
@@ -126,7 +129,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         self._add(received, present, output_tensor)
 
     def alone(self, output: Tensor) -> None:
-        """FSDP2's all-reduce hook: with one rank FSDP2 calls no reduce-scatter, but this."""
+        """FSDP2's all-reduce hook, in which one rank adds up: newer versions of torch call no reduce-scatter then."""
         if self._steps.world.world_size == 1:
             self._add(output.clone().view(1, -1), self._steps.present, output)
 

@@ -8,8 +8,8 @@ ranks. Here the leaves of the tree are a step's micro-batches, and each inner no
       +-------+       +-----+        a missing leaf is no zero: its sibling moves up
           +-------------+
 
-A rank has a contiguous run of leaves and computes the maximal subtrees within it. From those of all ranks follows the
-root. No bit depends on which rank has computed a node.
+A rank has a contiguous run of leaves and computes the maximal subtrees within it. Those of all ranks give the root.
+No bit depends on which rank has computed a node.
 """
 
 from __future__ import annotations

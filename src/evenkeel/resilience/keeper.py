@@ -87,8 +87,7 @@ class Keeper:
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
-        # forks so far, consecutive ones without progress, and the first step of the newest trainer that got further
-        # than those before it
+        # forks; consecutive ones without progress; the furthest first step of any trainer
         self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
         self._stop_time, self._stop_signal = 0.0, 0
         """When the first stop signal came, and which; 0: none has come."""

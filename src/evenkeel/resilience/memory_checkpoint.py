@@ -58,9 +58,9 @@ class Offer(NamedTuple):
     """The kernel's boot, the file's device and its inode: elsewhere the path may be another file's."""
 
 
-_own = -1
+_descriptor = -1
 _facts: dict[str, Any] = {}
-"""Of the state in `_own`; empty: that is not whole."""
+"""Of the state in `_descriptor`; empty: that is not whole."""
 _previous: MemoryCheckpoint | None = None
 _slots: list[int] = []
 
@@ -82,11 +82,11 @@ def store(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
         False if there is no keeper, or too little memory.
     """
     global _facts
-    if _own < 0:
+    if _descriptor < 0:
         return False
     discard()
     try:
-        with open(f"/proc/self/fd/{_own}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
+        with open(f"/proc/self/fd/{_descriptor}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
             write(file)
     except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
         discard()
@@ -99,10 +99,10 @@ def store(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
 def discard() -> None:
     """Discard what this process has stored."""
     global _facts
-    if _own >= 0:
+    if _descriptor >= 0:
         keeper_link.send("memory")
         _facts = {}
-        os.ftruncate(_own, 0)
+        os.ftruncate(_descriptor, 0)
 
 
 def previous(folder: str) -> MemoryCheckpoint | None:
@@ -143,11 +143,11 @@ def discard_previous() -> None:
 
 
 def _disown() -> None:
-    global _own, _facts
+    global _descriptor, _facts
     discard_previous()
-    if _own >= 0:
-        os.close(_own)
-    _own, _facts = -1, {}
+    if _descriptor >= 0:
+        os.close(_descriptor)
+    _descriptor, _facts = -1, {}
 
 
 class KeeperMemory:
@@ -172,8 +172,8 @@ class KeeperMemory:
 
     def enter(self) -> None:
         """In that rank: :func:`store` writes there, and :func:`previous` is what the keeper has."""
-        global _own, _previous, _slots
-        _own, _previous, _slots = self._next, self._checkpoint, self._slots
+        global _descriptor, _previous, _slots
+        _descriptor, _previous, _slots = self._next, self._checkpoint, self._slots
         being_written = {found.descriptor for found, _ in self._writers.values()}
         for descriptor in being_written - {_previous and _previous.descriptor}:
             os.close(descriptor)
@@ -182,7 +182,7 @@ class KeeperMemory:
 
         def save_orphaned() -> None:
             if _facts and os.getppid() != keeper:  # it died before it could save it
-                self._save(MemoryCheckpoint(_own, _facts))
+                self._save(MemoryCheckpoint(_descriptor, _facts))
             elif os.getppid() != keeper and (left := self._in_slots()):
                 self._save(left)
 

@@ -62,7 +62,7 @@ class Attempt:
         cutter: from the recorded options of the run, on any node, to the options with the cut. None: as in `config`.
 
     Attributes:
-        config, plan: the options and how steps are cut, once :meth:`begin` has settled the cut.
+        config, plan: the options and how steps are cut, once :meth:`begin` has decided the cut.
         directory: the run's folder; None on other ranks than 0.
         tracker: logs to the console, files and W&B, on rank 0 once the attempt has begun.
         data: compares the samples among ranks and with earlier attempts.
@@ -104,15 +104,15 @@ class Attempt:
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
         decides = next((name for name in sets if name != TRAINING), "" if sets else TEST)
         best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
-        folder, more = self.path / "checkpoints", (None, config.keep_best, config.keep_every)
-        self.checkpoints = Checkpoints(folder, config.keep, best, facts, *more)
+        more = {"keep_best": config.keep_best, "keep_every": config.keep_every}
+        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, facts, **more)
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         self.harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
         self.data.look({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def __enter__(self) -> None:
-        """Hold the folder's lock, which it has, to the end of the block."""
+        """Keep the folder's lock to the end of the block."""
 
     def __exit__(self, *_: object) -> None:
         if self.directory:
@@ -142,7 +142,7 @@ class Attempt:
         note = self.compiled.unpack(begins=anew) if self.compiled and first_here else ""  # others wait below
         self._refuse_other_options()
         self.data.compare({} if anew else newest)
-        said = self._settle_cut(known, find_micro_batch)
+        said = self._decide_cut(known, find_micro_batch)
         if self.config.strict_bits and (self.config.fresh or not self._finished(newest)):
             self._refuse_other_bits()
         # 3. rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
@@ -161,7 +161,7 @@ class Attempt:
             self._start_tracking(uneven, said)
         return False
 
-    def begin_epoch(self, epoch: int) -> None:
+    def record_order(self, epoch: int) -> None:
         """Compare the task's own order of an epoch among ranks, and record it; raises as `DataCheck.compare_order`."""
         if (digest := self.data.compare_order(epoch)) and self.directory:
             self.directory.note(orders={str(epoch): digest})
@@ -253,7 +253,7 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _settle_cut(self, known: Known, find_micro_batch: Callable[[], tuple[int, str]] | None) -> str:
+    def _decide_cut(self, known: Known, find_micro_batch: Callable[[], tuple[int, str]] | None) -> str:
         """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
         The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".

@@ -1,6 +1,6 @@
 """The committed state on disk.
 
-    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else; of a sharded run state_files.py
+    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else (sharded: see state_files.py)
                               manifest.json   see :class:`Manifest`
 
 A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-* is
@@ -112,7 +112,7 @@ class Checkpoints:
         """Step of the newest complete checkpoint, 0 if there is none."""
         return max(map(step_of, self.all()), default=0)
 
-    def newest_name(self) -> int:
+    def newest_named_step(self) -> int:
         """The last step that a folder is named after, complete or not; 0 if there is none."""
         return max(map(step_of, step_folders(self.folder)), default=0)
 
@@ -122,7 +122,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self.alone(time.monotonic() + LOCK_PATIENCE):
+        with self.locked(time.monotonic() + LOCK_PATIENCE):
             return self._write(state, metrics, "checkpoint")
 
     def save_if_new(
@@ -136,7 +136,7 @@ class Checkpoints:
 
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
-        with self.alone(until):
+        with self.locked(until):
             there = self.newest_step() >= state["step"]
             if kind == "checkpoint":  # a snapshot of this step has no evaluation
                 there = any((m.step, m.kind) == (state["step"], kind) for _, m in self._manifests())
@@ -161,7 +161,7 @@ class Checkpoints:
                 self._delete(path)
 
     @contextlib.contextmanager
-    def alone(self, until: float) -> Iterator[None]:
+    def locked(self, until: float) -> Iterator[None]:
         """Lock out other writers, but wait for them only until a moment: a frozen one must not stop the others.
 
         Two at once only cost space: each writes under its own name and gives up if the other was faster. Raises OSError

@@ -65,14 +65,14 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
     config = cut_as_recorded(config)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, task.best)
     nothing = Refusal(f"--eval-only: {run_dir} has no checkpoint; train first, or name weights with --init-from")
-    if world.local_world_size == world.world_size and not (config.init_from or checkpoints.newest_name()):
+    if world.local_world_size == world.world_size and not (config.init_from or checkpoints.newest_named_step()):
         raise nothing  # before a process group exists
     activity.enter(START_UP, "model")
     model = build_model(config, task)  # random where --init-partial leaves it so
     own = TaskState.of(task, config.seed, world)
     with world.connected(), operations_named():
         # one rank reads: the run may be on one node only, and if it is active, two ranks might find different steps
-        known = world.gather((checkpoints.newest_name() if world.local_rank == 0 else 0, _began_from(run_dir)))
+        known = world.gather((checkpoints.newest_named_step() if world.local_rank == 0 else 0, _began_from(run_dir)))
         steps = [step for step, _ in known]
         own_origin = steps[0] and known[0][1] == str(config.init_from)  # --eval-only added to the run's own command
         path = None if own_origin else config.init_from
@@ -139,10 +139,10 @@ def _began_from(run_dir: Path) -> str:
 
 def _read_newest(model: nn.Module, checkpoints: Checkpoints, own: TaskState | None) -> tuple[str, str]:
     while True:
-        newest = checkpoints.newest_name()
+        newest = checkpoints.newest_named_step()
         try:
             return read_weights(model, checkpoints.folder.parent, memory=own)
         except Refusal as refusal:
-            if checkpoints.newest_name() == newest:
+            if checkpoints.newest_named_step() == newest:
                 raise Refusal(str(refusal).replace("--init-from", "--run-dir", 1)) from None
             # the run has written newer ones, and deleted those that were being read

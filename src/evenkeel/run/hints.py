@@ -78,7 +78,7 @@ def measure(config: Config, plan: Plan, world: World) -> Figures:
         seconds=total,
         shares={name: seconds / total for name, seconds in spent.items()},
         memory=memory,
-        micro_batches=len(plan.runs(0, world.world_size)[0]),
+        micro_batches=len(plan.shares(0, world.world_size)[0]),
         num_workers=config.num_workers,
         cores=len(os.sched_getaffinity(0)) // world.local_world_size,
         eval_every=0 if config.patience else config.eval_every or plan.steps_per_epoch,

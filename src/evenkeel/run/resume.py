@@ -81,7 +81,7 @@ class Resume:
     def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
         """The newest whole state of any node, and its manifest; None if there is none. The same on all ranks."""
         while True:
-            on_disk = self._checkpoints.newest_name() if self._world.local_rank == 0 else 0
+            on_disk = self._checkpoints.newest_named_step() if self._world.local_rank == 0 else 0
             everywhere = self._world.gather((memory_checkpoint.offer(self._checkpoints.place), on_disk))
             newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
             if newest == 0:

@@ -33,7 +33,7 @@ from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss
 from ..training.loss import LossFunction
 from ..training.refresh import Refresh
-from ..training.state import State, begin_epoch
+from ..training.state import State, keep_weights
 from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
@@ -109,11 +109,11 @@ class Run:
             activity.enter(START_UP, "model")
             model = build_model(config, task)
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
-            settled = cutter(recorded)  # by this node's records of the run; `Attempt.begin` uses those of all nodes
-            plan = Plan.of(settled, positions_in(sets[TRAINING]), token_batches(sets[TRAINING]))
+            cut_config = cutter(recorded)  # by this node's records of the run; `Attempt.begin` uses those of all nodes
+            plan = Plan.of(cut_config, positions_in(sets[TRAINING]), token_batches(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
-            state = build_state(settled, task, world, plan, model, sets)
+            state = build_state(cut_config, task, world, plan, model, sets)
             # the last refusals; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
@@ -184,7 +184,7 @@ class Run:
             Refusal: the cut leaves single samples, and this loss fails on them (the task's own was tried at the start).
         """
         config, custom = self.config, loss not in (None, self.task.loss)
-        self.step_log.losses += 1 + custom  # FLOPs are logged for the task's loss only
+        self.step_log.losses += 2 if custom else 1  # FLOPs are logged only while it is 1: for the task's loss
         if loss and custom:
             train_set = self.attempt.sets[TRAINING]
             refuse_single_samples(config, loss, self.state.model, self.plan, self.world, train_set)
@@ -193,8 +193,7 @@ class Run:
             loss = WholeBatch(self.task.embed, self.task.batch_loss) if whole else self.task.loss
         assert loss
         made = (VerifiedLoss if self.verification.needed else DistributedLoss)(
-            loss, self.state, self.world, self.plan, seed=config.seed, reduce=config.reduce,
-            reduce_dtype=config.reduce_dtype, precision=config.precision, strategy=config.strategy, network=network,
+            loss, self.state, self.world, self.plan, config, network=network,
             unused=self.task.unused_parameters, collectives=self.task.collectives,
             arrivals=self.step_log.arrivals, shares=self.step_log.shares,
         )  # fmt: skip
@@ -216,7 +215,7 @@ class Run:
             seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
             epochs=-(-plan.total_steps // plan.steps_per_epoch),
         )  # fmt: skip
-        sampler.passes = "dealt" if state.sharding else "own"
+        sampler.passes = "dealt" if state.sharding else "share"
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
         self.evaluator.begin()
         if state.owes_evaluation or (self._unevaluated and state.due_for_evaluation):
@@ -232,19 +231,19 @@ class Run:
         loaded = -1  # the epoch whose refreshed data `batches` has
         while not self.state.is_over():
             epoch, first_step = self.plan.locate(self.state.step)
-            self.attempt.begin_epoch(epoch)
+            self.attempt.record_order(epoch)
             if refresh := self.state.refresh:
                 if not first_step and refresh.due(epoch):
-                    begin_epoch(self.state, refresh, epoch)
+                    keep_weights(self.state, refresh, epoch)
                 if refresh.epoch != loaded:
                     batches, loaded = self._refreshed(refresh, sampler), refresh.epoch
             sampler.set_epoch(epoch, first_step)
-            sampler.sizes = self.step_log.shares.sizes
+            sampler.counts = self.step_log.shares.counts
             for step in by_step(batches, sampler):
                 if self.asked_to_stop():
                     raise KeyboardInterrupt
                 yield step
-                if self.state.is_over() or sampler.sizes != self.step_log.shares.sizes or self.verification.again:
+                if self.state.is_over() or sampler.counts != self.step_log.shares.counts or self.verification.again:
                     break
 
     def _refreshed(self, refresh: Refresh, sampler: ElasticSampler) -> DataLoader[Any]:

@@ -102,7 +102,7 @@ def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FORE
     metrics = infos[0]["metrics"] if kind == "checkpoint" else {}
     files = {piece.stem: WrittenFile(info["bytes"], info["sha256"]) for piece, info in zip(pieces, infos, strict=True)}
     final = checkpoints.folder / f"step-{step:08d}"
-    with checkpoints.alone(until):
+    with checkpoints.locked(until):
         if folder.exists():
             write_json(folder / MANIFEST, asdict(replace(checkpoints.manifest(step, metrics, kind), files=files)))
             publish(checkpoints, folder, final, kind)

@@ -114,10 +114,10 @@ class StepLog:
             reason = f"the ranks now compute {text} micro-batches of each step"
             attempt.directory.note(shares=text)
             attempt.tracker.say(f"step {step}: {reason}")
-            attempt.tracker.event("shares", step, shares=list(self.shares.sizes), reason=reason)
+            attempt.tracker.event("shares", step, shares=list(self.shares.counts), reason=reason)
 
     def _shares_text(self) -> str:
-        return ":".join(map(str, self.shares.sizes))
+        return ":".join(map(str, self.shares.counts))
 
     def _report_hints(self) -> None:
         """Log a hint when it is new in this run, and store the present ones in status.json."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median_low
 
 from ..common.files import append_json
-from ..training.arrivals import BACKWARD, DATA, FORWARD, MICRO_BATCHES, SAMPLES, STEPS
+from ..training.arrivals import BACKWARD, FORWARD, LOADING, MICRO_BATCHES, SAMPLES, STEPS
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ TIMES = 4
 SPAN = 4.0
 """Minimum seconds of a span. Shorter ones show effects of the machine's scheduler (docs/live.md)."""
 
-WORDS = {DATA: "data", FORWARD: "forward", BACKWARD: "backward"}
+WORDS = {LOADING: "data", FORWARD: "forward", BACKWARD: "backward"}
 """Names of a step's parts."""
 
 Row = Sequence[float]
@@ -84,7 +84,7 @@ class Stragglers:
             "step": step,
             "time": round(time.time(), 3),
             "arrival": [round(sum(each), 6) for each in zip(*parts.values(), strict=True)],
-            "data_wait": [_mean(row[DATA], row[STEPS]) for row in rows],
+            "data_wait": [_mean(row[LOADING], row[STEPS]) for row in rows],
         }
         hosts = {} if self._hosts_written else {"hosts": list(self.hosts)}
         try:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..data.plan import MicroBatch
 from ..distributed.world import World
 
-DATA, FORWARD, BACKWARD, MICRO_BATCHES, SAMPLES, STEPS = range(6)
+LOADING, FORWARD, BACKWARD, MICRO_BATCHES, SAMPLES, STEPS = range(6)
 """Columns of a row: seconds of the three parts, and the number of micro-batches, samples and steps."""
 
 WAITING = -1
@@ -48,7 +48,7 @@ class Arrivals:
         """A step of this rank begins."""
         if self._world:
             self._add_up()
-            self._open.append((micro_batches, [(DATA, self._now())]))
+            self._open.append((micro_batches, [(LOADING, self._now())]))
 
     def mark(self, part: int) -> None:
         """A part of the current step ends here."""

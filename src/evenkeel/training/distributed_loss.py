@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..common.errors import Ended
 from ..common.phases import COMPUTING, DATA, REDUCTION, activity
+from ..config import Config
 from ..data.plan import MicroBatch, Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
@@ -32,13 +33,11 @@ from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
 from ..distributed.world import World
-from .arrivals import BACKWARD, FORWARD, WAITING, Arrivals
-from .arrivals import DATA as LOADING
+from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
 from .checks import check_dense, explain, missing_gradients, same_parts
 from .loss import Loss, LossFunction
 from .oom import note_batch
 from .optimization import clip_grad_norm
-from .precision import Precision
 from .shares import Shares
 from .state import State
 from .whole_batch import WholeBatch
@@ -71,17 +70,14 @@ class DistributedLoss:
         state: has the model; only :meth:`step` changes more of it than ``.grad``.
         world: the ranks.
         plan: how steps are cut into micro-batches.
-        seed: the run's seed; each micro-batch draws its own random numbers (dropout) from it.
-        reduce: "ring": the stock all-reduce; "tree": the same bits on any number of ranks.
-        precision: of the loss and its backward pass.
-        strategy: "ddp", or "dp": one process divides each micro-batch among all its GPUs.
+        config: the seed (each micro-batch draws its own random numbers from it), and how gradients are computed and
+            added up: `reduce`, `reduce_dtype`, `precision`, `strategy`.
         unused: some parameters get no gradient in some steps.
         network: the part of the model that learns from this loss; default: all of it. With several losses, networks
             take turns, a step for each.
         arrivals: times the steps of this rank; default: they are not timed.
         collectives: the loss may call collectives.
         shares: how many micro-batches each rank computes; default: equally many.
-        reduce_dtype: in which ranks exchange float32 gradients; "bf16" with "ring" only.
     """
 
     def __init__(
@@ -90,38 +86,35 @@ class DistributedLoss:
         state: State,
         world: World,
         plan: Plan,
+        config: Config | None = None,
         *,
-        seed: int = 0,
-        reduce: Literal["ring", "tree"] = "ring",
-        precision: Precision = "fp32",
-        strategy: Literal["ddp", "dp"] = "ddp",
         unused: bool = False,
         network: nn.Module | None = None,
         arrivals: Arrivals | None = None,
         collectives: bool = False,
         shares: Shares | None = None,
-        reduce_dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
-        self._shares = shares
-        self.state, self.world, self.plan, self.seed, self._unused = state, world, plan, seed, unused
+        config = config or Config()
+        self.state, self.world, self.plan, self.seed = state, world, plan, config.seed
+        self._shares, self._unused = shares, unused
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
-        usual = Tree(self._network, world, unused) if reduce == "tree" else Ring(world, reduce_dtype == "bf16")
-        self.reduction: Reduction = state.sharding.reduction if state.sharding else usual
+        self.reduction = self._build_reduction(config)
         self._whole = loss if isinstance(loss, WholeBatch) else None
-        self._loss = Loss(state.model, loss, precision, network, unused and strategy == "ddp", collectives)
-        module = parallel(self._loss, strategy, world.device)
-        self.module = module if strategy == "dp" else wrap(module, self._network, world, self.reduction, unused)
+        dp = config.strategy == "dp"
+        self._loss = Loss(state.model, loss, config.precision, network, unused and not dp, collectives)
+        module = parallel(self._loss, config.strategy, world.device)
+        self.module = module if dp else wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)
         self._arrivals = arrivals or Arrivals()
         self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
         self._synced = peers_of(state.model)  # with --sync-batchnorm: the layers that exchange statistics
-        if network and (self._synced or strategy == "dp" or state.sharding):
+        if network and (self._synced or dp or state.sharding):
             raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
         if self._synced:
-            counts = [_working_ranks(plan.runs(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
+            counts = [_working_ranks(plan.shares(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
             # ranks that use different parameters fill their buckets at different times, and waiting would deadlock
             self._synced.connect(counts, None if unused else self.reduction.catch_up)
         self.norm = torch.zeros(())
@@ -135,6 +128,13 @@ class DistributedLoss:
         self._await_total: Callable[[], Tensor] | None = None  # waits for their sum over all ranks
         self._total: Tensor | None = None  # that sum
 
+    def _build_reduction(self, config: Config) -> Reduction:
+        if self.state.sharding:
+            return self.state.sharding.reduction
+        if config.reduce == "tree":
+            return Tree(self._network, self.world, self._unused)
+        return Ring(self.world, config.reduce_dtype == "bf16")
+
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """The batches of this rank's micro-batches, on its device; none on an idle rank, which takes part with zeros.
 
@@ -144,14 +144,14 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._loss.step = step.number
         self._collected, self._await_total, self._total = Fold(Tensor.add_), None, None
-        runs = self.plan.runs(step.number, self.world.world_size, self._shares.sizes if self._shares else ())
+        shares = self.plan.shares(step.number, self.world.world_size, self._shares.counts if self._shares else ())
         self._arrivals.begin(step.micro_batches)
         try:
             activity.enter(DATA)
-            self.reduction.begin(runs)
+            self.reduction.begin(shares)
             if self._synced:
-                self._synced.begin(_working_ranks(runs))
-            batches = self._embedded(self._whole, step, runs) if self._whole else step.batches
+                self._synced.begin(_working_ranks(shares))
+            batches = self._embedded(self._whole, step, shares) if self._whole else step.batches
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 placed, self._last = self._begin(micro_batch, batch), number == len(step.micro_batches)
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
@@ -193,7 +193,7 @@ class DistributedLoss:
         self._arrivals.mark(LOADING)
         return placed
 
-    def _embedded(self, whole: WholeBatch, step: Step, runs: tuple[range, ...]) -> Iterator[Any]:
+    def _embedded(self, whole: WholeBatch, step: Step, shares: tuple[range, ...]) -> Iterator[Any]:
         """For a whole-batch loss: embed all samples, and yield the batches again, for the second pass."""
 
         def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ class DistributedLoss:
             self._arrivals.mark(FORWARD)
             return found
 
-        batches = whole.begin(step, runs, self.plan, self.world, self.seed, first_pass)
+        batches = whole.begin(step, shares, self.plan, self.world, self.seed, first_pass)
         self._arrivals.mark(WAITING)
         return batches
 
@@ -346,6 +346,6 @@ def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reducti
     return ddp
 
 
-def _working_ranks(runs: Sequence[range]) -> int:
+def _working_ranks(shares: Sequence[range]) -> int:
     """The number of ranks that have a micro-batch; they are the first ones."""
-    return sum(map(bool, runs))
+    return sum(map(bool, shares))

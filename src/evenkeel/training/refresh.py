@@ -54,7 +54,7 @@ class Refresh:
     def __init__(self, task: Task, model: nn.Module, config: Config, world: World) -> None:
         self._task, self._config, self._world = task, config, world
         self._model = frozen_copy(model, "refresh()")
-        self._own: Mapping[str, Any] | None = None
+        self._task_values: Mapping[str, Any] | None = None
         self.epoch = -1
         self.digest: Digest | None = None
 
@@ -67,12 +67,12 @@ class Refresh:
         """Whether data is made for this epoch."""
         return epoch % self._task.refresh_every == 0
 
-    def take(self, epoch: int, weights: Mapping[str, Tensor], own: TaskState | None) -> None:
+    def take(self, epoch: int, weights: Mapping[str, Tensor], task_state: TaskState | None) -> None:
         """Copy the committed weights and the task's state at the first step of an epoch."""
         self._model.load_state_dict(weights)
-        self._own, self.epoch, self.digest = own.kept() if own else None, epoch, None
+        self._task_values, self.epoch, self.digest = task_state.kept() if task_state else None, epoch, None
 
-    def data(self, train_set: SizedDataset, own: TaskState | None) -> SizedDataset:
+    def data(self, train_set: SizedDataset, task_state: TaskState | None) -> SizedDataset:
         """The data made from the copy, in the order of ``train_set``; ``train_set`` if the task returns None.
 
         Raises:
@@ -81,7 +81,7 @@ class Refresh:
         if self.epoch < 0:
             return train_set
         versions, before = [parameter._version for parameter in self._model.parameters()], of_tensors(train_set)
-        with activity.during(REFRESH), own.at(self._own) if own else nullcontext():
+        with activity.during(REFRESH), task_state.at(self._task_values) if task_state else nullcontext():
             made = self._call()
         if versions != [parameter._version for parameter in self._model.parameters()]:
             raise EndedHere("refresh() changed the weights of the model, which a resume needs; copy the model first")
@@ -107,18 +107,19 @@ class Refresh:
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors, and plain data."""
-        return {"model": self._model.state_dict(), "task": self._own, "epoch": self.epoch, "digest": self.digest}
+        model = self._model.state_dict()
+        return {"model": model, "task": self._task_values, "epoch": self.epoch, "digest": self.digest}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, on any device."""
         self._model.load_state_dict(saved["model"])
-        self._own, self.epoch, self.digest = saved["task"], saved["epoch"], saved["digest"]
+        self._task_values, self.epoch, self.digest = saved["task"], saved["epoch"], saved["digest"]
 
 
 @contextmanager
 def _same_data(task: Task, seed: int) -> Iterator[None]:
     """Within it `task.train_dataset()` draws as at the start: another random split would have samples of the test."""
-    method, own = task.train_dataset, "train_dataset" in vars(task)
+    method, redefined = task.train_dataset, "train_dataset" in vars(task)
 
     def seeded() -> SizedDataset:
         with generators_kept():
@@ -130,7 +131,7 @@ def _same_data(task: Task, seed: int) -> Iterator[None]:
         yield
     finally:
         del vars(task)["train_dataset"]
-        if own:
+        if redefined:
             vars(task)["train_dataset"] = method
 
 

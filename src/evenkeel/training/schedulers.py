@@ -82,7 +82,7 @@ class Schedulers:
     pending = False
     """Whether there is a step that the schedulers do not know of yet."""
 
-    def settle(self) -> None:
+    def step_if_taken(self) -> None:
         """Step the schedulers if the last step was taken. The host waits for the device."""
         assert self._left_out
         self.pending = False

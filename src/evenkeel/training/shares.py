@@ -17,7 +17,7 @@ from ..common.errors import Refusal
 from ..config import Config, shares_of
 from ..data.plan import Plan, shares
 from ..distributed.world import World
-from .arrivals import BACKWARD, DATA, FORWARD, MICRO_BATCHES, STEPS
+from .arrivals import BACKWARD, FORWARD, LOADING, MICRO_BATCHES, STEPS
 from .task import Task
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Shares:
         self._auto = config.shares == "auto" and 1 < world.world_size < self._count
         self._sums = self._nothing()
         self._votes = 0
-        self.sizes = first_shares(config, plan, world.world_size)
+        self.counts = first_shares(config, plan, world.world_size)
         """By rank."""
         self._warn(config, shares_of(config))
 
@@ -71,7 +71,7 @@ class Shares:
     def take(self, rows: Sequence[Sequence[float]]) -> None:
         """On rank 0: the rows of an exchange of `Arrivals`."""
         for sums, row in zip(self._sums, rows, strict=True):
-            sums[0] += row[DATA] + row[FORWARD] + row[BACKWARD]
+            sums[0] += row[LOADING] + row[FORWARD] + row[BACKWARD]
             sums[1] += row[MICRO_BATCHES]
             sums[2] += row[STEPS]
 
@@ -79,22 +79,22 @@ class Shares:
         """Whether the shares change after this step. All ranks call this after each step and get the same answer."""
         if not self._auto or step % EVERY:
             return False
-        decided = torch.tensor(self.wanted() if self._world.rank == 0 else self.sizes)
+        decided = torch.tensor(self.wanted() if self._world.rank == 0 else self.counts)
         dist.broadcast(decided, src=0)  # on the CPU
-        before, self.sizes = self.sizes, tuple(decided.tolist())
-        return self.sizes != before
+        before, self.counts = self.counts, tuple(decided.tolist())
+        return self.counts != before
 
     def wanted(self) -> tuple[int, ...]:
         """The shares from now on, on rank 0, by the measurements since the last call."""
         measured = [(seconds / count, steps) for seconds, count, steps in self._sums if count]
         if len(measured) < len(self._sums) or min(steps for _, steps in measured) < EVERY / 4:
-            return self.sizes
+            return self.counts
         each = [seconds for seconds, _ in measured]
         best = apportioned(self._count, each)
-        self._votes = self._votes + 1 if _longest(self.sizes, each) >= GAIN * _longest(best, each) else 0
+        self._votes = self._votes + 1 if _longest(self.counts, each) >= GAIN * _longest(best, each) else 0
         self._sums = self._nothing()
         if self._votes < TIMES:
-            return self.sizes
+            return self.counts
         self._votes = 0
         return best
 
@@ -116,9 +116,9 @@ def refuse_unequal(task: Task, config: Config) -> None:
         )
 
 
-def _longest(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+def _longest(counts: Sequence[int], seconds: Sequence[float]) -> float:
     """Seconds that the slowest rank needs for its share."""
-    return max(number * each for number, each in zip(sizes, seconds, strict=True))
+    return max(number * each for number, each in zip(counts, seconds, strict=True))
 
 
 def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
@@ -134,12 +134,12 @@ def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
     >>> apportioned(4, [1, 3]), apportioned(8, [1, 1, 1])
     ((3, 1), (3, 3, 2))
     """
-    sizes = [1] * len(seconds)
+    counts = [1] * len(seconds)
     # when each rank would finish one more; among equals the one with fewer, then the first
     ends = [(2 * each, 1, rank) for rank, each in enumerate(seconds)]
     heapify(ends)
     for _ in range(count - len(seconds)):
         _, size, rank = ends[0]
-        sizes[rank] = size + 1
+        counts[rank] = size + 1
         heapreplace(ends, ((size + 2) * seconds[rank], size + 1, rank))
-    return tuple(sizes)
+    return tuple(counts)

@@ -212,7 +212,7 @@ class State:
         failed = self._verdict.take()
         if self.schedulers and self.schedulers.pending:
             with self._seqlock.hold(FOREVER):
-                self.schedulers.settle()
+                self.schedulers.step_if_taken()
         if not failed:
             return
         if not self.skip_nonfinite:
@@ -331,7 +331,7 @@ class State:
             self.step = activity.step = captured["step"]
 
 
-def begin_epoch(state: State, refresh: Refresh, epoch: int) -> None:
+def keep_weights(state: State, refresh: Refresh, epoch: int) -> None:
     """At an epoch's first step: keep the weights, from which the task makes the data of this epoch."""
     state.settle()
     with state._seqlock.hold(FOREVER):

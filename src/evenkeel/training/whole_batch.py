@@ -129,11 +129,11 @@ class WholeBatch:
         return loss.to(product.device) + (product - product.detach()), parts
 
     def begin(
-        self, step: Step, runs: tuple[range, ...], plan: Plan, world: World, seed: int, first_pass: FirstPass
+        self, step: Step, shares: tuple[range, ...], plan: Plan, world: World, seed: int, first_pass: FirstPass
     ) -> Iterator[Any]:
         """Embed this rank's micro-batches of a step, and compute the loss over all ranks', which must call it too.
 
-        `runs`: numbers of the micro-batches of each rank.
+        `shares`: numbers of the micro-batches of each rank.
 
         `first_pass` is :meth:`embed` on the device, with a micro-batch's random numbers. It computes with autograd, and
         the graph is dropped: without it, other kernels and compiled graphs may draw other dropout, or round otherwise.
@@ -151,7 +151,7 @@ class WholeBatch:
             activity.enter(DATA)
         activity.enter(REDUCTION)
         layout, everyones = self._agreed_layout(world), plan.micro_batches(step.number)
-        sizes = [sum(everyones[number].size for number in run) for run in runs]  # of each rank
+        sizes = [sum(everyones[number].size for number in share) for share in shares]  # of each rank
         everything = _unpacked(_gathered(rows, sizes, layout, world), layout)
         activity.enter(COMPUTING)
         self._differentiate(everything, step.number, seed, world)
