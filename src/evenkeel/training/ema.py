@@ -31,18 +31,17 @@ class Average:
 
     def divide(self) -> None:
         """Average this rank's rows of the model's parameters, and of its own, which have become DTensors (--shard)."""
-        pairs = zip(self._model.parameters(), self.model.parameters(), strict=True)
-        both: list[tuple[Any, Any]] = [(live.detach(), mean.detach()) for live, mean in pairs]
-        self._live, self._mean = [live.to_local() for live, _ in both], [mean.to_local() for _, mean in both]
+        self._live, self._mean = list(self._model.parameters()), list(self.model.parameters())
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
         """Update with the weights and committed buffers after a step, counted from 1; not if ``skip``, a boolean scalar
         on the device, is true."""
         weight = torch.where(skip, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
-        change = torch._foreach_sub(self._live, self._mean)
+        mean = _local(self._mean)
+        change = torch._foreach_sub(_local(self._live), mean)
         multiply(change, weight)
-        torch._foreach_add_(self._mean, list(change))
+        torch._foreach_add_(mean, list(change))
         for mine, committed in self._buffers:
             torch._foreach_copy_(mine, committed)
 
@@ -54,6 +53,11 @@ class Average:
     def load_state_dict(self, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
         """Load the averages, and the buffers from the model's state dict of the same step."""
         self.model.load_state_dict({**model, **saved})
+
+
+def _local(tensors: list[Any]) -> list[Tensor]:
+    """This rank's rows of divided ones; asked for at each step, because torch 2.9 replaces them in the first pass."""
+    return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
 
 
 def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
