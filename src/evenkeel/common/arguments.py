@@ -99,7 +99,7 @@ def one_line_errors(
 ) -> T:
     """Run a tyro command line and turn its framed error message into a :class:`Refusal` of one line.
 
-    tyro suggests options of similar spelling. If it finds none, `synonyms` do: other names -> what to type.
+    tyro suggests options of similar spelling. `synonyms`, other names -> what to type, are exact, or a second choice.
     """
     captured = io.StringIO()
     try:
@@ -123,9 +123,9 @@ def one_line_errors(
     # the last sentence names --help, which may begin a line
     names = re.findall(r"^--(?!help\b)[\w-]+", suggested, re.MULTILINE)
     typed = re.match(r"Unrecognized options: (--[\w-]+)", message)
-    if typed and not names:
+    if typed and (not names or typed[1] in synonyms):
         near = difflib.get_close_matches(typed[1].replace("_", "-"), synonyms, n=1, cutoff=0.8)
         names = [synonyms[name] for name in near]
-    if names:
-        message += f"; did you mean {' or '.join(names)}?"
+    message = re.sub(r"Error parsing (\S+): (?:invalid|could not).*'(.*)'", r"\1 \2: must be a number", message)
+    message += f"; did you mean {' or '.join(names)}?" if names else ""
     raise Refusal(f"{message} ({hint})")

@@ -35,7 +35,7 @@ def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[st
     if (idle := world.world_size - plan.max_world_size) > 0:
         yield (
             f"{idle} of {world.world_size} ranks have nothing to do: the batch of {config.batch_size} is cut into "
-            f"{plan.max_world_size} micro-batches of {config.micro_batch}; a smaller --micro-batch uses more ranks"
+            f"{plan.max_world_size} parts; a smaller --micro-batch or a larger --batch-size uses more ranks"
         )
     yield substitute(config.precision, world.device)
     yield explain_unused()

@@ -110,9 +110,10 @@ def options_of(
     kinds = [hide_prefix[Annotated[type(box), tyro.conf.arg(help="")]] for box in boxes]
     form: Any = make_dataclass("Options", zip(names, kinds, strict=True))
     about = inspect.getdoc(Config)
+    synonyms = {name: here for name, here in BY_NAME.items() if here.startswith("--")}
     chosen: Any = one_line_errors(
         lambda: tyro.cli(form, default=form(*boxes), args=list(arguments), description=about),
-        synonyms={name: here for name, here in BY_NAME.items() if here.startswith("--")},
+        synonyms=synonyms | _unannotated(task_class),
     )
     *groups, task_chosen = vars(chosen).values()
     config = Config(**{name: value for group in groups for name, value in vars(group).items()}).resolved()
@@ -157,6 +158,16 @@ def _recorded(config: Config) -> dict[str, Any] | None:
     return read_config(saved) if not config.fresh and is_run(config.run_dir) and saved.is_file() else None
 
 
+def _unannotated(task_class: type[Task]) -> dict[str, str]:
+    """Names of class attributes that would be options with a type, and what to do."""
+    values = {name: it for name, it in vars(task_class).items() if type(it) in (bool, int, float, str)}
+    values = {name: it for name, it in values.items() if name not in inspect.get_annotations(task_class)}
+    return {
+        flag(name): f"to annotate it in {task_class.__name__} ({name}: {type(it).__name__} = {it!r})"
+        for name, it in values.items()
+    }
+
+
 def _check_options(task_class: type[Task], options: type) -> None:
     """Refuse a task's options that tyro would ignore or cannot offer.
 
@@ -181,6 +192,8 @@ def _check_options(task_class: type[Task], options: type) -> None:
         text = f"task {options.__name__}: its option {flag(option_name(option.name))}"
         if option_name(option.name) in OPTION_NAMES | TOPOLOGY:
             raise Refusal(f"{text} exists already in train.py; rename the field")
+        if callable(getattr(Task, option.name, None)):
+            raise Refusal(f"{text} hides the method {option.name}() of Task; rename the field")
         if option.default is MISSING and option.default_factory is MISSING:
             raise Refusal(f"{text} has no default; give it one")
 
