@@ -1,4 +1,4 @@
-"""--shard on with parts of a run that are not divided, on 2 and 3 ranks and through kills: those of an undisturbed run."""
+"""--shard on with what is not divided: on 2 and 3 ranks and through kills as in an undisturbed run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenkeel.run.checkpoint import load
 from tests.promises.test_sharded_state import SHARD, STEPS, slowed  # noqa: F401  (a fixture)
 from tests.support import needs
 from tests.support.processes import ROOT, TRAIN, fork_ranks, records, start, torchrun
-from tests.support.small_runs import ended, options, signal_ranks_at, starts, told_step, trained, weights_of
+from tests.support.small_runs import options, signal_ranks_at, starts, told_step, trained, weights_of
 
 pytestmark = needs.sharding
 

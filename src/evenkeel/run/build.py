@@ -151,7 +151,7 @@ def build_state(
         refuse_old_torch()
         from ..training.sharding import refuse_unshardable  # imports FSDP2, which takes a second
 
-        refuse_unshardable(task, model, optimizers, world)
+        refuse_unshardable(task, model, optimizers)
     own = task.schedulers(optimizers, replace(config, max_steps=plan.total_steps))
     made = checked_schedulers(own, optimizers, config, plan.total_steps, best, type(task).rates is not Task.rates)
     schedulers = Schedulers(made, best, plan.total_steps, every) if made else None
