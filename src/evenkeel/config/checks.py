@@ -165,7 +165,6 @@ def unshardable(config: Config) -> str:
         "--verify-every": config.verify_every > 0,
         "--save-predictions": config.save_predictions,
         "--optimizer muon": config.optimizer == "muon",
-        "--mirror": bool(config.mirror),
     }
     return next((name for name, given in others.items() if given), "")
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -94,7 +95,7 @@ class Sharding:
     ) -> None:
         self.rank, self.ranks = world.rank, world.world_size
         if not dist.is_initialized():  # torchrun has not started this process; a later run in it takes the same group
-            dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
         self.reduction = ShardedReduction(world)
         self._model, self._optimizers = model, optimizers
         self._mesh = init_device_mesh(world.device.type, (world.world_size,))
