@@ -163,7 +163,6 @@ def unshardable(config: Config) -> str:
         "--micro-batch auto": config.micro_batch == "auto",
         f"--shares {config.shares}": config.shares != "equal",
         "--verify-every": config.verify_every > 0,
-        "--save-predictions": config.save_predictions,
         "--optimizer muon": config.optimizer == "muon",
     }
     return next((name for name, given in others.items() if given), "")

@@ -41,7 +41,7 @@ def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]
         raise Refusal(f"{OPTION}: {kind_of(task)} says that parameters may get no gradient; leave it out")
     if has_batchnorm(model):
         raise Refusal(f"{OPTION}: the model has BatchNorm, which it does not support; use GroupNorm or LayerNorm")
-    for method in ("batch_loss", "refresh", "show"):
+    for method in ("batch_loss", "refresh"):
         if defines(type(task), method):
             raise Refusal(f"{OPTION}: {kind_of(task)} defines {method}(), which it does not support; leave one out")
     blocks = task.blocks(model)
