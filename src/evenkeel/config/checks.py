@@ -158,7 +158,6 @@ def unshardable(config: Config) -> str:
         "--model-parallel": config.model_parallel > 1,
         "--sync-batchnorm": config.sync_batchnorm,
         "--precision fp16": config.precision == "fp16",
-        "--compile": config.compile,
         "--channels-last": config.channels_last,
         "--micro-batch auto": config.micro_batch == "auto",
         f"--shares {config.shares}": config.shares != "equal",

@@ -26,8 +26,7 @@ _GAMMA, _FIRST, _SECOND = (
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The digest of each tensor: type, shape and every bit, as 16 hexadecimal digits.
 
-    Computed where the tensors are; the host waits once for each device. DTensors (--shard) are gathered one after the
-    other, so all ranks must call it.
+    Computed where they are; the host waits once a device. All ranks gather DTensors (--shard), one after the other.
     """
     whole = ((name, getattr(tensor.detach(), "full_tensor", tensor.detach)()) for name, tensor in tensors.items())
     values = on_host({name: bit_sum(tensor) for name, tensor in whole})
