@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from evenkeel.run.checkpoint import Checkpoints
+from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish_all, fork_ranks, records, run, run_forked, start, torchrun, wait_until
 from tests.support.small_runs import evaluation_of, job, kill_workers_and_agent, model_of, saved_step, weights_of
@@ -32,6 +33,22 @@ def compiled_files(folder: Path) -> int:
     """Calls that were for more than the compiler's version."""
     calls = folder / "calls"
     return sum("-o " in line for line in calls.read_text().splitlines()) if calls.exists() else 0
+
+
+@needs.sharding
+@pytest.mark.slow
+def test_with_shards_blocks_are_compiled_and_the_bits_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """One process and two ranks compile, each for itself."""
+    shape = "--epochs 2 --batch-size 18 --drop-last --micro-batch 3 --reduce tree --shard on --ema 0.9 --log-every 1"
+    sharded = runs.job_of("sharded_task.py:Predicted", shape)
+    for name, ranks, more in (("one", 1, ["--compile"]), ("two", 2, ["--compile"]), ("eager", 2, [])):
+        runs.trained(ranks, sharded(tmp_path / name, *more))
+    for name in ("one", "two"):
+        (compiled,) = records(tmp_path / name, "compile")
+        assert compiled["times"] == 2, "forward and backward of the one shape, for both blocks"
+    one, two, eager = (weights_of(tmp_path / name) for name in ("one", "two", "eager"))
+    assert one == two
+    assert one != eager, "the control: compiled code is another one"
 
 
 @pytest.mark.slow

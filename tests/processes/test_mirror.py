@@ -15,10 +15,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.support import s3
+from tests.support import needs, s3
 from tests.support.processes import ROOT, TRAIN, evenkeel, finish, free_port, run, start, wait_beside, wait_until
 from tests.support.s3 import port  # noqa: F401  (a fixture)
-from tests.support.small_runs import children, job, told_step, weights_of
+from tests.support.small_runs import children, job, options, starts, told_step, trained, weights_of
 
 STEPS = 27
 
@@ -154,6 +154,50 @@ def test_three_nodes_lose_two_of_their_disks(port: int, tmp_path: Path, undistur
     assert f"fetched step {whole}\n" in ends[0].stderr + ends[1].stderr
     results = [disk for disk in disks if (disk / "summary.json").exists()]
     assert [weights_of(disk) for disk in results] == [undisturbed]
+
+
+@needs.sharding
+def test_a_sharded_run_goes_on_from_the_newest_checkpoint_of_which_no_rank_has_a_damaged_file(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes with one disk, which is lost with both."""
+    pausing = f"{ROOT / 'tests' / 'support' / 'struck_task.py'}:Struck"
+
+    def words(run_dir: Path, *more: object) -> list[str]:
+        shape = "--reduce tree --shard on --epochs 3 --batch-size 7 --micro-batch 1 --checkpoint-every 3 --keep 9"
+        return options(pausing, run_dir, *shape.split(), *more)
+
+    def nodes(run_dir: Path, url: str) -> list[subprocess.Popen[str]]:
+        shape = f"-n 2 -g 1 --master 127.0.0.1:{free_port()}"
+        more = words(run_dir, "--mirror", url)
+        return [launched(port, *more, nodes=f"{shape} -nr {node}") for node in range(2)]
+
+    for name, value in {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PAUSE": "0.15"}.items():
+        monkeypatch.setenv(name, value)
+    run_dir, url = tmp_path / "run", s3.new_url()
+    first = nodes(run_dir, url)
+    wait_beside(first[0], lambda: len(steps_in(port, url)) >= 2, "two checkpoints there")
+    for process in first:
+        lose(process)
+    shutil.rmtree(run_dir)
+    *_, whole, damaged = steps_in(port, url)
+    fs = fsspec.filesystem("s3", **s3.options(port), use_listings_cache=False, skip_instance_cache=True)
+    (file,) = fs.glob(f"{url.removeprefix('s3://')}/checkpoints/step-{damaged:08d}/state-1-of-2.pt.*")
+    content = bytearray(fs.cat_file(file))
+    content[len(content) // 2] ^= 1
+    fs.pipe_file(file, bytes(content))
+    ends = [finish(process) for process in nodes(run_dir, url)]
+    assert [end.returncode for end in ends] == [0, 0], "\n".join(end.stderr for end in ends)
+    said = "".join(end.stderr for end in ends)
+    assert f"step {damaged} is damaged: " in said
+    assert f"fetched step {whole}\n" in said
+    assert starts(run_dir)[-1] == whole
+    monkeypatch.setenv("PAUSE", "0")
+    trained(1, words(tmp_path / "undisturbed"))
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
+    assert f"{url}: has step {steps_in(port, url)[-1]}, the newest here" in said
+    verified = evenkeel("checkpoint", "verify", url, env=s3.variables(port)).stdout
+    assert verified.count(": ok") == len(steps_in(port, url))
 
 
 def test_a_second_job_is_refused_in_a_line_and_so_is_bare_torchrun(port: int, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.support import needs
 from tests.support.processes import TRAIN, checked, finish, fork_ranks, read, records
 from tests.support.small_runs import SUPPORT, options, trained, weights_of
 
@@ -49,3 +50,18 @@ def test_only_the_set_that_decides_is_shown_and_nothing_without_a_run(tmp_path: 
     assert calls.read_text() == "x" * 3, "in the rehearsal, and after each epoch; not for the test data at the end"
     trained(0, [*words, "--eval-only"])
     assert calls.read_text() == "x" * 3
+
+
+@needs.sharding
+def test_with_shards_the_picture_and_the_predictions_are_those_of_one_rank(tmp_path: Path) -> None:
+    """Of 23 samples in 5 micro-batches ranks have unequal numbers, and each forward pass is a collective."""
+    found = []
+    for ranks in (1, 2, 3):
+        run_dir = tmp_path / str(ranks)
+        more = ["--shard", "on", "--save-predictions", "--notes", run_dir]
+        trained(ranks, options(f"{SHOWN}Shown", run_dir, *SHAPE, *more))
+        pictures = [path.read_bytes() for path in sorted((run_dir / "media").rglob("*.png"))]
+        assert len(pictures) == 2
+        found.append((pictures, json.loads((run_dir / "predictions" / "test.json").read_text()), weights_of(run_dir)))
+    assert len(found[0][1]["predictions"]) == 23
+    assert found[0] == found[1] == found[2]

@@ -31,6 +31,9 @@ class Silent(Classification):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
 
+    def blocks(self, model: Any) -> list[nn.Module]:
+        return [model[0], model[2]]
+
 
 @dataclass
 class Shown(Silent):

@@ -11,10 +11,10 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from evenkeel.common.phases import activity
 from evenkeel.training.slots import Slot
@@ -44,6 +44,19 @@ class Struck(Sharded):
         time.sleep(float(os.environ.get("PAUSE", "0")))
         strike("loss")
         return super().loss(model, batch)
+
+
+class Scheduled(Struck):
+    """Its rates are those of torch's schedulers, one of which is stepped by evaluations, and halves the rate."""
+
+    best: ClassVar[Any] = ("loss", "min")
+
+    def schedulers(self, optimizers: list[Optimizer], config: Any) -> list[Any]:
+        warm = lr_scheduler.LinearLR(optimizers[0], 0.1, total_iters=4)
+        rates = lr_scheduler.SequentialLR(
+            optimizers[0], [warm, lr_scheduler.CosineAnnealingLR(optimizers[0], config.max_steps)], [4]
+        )
+        return [rates, lr_scheduler.ReduceLROnPlateau(optimizers[0], factor=0.5, patience=0, threshold=1.0)]
 
 
 class Interrupted(Slot):

@@ -83,9 +83,6 @@ class PlanCommand:
         """How --shard on divides the state; a Refusal, as in the job, if it cannot."""
         if config.shard == "off":
             return
-        from torch import device
-
-        from ..distributed.world import World
         from ..run.build import build_model, refuse_old_torch
         from ..training.freezing import freeze
         from ..training.sharded_memory import bytes_of_rank_0
@@ -95,7 +92,7 @@ class PlanCommand:
 
         freeze(model := build_model(config, task), config.freeze)
         optimizers = task.optimizers(model, config)
-        refuse_unshardable(task, model, optimizers, World(0, 0, self.world_size, 1, device("cpu"), launched=True))
+        refuse_unshardable(task, model, optimizers)
         more = config.ema > 0, config.precision == "bf16"
         sizes = bytes_of_rank_0(model, optimizers, task.blocks(model), self.world_size, *more)
         parts = ", ".join(f"{part} {size / 1e6:.2f} MB" for part, size in sizes.items() if size)

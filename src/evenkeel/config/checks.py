@@ -158,15 +158,11 @@ def unshardable(config: Config) -> str:
         "--model-parallel": config.model_parallel > 1,
         "--sync-batchnorm": config.sync_batchnorm,
         "--precision fp16": config.precision == "fp16",
-        "--compile": config.compile,
         "--channels-last": config.channels_last,
         "--micro-batch auto": config.micro_batch == "auto",
         f"--shares {config.shares}": config.shares != "equal",
         "--verify-every": config.verify_every > 0,
-        "--digest-every": config.digest_every > 0,
-        "--save-predictions": config.save_predictions,
         "--optimizer muon": config.optimizer == "muon",
-        "--mirror": bool(config.mirror),
     }
     return next((name for name, given in others.items() if given), "")
 

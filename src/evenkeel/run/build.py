@@ -139,7 +139,8 @@ def build_state(
     if config.checkpoint_activations:
         recompute(model, task.blocks(model))
     if config.compile:
-        compile_networks(model, world.device, config.exact, whole=config.reduce == "tree")
+        parts = task.blocks(model) if config.shard == "on" else ()  # weights are gathered between them
+        compile_networks(model, world.device, config.exact, config.reduce == "tree", parts)
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     every = config.eval_every or plan.steps_per_epoch
     decides = next((name for name in sets if name != TRAINING), "")
@@ -151,7 +152,7 @@ def build_state(
         refuse_old_torch()
         from ..training.sharding import refuse_unshardable  # imports FSDP2, which takes a second
 
-        refuse_unshardable(task, model, optimizers, world)
+        refuse_unshardable(task, model, optimizers)
     own = task.schedulers(optimizers, replace(config, max_steps=plan.total_steps))
     made = checked_schedulers(own, optimizers, config, plan.total_steps, best, type(task).rates is not Task.rates)
     schedulers = Schedulers(made, best, plan.total_steps, every) if made else None

@@ -98,12 +98,14 @@ class Checkpointer:
             self._attempt.tracker.event("compile", self._state.step, **compilation.progress.report())
 
     def record_digests(self) -> None:
-        """For --digest-every: the digests of this step, if it is one of these or the last. On rank 0."""
+        """For --digest-every: the digests of this step, if it is one of these or the last. On all ranks that save."""
         every, tracker, state = self._attempt.config.digest_every, self._attempt.tracker, self._state
-        if tracker and every and (state.step % every == 0 or state.is_over()):
+        if every and (state.step % every == 0 or state.is_over()):
             with activity.during(CHECKPOINT):
-                samples = samples_digest(self._sampler, state.step)
-                tracker.digest(state.step, options=self._options, samples=samples, digests=digests(state.tensors()))
+                found = digests(state.tensors())
+                if tracker:
+                    samples = samples_digest(self._sampler, state.step)
+                    tracker.digest(state.step, options=self._options, samples=samples, digests=found)
 
     def _note(self, step: int) -> None:
         """In the saver's thread: note that the run can continue from this step."""

@@ -26,9 +26,10 @@ _GAMMA, _FIRST, _SECOND = (
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The digest of each tensor: type, shape and every bit, as 16 hexadecimal digits.
 
-    Computed where the tensors are; the host waits once for each device.
+    Computed where they are; the host waits once a device. All ranks gather DTensors (--shard), one after the other.
     """
-    values = on_host({name: bit_sum(tensor.detach()) for name, tensor in tensors.items()})
+    whole = ((name, getattr(tensor.detach(), "full_tensor", tensor.detach)()) for name, tensor in tensors.items())
+    values = on_host({name: bit_sum(tensor) for name, tensor in whole})
     for name, tensor in tensors.items():
         kind = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode()).digest()
         values[name] += int.from_bytes(kind[:8], "big")

@@ -64,15 +64,15 @@ class Ending:
         if attempt.compiled and self._world.local_rank == 0:
             attempt.compiled.clear()
         weights = state.sharding.gathered(state.best_model.state_dict()) if state.sharding else {}
-        if not (directory and tracker):
-            if state.sharding:
-                self._checkpointer.take_result()
-                self._saver.save_last(state, metrics)
+        if not (tracker or state.sharding):
             return
         self._checkpointer.take_result()
-        if metrics:
+        if metrics and tracker:
             tracker.evaluation(state.step, metrics)
         self._checkpointer.record_digests()
+        if not (directory and tracker):
+            self._saver.save_last(state, metrics)
+            return
         activity.enter(CHECKPOINT)
         early = state.step < attempt.plan.total_steps
         why = f"stopped early at step {state.step}: {state.stopping.why()}" * early

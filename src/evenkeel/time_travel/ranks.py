@@ -13,6 +13,7 @@ from ..common.files import read_json, write_json
 from ..common.network import Link
 from ..distributed.exits import exit_code
 from ..launch.topology import Topology, torchrun
+from ..run.records import read_config
 from .replay import Replay, function_of, prepared, replay_in
 
 
@@ -32,6 +33,10 @@ def replay_on(
         Refusal, Ended: as `replay`; with the line of a rank.
     """
     with prepared(run_dir, last, first - 1) as folder:
+        if read_config(folder / "config.toml").get("shard") == "on":  # each rank looks at its own number of passes
+            raise Refusal(
+                f"--ranks {ranks}: one process replays a run with --shard on, with the same bits; leave it out"
+            )
         write_json(folder / "asked.json", {
             "run_dir": str(run_dir), "first": first, "last": last, "script": str(script), "words": words,
             "python": python, "save_samples": str(save_samples or ""),

@@ -41,7 +41,7 @@ COPIED = ("micro_batch", "micro_batches", "threads", "samples", "order", "orders
 
 OFF: dict[str, Any] = {
     "wandb": "disabled", "tensorboard": False, "csv": False, "save_predictions": False, "wandb_report": False,
-    "checkpoint_every": 0, "keep_every": 0, "digest_every": 0, "hang_timeout": 0.0, "keeper": "off",
+    "checkpoint_every": 0, "keep_every": 0, "digest_every": 0, "hang_timeout": 0.0, "keeper": "off", "replicate": 0,
     "strict_bits": False, "num_workers": 0, "shares": "equal", "on_nonfinite": "stop", "verify_every": 0,
 }  # fmt: skip
 """Options that a replay sets; none changes a bit of a step."""
@@ -201,18 +201,14 @@ def _prepare(folder: Path, options: dict[str, Any], status: Mapping[str, Any], k
 def _opened(config: Config, task: Task, result: Replay, steps: range, visit: Visit | None) -> Iterator[Run]:
     activity.begin(age=0)
     logging.disable(logging.WARNING)  # what they say is about a run that goes on
+    Replayed.result, Replayed.looked_into, Replayed.visit = result, steps, visit
     try:
-        yield from _run(config, task, result, steps, visit)
+        with contextlib.suppress(Reached), Replayed.open(config, task, Resident(config.grace)) as run:
+            if run.finished:
+                raise Ended("the replay found the run finished; nothing was looked into")
+            yield run
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _run(config: Config, task: Task, result: Replay, steps: range, visit: Visit | None) -> Iterator[Run]:
-    Replayed.result, Replayed.looked_into, Replayed.visit = result, steps, visit
-    with contextlib.suppress(Reached), Replayed.open(config, task, Resident(config.grace)) as run:
-        if run.finished:
-            raise Ended("the replay found the run finished; nothing was looked into")
-        yield run
 
 
 def _train(run: Run, loop: Path) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sysconfig
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ EXACT = {
 """Settings of inductor that make two compilations produce the same code."""
 
 
-def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole: bool) -> None:
-    """Compile a model, or each network of an `nn.ModuleDict`, at the first call with each shape.
+def compile_networks(
+    model: nn.Module, device: torch.device, exact: bool, whole: bool, parts: Sequence[nn.Module] = ()
+) -> None:
+    """Compile a model, or each network of an `nn.ModuleDict`, or these parts, at the first call with each shape.
 
     Args:
         model: on its device.
@@ -53,7 +56,8 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
 
     dynamo: Any = torch._dynamo.config
     dynamo.assume_static_by_default, dynamo.automatic_dynamic_shapes = True, False
-    dynamo.recompile_limit = SHAPES
+    # parts of one class share what is compiled of it
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = SHAPES * max(1, len(parts))
     dynamo.fail_on_recompile_limit_hit = exact
     dynamo.optimize_ddp = not whole
     # precompiled headers lie outside the cache, and each start would call the compiler for them
@@ -63,7 +67,7 @@ def compile_networks(model: nn.Module, device: torch.device, exact: bool, whole:
     progress.wanted = True
     torch._dynamo.callback.callback_handler.register_start_callback(progress.begin)
     torch._dynamo.callback.callback_handler.register_end_callback(progress.end)
-    for network in model.children() if isinstance(model, nn.ModuleDict) else [model]:
+    for network in parts or (model.children() if isinstance(model, nn.ModuleDict) else [model]):
         network._compiled_call_impl = torch.compile(_call(network), dynamic=False)
 
 

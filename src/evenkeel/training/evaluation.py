@@ -79,14 +79,14 @@ class Evaluation:
             shuffle=False,
             seed=config.seed,
         )
-        if are_divided(model.parameters()):  # a forward pass is a collective
-            self.sampler.passes = "even"
+        self.divided = are_divided(model.parameters())  # then a forward pass is a collective
+        self.sampler.passes = "even" if self.divided else "own"
         self._transfer = Transfer(world.device)
         self._is_first = False
         self.shows = False
         """Whether to call the task's `show` for the first batch."""
         self.shown: Mapping[str, Any] = {}
-        """On rank 0: the result of `show` in the last evaluation."""
+        """On rank 0: the result of `show` in the last evaluation; a divided model also has others show theirs."""
         self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
@@ -158,7 +158,7 @@ class Evaluation:
                 # float64 has exact counts, and a row for each micro-batch fixes the order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
 
-        self._is_first = self.shows and self.world.rank == 0
+        self._is_first = self.shows and (self.divided or self.world.rank == 0)
         self.each(self._measured, add)
         return sums
 
@@ -166,7 +166,7 @@ class Evaluation:
         """The task's metrics of a batch. For the very first batch also calls `show`."""
         found = self._compute(self.model, batch)
         if self._is_first:
-            with same_tensors(self.model), evaluating(self.model):  # only rank 0 does this, so it must change nothing
+            with same_tensors(self.model), evaluating(self.model):  # perhaps on rank 0 only: it must change nothing
                 self.shown = self.task.show(self.model, batch)
         self._is_first = False
         return found

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -33,15 +35,13 @@ ELEMENTWISE = (SGD, Adam, AdamW)
 OPTION = "--shard on"
 
 
-def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer], world: World) -> None:
+def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]) -> None:
     """Refuse what FSDP2 cannot train, or not with the same bits on any number of ranks, before anything is written."""
-    if not world.launched:
-        raise Refusal(f"{OPTION}: needs a process group; start with torchrun --standalone --nproc_per_node=N train.py")
     if task.unused_parameters:
         raise Refusal(f"{OPTION}: {kind_of(task)} says that parameters may get no gradient; leave it out")
     if has_batchnorm(model):
         raise Refusal(f"{OPTION}: the model has BatchNorm, which it does not support; use GroupNorm or LayerNorm")
-    for method in ("batch_loss", "refresh", "schedulers", "show"):
+    for method in ("batch_loss", "refresh"):
         if defines(type(task), method):
             raise Refusal(f"{OPTION}: {kind_of(task)} defines {method}(), which it does not support; leave one out")
     blocks = task.blocks(model)
@@ -80,7 +80,7 @@ class Sharding:
         average: a copy of it, whose parameters are replaced too; None: none.
         optimizers: before their first step; they get the new parameters.
         task: names the blocks.
-        world: the ranks, with a process group.
+        world: the ranks; a process that is alone gets a process group here.
         precision: "bf16" computes with parameters in bfloat16, and adds gradients in float32.
     """
 
@@ -94,6 +94,8 @@ class Sharding:
         precision: str,
     ) -> None:
         self.rank, self.ranks = world.rank, world.world_size
+        if not dist.is_initialized():  # torchrun has not started this process; a later run in it takes the same group
+            dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
         self.reduction = ShardedReduction(world)
         self._model, self._optimizers = model, optimizers
         self._mesh = init_device_mesh(world.device.type, (world.world_size,))

@@ -269,8 +269,8 @@ class State:
         """Prepare memory for fast copies from a GPU. Call it after the first commit: then the optimizers have state."""
         staging.pin(self._live())
 
-    def _live(self) -> dict[str, Any]:
-        """The committed state itself, in the order in which it must be copied."""
+    def _live(self, rows: bool = True) -> dict[str, Any]:
+        """The committed state itself, in the order in which it must be copied; of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
         learned = {name: parameter.detach() for name, parameter in self._named.items()} | self.buffers.committed
         live = {
@@ -279,7 +279,7 @@ class State:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._options(),
         }
-        live = self.sharding.local(live) if self.sharding else live
+        live = self.sharding.local(live) if self.sharding and rows else live
         return {**live, "begun": self._seqlock.begun}
 
     def _options(self) -> dict[str, Any]:
@@ -302,14 +302,14 @@ class State:
 
         Returns:
             "model.PARAMETER" and "model.BUFFER", "optimizers.NUMBER.PARAMETER.NAME" for the state of optimizers, and
-            "ema.PARAMETER" and "scaler.NAME", if there are any.
+            "ema.PARAMETER" and "scaler.NAME", if there are any. Those that --shard divides are DTensors.
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         kept = {
             number: {names.get(id(p), str(i)): values for i, (p, values) in enumerate(optimizer.state.items())}
             for number, optimizer in enumerate(self.optimizers)
         }
-        return named_tensors({"model": self._live()["model"], "optimizers": kept, **self._options()})
+        return named_tensors({"model": self._live(rows=False)["model"], "optimizers": kept, **self._options()})
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Load the result of :meth:`capture`, whatever device it was on; of a divided state this rank's rows."""

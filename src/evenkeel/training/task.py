@@ -97,8 +97,8 @@ class Task(TaskData, TaskTraining):
         return 0
 
     def show(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """Values to log for the first batch of each evaluation, as for `Run.log`: {"samples": picture}. On rank 0
-        only, in evaluation mode without gradients; default: nothing."""
+        """Values to log for the first batch of each evaluation, as for `Run.log`: {"samples": picture}. On rank 0 only
+        (--shard on: all, for its forward pass), in evaluation mode without gradients; default: nothing."""
         return {}
 
     def after_evaluation(self, metrics: Mapping[str, float], step: int) -> None:
