@@ -1,5 +1,5 @@
-"""The bytes that rank 0 sends in a step of a sharded network: counted where torch hands collectives to the process group,
-and what docs/sharding.md says. Rank 0 writes both.
+"""The bytes that each rank sends in a step of a sharded network: counted where torch hands collectives to the process
+group, and what docs/sharding.md says. Rank 0 writes both.
 
 torchrun --nproc_per_node=W sharded_bytes_worker.py OUT.json MICRO_BATCHES PRECISION
 """

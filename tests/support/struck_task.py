@@ -1,7 +1,8 @@
 """The sharded task, slowed down, whose ranks are killed at chosen moments.
 
 STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", when so many steps are done: in the
-"loss", inside the "optimizer"'s step, or in the "copy" into a slot. STRUCK is a folder.
+"loss", inside the "optimizer"'s step, in the "copy" into a slot, or in the "replica"'s exchange, when the older copy is
+already overwritten; "hold" stops it there instead. STRUCK is a folder.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenkeel.common.phases import activity
+from evenkeel.training.replica import Replica
 from evenkeel.training.slots import Slot
 from tests.support.sharded_task import Sharded
 
@@ -29,7 +32,7 @@ def strike(moment: str) -> None:
         mine = rank in ("all", os.environ["RANK"])
         if (which, int(step)) == (moment, activity.step) and mine and not done.exists():
             done.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if moment == "hold" else signal.SIGKILL)
 
 
 class Struck(Sharded):
@@ -54,6 +57,18 @@ class Interrupted(Slot):
         super().complete(captured, facts)
 
 
+class InterruptedReplica(Replica):
+    """A copy whose rank may be killed or stopped while rows are on their way."""
+
+    def _swap(self, sent: Tensor, received: Tensor) -> None:
+        if sent.dtype == torch.uint8:  # not the sizes
+            strike("replica")
+            strike("hold")
+        super()._swap(sent, received)
+
+
+import evenkeel.run.sharded_saver as saver  # noqa: E402
 import evenkeel.training.slots as slots  # noqa: E402
 
 slots.Slot = Interrupted  # type: ignore[misc]
+saver.Replica = InterruptedReplica  # type: ignore[misc]
