@@ -247,10 +247,10 @@ a rank's copy of its rows stays on its own node
     - shift = max(world.gather(world.local_world_size))
     + shift = 1
 
-a copy of another rank's rows counts as whole while they are on their way
+another rank's rows are received over the newest copy of them
     training/replica.py | tests/promises/test_replicate.py
-    - os.pwrite(target, NUMBERS.pack(0, 0, 0, 0), 0)
-    + os.pwrite(target, NUMBERS.pack(step, end, layout, plain), 0)
+    - target = min(
+    + target = max(
 
 sharded ranks go on at the newest step of any
     run/sharded_resume.py | tests/run/test_sharded_checkpoint.py
