@@ -101,6 +101,7 @@ class ShardedSaver(Saver):
             if not steps:
                 return "no step has finished; nothing to save"
             if in_place and keeper_link.has_keeper():
+                log.info("stored step %d in memory after %.2f s", steps[-1], time.monotonic() - begun)
                 return f"step {steps[-1]} is in memory"
             write_slots(self._descriptors, begun + grace / 2)
             if state.sharding and state.sharding.rank == 0:
