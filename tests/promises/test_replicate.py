@@ -105,6 +105,20 @@ def test_a_node_that_is_killed_while_its_rows_are_on_their_way_costs_no_step_tha
 
 
 @pytest.mark.slow
+def test_a_node_that_is_killed_while_a_new_attempt_sends_its_rows_costs_no_step(
+    run_dir: Path, tmp_path: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt begins in place after a kill, and the copies of the one before count until theirs are whole."""
+    monkeypatch.setenv("STRIKES", "loss:1:3 hold:2:0")
+    lose_a_node(run_dir, "--replicate", 1, held=tmp_path / "hold:2:0-2")
+    for each in two_nodes(run_dir, "--replicate", 1):
+        ended(each)
+    assert starts(run_dir)[-1] == 3
+    assert no_step_is_done_twice(run_dir)
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
 def test_the_control_without_it_the_steps_since_the_checkpoint_are_done_again(
     run_dir: Path,
     one_rank: str,

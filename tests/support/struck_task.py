@@ -71,4 +71,4 @@ import evenkeel.run.sharded_saver as saver  # noqa: E402
 import evenkeel.training.slots as slots  # noqa: E402
 
 slots.Slot = Interrupted  # type: ignore[misc]
-saver.Replica = InterruptedReplica  # type: ignore[misc]
+saver.Replica = InterruptedReplica  # type: ignore[attr-defined]

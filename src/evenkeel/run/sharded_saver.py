@@ -47,13 +47,15 @@ class ShardedSaver(Saver):
         """This rank's rows of the last two steps."""
         return Slots(self._descriptors[:2], self._devices)
 
-    def replicate(self, world: World) -> bool:
-        """Copy this rank's rows to another node from here on (--replicate), first those stored now. Returns whether
-        that is possible. Every rank must call it."""
+    def replicate(self, world: World, step: int) -> bool:
+        """Copy this rank's rows to another node from here on (--replicate), first those of this step, if it is not 0.
+        Returns whether that is possible. Every rank must call it, and may then discard what it has of other steps."""
         self._replica = Replica(world, self._descriptors[2:])
-        self._replica.clear()
-        for step in self.slots.steps():
+        if step:
             self._replica.exchange(self.slots.holding(step))
+        else:
+            self._replica.clear()
+        world.gather(None)  # until here a lost node may need the step before
         return self._replica.possible
 
     def note(self, state: State) -> None:
