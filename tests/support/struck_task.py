@@ -2,7 +2,8 @@
 
 STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", when so many steps are done: in the
 "loss", inside the "optimizer"'s step, in the "copy" into a slot, or in the "replica"'s exchange, when the older copy is
-already overwritten; "hold" stops it there instead. STRUCK is a folder.
+already overwritten; "hold" stops it there instead. STRUCK is a folder. A rank is late to commit a step that LATE names,
+as RANK:STEPS-BEFORE.
 """
 
 from __future__ import annotations
@@ -42,6 +43,17 @@ class Struck(Sharded):
         made = super().optimizers(model, config)
         made[0].register_step_post_hook(lambda *_: strike("optimizer"))
         return made
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        if "LATE" in os.environ:  # with a buffer the loss is added up, and so logged, before all ranks commit
+            made.register_buffer("buffer", torch.zeros(1))
+        return made
+
+    def rates(self, config: Any, step: int, total_steps: int) -> dict[str, float]:
+        if os.environ.get("LATE") == f"{os.environ['RANK']}:{step}":
+            time.sleep(0.5)
+        return super().rates(config, step, total_steps)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         time.sleep(float(os.environ.get("PAUSE", "0")))

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common import keeper_link
 from ..common.deadlines import FOREVER
-from ..common.phases import CHECKPOINT, activity
+from ..common.phases import CHECKPOINT, REDUCTION, activity
 from ..distributed.world import World
 from ..resilience import memory_checkpoint
 from ..training.replica import Replica
@@ -23,6 +23,9 @@ from .saver import Saver
 from .sharded_checkpoint import PATIENCE, await_whole, facts_of, write_rows, write_slots
 
 log = logging.getLogger(__name__)
+
+LAST_STEP = 1.0
+"""Seconds that a rank that is stopped may take to commit the step that it reduces; the others may have done so."""
 
 LAST_WAIT = 5.0
 """Seconds that rank 0 waits after a stop signal for the rows of the others, to report what is saved."""
@@ -91,9 +94,13 @@ class ShardedSaver(Saver):
 
         Ranks that start again in place find them in memory, so nothing is written then.
         """
+        begun, grace, before = time.monotonic(), self._grace, state.step
+        while not in_place and state.step == before and activity.phase == REDUCTION:
+            if time.monotonic() > begun + min(LAST_STEP, grace / 4):
+                break
+            time.sleep(0.01)
         if state.step == 0:
             return "no step has finished; nothing to save"
-        begun, grace = time.monotonic(), self._grace
         taken = self._staging.take(begun + grace / 4)  # a checkpoint that is being written comes first
         try:
             if state.step > max(self.slots.steps(), default=0):  # stopped between the commit and the copy
