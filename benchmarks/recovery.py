@@ -2,6 +2,7 @@
 """How long a job takes from the death of a rank to its next finished step, beside how long it takes to start.
 
     python benchmarks/recovery.py
+    python benchmarks/recovery.py --shard
     python benchmarks/recovery.py --ranks 4 --options "--dataset fake --model resnet18 --num-workers 2"
 
 Each job is started under a plain `torchrun`, measured to its first finished step (a cold start), then its last rank is
@@ -36,6 +37,7 @@ from evenkeel.common.processes import process_name
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.tasks.classify import Classify
+from evenkeel.tasks.datasets import ABOUT
 
 IMPORTED = time.time()
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +53,8 @@ class Options:
     """Jobs of each kind that are started, and recover once."""
     ranks: int = 2
     """Processes of each."""
+    shard: bool = False
+    """With `--shard on`, which needs keepers, and a network of repeated blocks."""
     options: str = ""
     """More options of the job."""
     folder: Path = Path()
@@ -83,6 +87,18 @@ class Stamped(Classify):
             with Path(self.stamps).open("a") as file:
                 file.write(json.dumps(self.times) + "\n")
         return made
+
+
+@dataclass
+class Blocks(Stamped):
+    """The same with a network that `--shard on` can divide."""
+
+    def model(self) -> nn.Module:
+        """Layers of one class."""
+        super().model()
+        inputs = self.size**2 * ABOUT[self.dataset].channels
+        hidden = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 256), *hidden, nn.Linear(256, self.classes))
 
 
 def process_start() -> float:
@@ -148,7 +164,7 @@ def job(options: Options, run_dir: Path, keeper: str) -> tuple[dict[str, float],
     """Start a job, kill a rank, and end the job: seconds of the phases of a cold start and of a recovery."""
     arguments = [
         "--task",
-        f"{Path(__file__)}:Stamped",
+        f"{Path(__file__)}:{'Blocks' if options.shard else 'Stamped'}",
         "--stamps",
         run_dir.with_suffix(".stamps"),
         "--run-dir",
@@ -156,6 +172,7 @@ def job(options: Options, run_dir: Path, keeper: str) -> tuple[dict[str, float],
     ]
     arguments += ["--epochs", 100_000, "--checkpoint-every", 0, "--eval-every", 10**6, "--log-every", 1]
     arguments += ["--keeper", keeper, "--wandb", "disabled", *shlex.split(options.options)]
+    arguments += ["--shard", "on", "--reduce", "tree"] * options.shard
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}", "--max-restarts=1"]
     command = [sys.executable, *torchrun, str(ROOT / "train.py"), *map(str, arguments)]
     begun = time.time()
@@ -188,12 +205,15 @@ def show(title: str, measured: list[dict[str, float]]) -> float:
 
 def main(options: Options) -> None:
     """Measure and print."""
+    ways = {"on": "by keepers", "off": "by torchrun, --keeper off"}
+    if options.shard:
+        del ways["off"]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        names = [(f"job-{i}-{keeper}", keeper) for i in range(options.jobs) for keeper in ("on", "off")]
+        names = [(f"job-{i}-{keeper}", keeper) for i in range(options.jobs) for keeper in ways]
         measured = [(keeper, *job(options, Path(folder).resolve() / name, keeper)) for name, keeper in names]
     cold_starts = [cold for keeper, cold, _ in measured if keeper == "on"]
     cold = show("cold start, from the command to the first step", cold_starts)
-    for keeper, who in (("on", "by keepers"), ("off", "by torchrun, --keeper off")):
+    for keeper, who in ways.items():
         title = f"recovery {who}, from SIGKILL to the next step"
         recovery = show(title, [recovery for kind, _, recovery in measured if kind == keeper])
         print(f"recovery {who} / cold start = {recovery / cold:.3f}")

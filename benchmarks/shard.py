@@ -1,4 +1,5 @@
-"""What `--shard on` costs: its steps against FSDP2's own reduce-scatter and against DDP, and each rank's state.
+"""What `--shard on` costs: its steps against FSDP2's own reduce-scatter and against DDP, and each rank's state; and
+what `--replicate 1` adds, if each rank were a node.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/shard.py
 
@@ -13,7 +14,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,7 @@ from evenkeel.distributed.world import World
 from evenkeel.tasks.transformer import Decoder
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import clip_grad_norm
+from evenkeel.training.replica import Replica
 from evenkeel.training.sharding import Sharding
 from evenkeel.training.slots import Slots
 from evenkeel.training.staging import named_tensors
@@ -91,8 +93,9 @@ class Side:
     copies: list[float] = field(default_factory=list)
 
 
-def ours(shard: bool, task: Text, world: World, plan: Plan, side: Side) -> Iterator[None]:
+def ours(name: str, task: Text, world: World, plan: Plan, side: Side) -> Iterator[None]:
     """The loop of train.py with `--reduce tree`; one step for each next()."""
+    shard = name != "ddp"
     torch.manual_seed(0)
     model = task.model().to(world.device)
     state = State(model, [AdamW(model.parameters(), 1e-4, foreach=True)])
@@ -100,6 +103,8 @@ def ours(shard: bool, task: Text, world: World, plan: Plan, side: Side) -> Itera
         divide(state, Sharding(model, None, state.optimizers, task, world, "fp32"))
     made = DistributedLoss(task.loss, state, world, plan, Config(reduce="tree"))
     slots = Slots([os.memfd_create("slot") for _ in range(2)], world.devices)
+    single = replace(world, local_world_size=1)  # a node of its own
+    replica = Replica(single, [os.memfd_create("copy") for _ in range(2)]) if name == "replicated" else None
     for number in itertools.count():
         every = plan.micro_batches(number)
         contiguous = plan.micro_batches(number, world.rank, world.world_size)
@@ -111,6 +116,8 @@ def ours(shard: bool, task: Text, world: World, plan: Plan, side: Side) -> Itera
         if shard:
             slots.write(lambda slot: state.capture(staging=slot), {})
         side.copies.append(time.perf_counter() - begun)
+        if replica:
+            replica.exchange(slots.holding(state.step))
         if not side.state_bytes:  # in the first step, which is not measured
             side.state_bytes = sum(tensor.nbytes for tensor in named_tensors(state.capture()).values())
         yield
@@ -139,9 +146,9 @@ def main(options: Options) -> None:
     batch = 2 * options.micro_batches * world.world_size
     plan = Plan(samples=batch * 10**6, global_batch=batch, micro_batch=2, epochs=1)
     with world.connected():
-        sides = {"sharded": Side(), "ddp": Side()}
+        sides = {"sharded": Side(), "replicated": Side(), "ddp": Side()}
         loops: dict[str, Iterator[None]] = {"stock": stock(task, world, plan), "stock again": stock(task, world, plan)}
-        loops |= {name: ours(name == "sharded", task, world, plan, side) for name, side in sides.items()}
+        loops |= {name: ours(name, task, world, plan, side) for name, side in sides.items()}
         seconds = in_turn(loops, options.turns, world.device)
         if world.rank == 0:
             steps = {name: median(found) for name, found in seconds.items()}
@@ -149,6 +156,7 @@ def main(options: Options) -> None:
             for name in ("stock again", "sharded"):
                 print(f"{name} / stock = {steps[name] / steps['stock']:.2f}")
             print(f"sharded / ddp = {steps['sharded'] / steps['ddp']:.2f}")
+            print(f"replicated / sharded = {steps['replicated'] / steps['sharded']:.2f}")
             copies = median(sides["sharded"].copies[-options.turns :])
             print(f"the copy into a slot: {copies / steps['sharded']:.3f} of a sharded step")
             share = sides["sharded"].state_bytes / sides["ddp"].state_bytes

@@ -1,4 +1,4 @@
-"""Plant 85 small faults, one at a time, and see whether the tests find them.
+"""Plant 86 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -246,6 +246,11 @@ a rank's copy of its rows stays on its own node
     training/replica.py | tests/promises/test_replicate.py
     - shift = max(world.gather(world.local_world_size))
     + shift = 1
+
+another rank's rows are received over the newest copy of them
+    training/replica.py | tests/promises/test_replicate.py
+    - target = min(
+    + target = max(
 
 sharded ranks go on at the newest step of any
     run/sharded_resume.py | tests/run/test_sharded_checkpoint.py

@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2150,
     "resilience": 1550,
     "training": 5770,
-    "run": 6363,
+    "run": 6380,
     "tasks": 2190,
     "mirror": 550,
     "launch": 3000,

@@ -14,8 +14,17 @@ from evenkeel.common.errors import Refusal
 from evenkeel.tasks.command_line import parse
 from tests.promises.test_sharded_state import RARE, job, log_of, one_rank, slowed  # noqa: F401  (fixtures)
 from tests.support import needs
-from tests.support.processes import ROOT, TRAIN, finish, free_port, kill_group, start
-from tests.support.small_runs import ended, keepers_of, starts, trained, wait_for_step, weights_of
+from tests.support.processes import ROOT, TRAIN, finish, free_port, kill_group, start, wait_beside
+from tests.support.small_runs import (
+    ended,
+    keepers_of,
+    no_step_is_done_twice,
+    starts,
+    told_step,
+    trained,
+    wait_for_step,
+    weights_of,
+)
 
 pytestmark = needs.sharding
 
@@ -27,12 +36,16 @@ def node(number: int, port: int, run_dir: Path, *more: object) -> subprocess.Pop
     return start([*command, TRAIN, *job(run_dir, *RARE, *more)])
 
 
-def lose_a_node(run_dir: Path, *more: object) -> None:
-    """Start two nodes, and kill the agent, keepers and ranks of the second after step 4."""
+def two_nodes(run_dir: Path, *more: object) -> list[subprocess.Popen[str]]:
     port = free_port()
-    first, other = (node(number, port, run_dir, *more) for number in range(2))
+    return [node(number, port, run_dir, *more) for number in range(2)]
+
+
+def lose_a_node(run_dir: Path, *more: object, held: Path | None = None) -> None:
+    """Start two nodes, and kill the agent, keepers and ranks of the second after step 4, or when there is a file."""
+    first, other = two_nodes(run_dir, *more)
     try:
-        wait_for_step(run_dir, 4, first)
+        wait_beside(first, lambda: held.exists() if held else told_step(run_dir) >= 4, "the moment")
         keepers = keepers_of(other)
         assert sorted(keepers) == [2, 3]
         for keeper in keepers.values():
@@ -47,9 +60,7 @@ def lose_a_node(run_dir: Path, *more: object) -> None:
 @pytest.mark.slow
 def test_a_new_node_goes_on_at_the_last_step_that_all_ranks_had(run_dir: Path, one_rank: str) -> None:
     lose_a_node(run_dir, "--replicate", 1)
-    port = free_port()
-    again = [node(number, port, run_dir, "--replicate", 1) for number in range(2)]
-    for each in again:
+    for each in two_nodes(run_dir, "--replicate", 1):
         ended(each)
     assert len(starts(run_dir)) == 2
     assert starts(run_dir)[1] >= 4, "no step that all ranks had is done twice"
@@ -63,6 +74,47 @@ def test_fewer_ranks_go_on_at_that_step_too(run_dir: Path, one_rank: str) -> Non
     trained(2, job(run_dir, *RARE, "--replicate", 1))
     assert starts(run_dir)[1] >= 4
     assert "copies nothing, because one node has more than half of the ranks" in log_of(run_dir)
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_while_rows_are_on_their_way_cost_no_step(
+    run_dir: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has stored the step in its slot before, so all go on from there in place."""
+    monkeypatch.setenv("STRIKES", "replica:2:3 replica:0:5 replica:all:8")
+    for each in two_nodes(run_dir, "--replicate", 1):
+        ended(each)
+    assert sorted(set(starts(run_dir))) == [0, 3, 5, 8]
+    assert no_step_is_done_twice(run_dir)
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_while_its_rows_are_on_their_way_costs_no_step_that_was_over(
+    run_dir: Path, tmp_path: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has overwritten its older copy of rank 2's rows with half of nothing: that copy does not count."""
+    monkeypatch.setenv("STRIKES", "hold:2:4")
+    lose_a_node(run_dir, "--replicate", 1, held=tmp_path / "hold:2:4-2")
+    for each in two_nodes(run_dir, "--replicate", 1):
+        ended(each)
+    assert starts(run_dir) == [0, 3]
+    assert no_step_is_done_twice(run_dir)
+    assert weights_of(run_dir) == one_rank
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_while_a_new_attempt_sends_its_rows_costs_no_step(
+    run_dir: Path, tmp_path: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt begins in place after a kill, and the copies of the one before count until theirs are whole."""
+    monkeypatch.setenv("STRIKES", "loss:1:3 hold:2:0")
+    lose_a_node(run_dir, "--replicate", 1, held=tmp_path / "hold:2:0-2")
+    for each in two_nodes(run_dir, "--replicate", 1):
+        ended(each)
+    assert starts(run_dir)[-1] == 3
+    assert no_step_is_done_twice(run_dir)
     assert weights_of(run_dir) == one_rank
 
 

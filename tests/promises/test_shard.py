@@ -29,6 +29,16 @@ def test_a_step_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, micro_b
             assert len({found[control] for found in results.values()}) > 1, control
 
 
+@pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_a_step_sends_as_many_bytes_as_the_docs_say(tmp_path: Path, ranks: int, precision: str) -> None:
+    """With 7 micro-batches, so that some ranks are idle in the last round, and rows that 2 and 3 do not divide."""
+    found = results_of(ranks, "sharded_bytes_worker.py", tmp_path, 7, precision)
+    assert len(found) == ranks
+    for each in found.values():
+        assert each["counted"] == each["formula"]
+        assert min(each["counted"]["weights"], each["counted"]["gradients"]) > 0
+
+
 def results(run_dir: Path) -> tuple[str, Any]:
     return weights_of(run_dir), read(run_dir)["metrics"]
 

@@ -24,6 +24,7 @@ from tests.support.small_runs import (
     ended,
     keepers_of,
     options,
+    saved_step,
     signal_ranks_at,
     starts,
     told_step,
@@ -122,6 +123,16 @@ def test_ranks_may_be_three_then_two_then_four_then_one(run_dir: Path, one_rank:
     assert weights_of(run_dir) == one_rank
     files = sorted(path.name for path in (run_dir / "checkpoints" / f"step-{STEPS:08d}").iterdir())
     assert files == ["manifest.json", "state-0-of-1.pt"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_before_it_commits_a_step_that_another_has_commits_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATE", "1:4")
+    signal_ranks_at(5, run_dir, fork_ranks(2, TRAIN, *job(run_dir)), signal.SIGTERM)
+    assert told_step(run_dir) == 5
+    assert saved_step(run_dir) == 5
 
 
 @pytest.mark.slow

@@ -261,6 +261,14 @@ def test_a_slot_has_what_was_stored_bit_for_bit(checkpoints: Checkpoints) -> Non
     assert rank.slots.steps() == [2]
 
 
+def test_a_step_that_two_threads_store_leaves_the_one_before(checkpoints: Checkpoints) -> None:
+    """A rescue waits while the main thread copies the same step, and has it to store too."""
+    rank = Rank(checkpoints)
+    for step in (1, 2, 2):
+        rank.store(step)
+    assert rank.slots.steps() == [1, 2]
+
+
 @pytest.mark.parametrize("slots", [2, pytest.param(1, id="the control: one slot")])
 def test_a_kill_in_the_middle_of_the_copy_leaves_the_step_before(checkpoints: Checkpoints, slots: int) -> None:
     rank = Rank(checkpoints, slots=slots)

@@ -1,7 +1,9 @@
 """The sharded task, slowed down, whose ranks are killed at chosen moments.
 
 STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", when so many steps are done: in the
-"loss", inside the "optimizer"'s step, or in the "copy" into a slot. STRUCK is a folder.
+"loss", inside the "optimizer"'s step, in the "copy" into a slot, or in the "replica"'s exchange, when the older copy is
+already overwritten; "hold" stops it there instead. STRUCK is a folder. A rank is late to commit a step that LATE names,
+as RANK:STEPS-BEFORE.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from evenkeel.common.phases import activity
+from evenkeel.training.replica import Replica
 from evenkeel.training.slots import Slot
 from tests.support.sharded_task import Sharded
 
@@ -29,7 +33,7 @@ def strike(moment: str) -> None:
         mine = rank in ("all", os.environ["RANK"])
         if (which, int(step)) == (moment, activity.step) and mine and not done.exists():
             done.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if moment == "hold" else signal.SIGKILL)
 
 
 class Struck(Sharded):
@@ -39,6 +43,17 @@ class Struck(Sharded):
         made = super().optimizers(model, config)
         made[0].register_step_post_hook(lambda *_: strike("optimizer"))
         return made
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        if "LATE" in os.environ:  # with a buffer the loss is added up, and so logged, before all ranks commit
+            made.register_buffer("buffer", torch.zeros(1))
+        return made
+
+    def rates(self, config: Any, step: int, total_steps: int) -> dict[str, float]:
+        if os.environ.get("LATE") == f"{os.environ['RANK']}:{step}":
+            time.sleep(0.5)
+        return super().rates(config, step, total_steps)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         time.sleep(float(os.environ.get("PAUSE", "0")))
@@ -67,6 +82,18 @@ class Interrupted(Slot):
         super().complete(captured, facts)
 
 
+class InterruptedReplica(Replica):
+    """A copy whose rank may be killed or stopped while rows are on their way."""
+
+    def _swap(self, sent: Tensor, received: Tensor) -> None:
+        if sent.dtype == torch.uint8:  # not the sizes
+            strike("replica")
+            strike("hold")
+        super()._swap(sent, received)
+
+
+import evenkeel.run.sharded_saver as saver  # noqa: E402
 import evenkeel.training.slots as slots  # noqa: E402
 
 slots.Slot = Interrupted  # type: ignore[misc]
+saver.Replica = InterruptedReplica  # type: ignore[attr-defined]

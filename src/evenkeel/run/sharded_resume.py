@@ -44,23 +44,21 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     everywhere = world.gather(saver.slots.steps())
     step = common_step(everywhere)
     activity.enter(START_UP, "resuming")
-    if step and step >= (on_disk or 0):
-        saver.slots.keep_only(step)
-        _replicate(world, saver, replicate)
+    step *= step >= (on_disk or 0)
+    _replicate(world, saver, step, replicate)
+    saver.slots.keep_only(step)
+    if step:
         saved, facts = saver.slots.read(step)
         saver.token = facts["token"]
         log.info("continuing from step %d, which was in memory; the ranks had %s", step, everywhere)
-        found = world.broadcast(manifest_of(facts) if world.rank == 0 else None)
-        return found, saved
-    saver.slots.keep_only(0)
-    _replicate(world, saver, replicate)
+        return world.broadcast(manifest_of(facts) if world.rank == 0 else None), saved
     saver.token = world.broadcast(uuid4().hex if world.rank == 0 else None) or ""
     return _from_disk(world, sharding, checkpoints)
 
 
-def _replicate(world: World, saver: ShardedSaver, asked: bool) -> None:
+def _replicate(world: World, saver: ShardedSaver, step: int, asked: bool) -> None:
     """Start --replicate if asked for, and log what a lost node costs."""
-    done = asked and saver.replicate(world)
+    done = asked and saver.replicate(world, step)
     why = "; --replicate 1 copies nothing, because one node has more than half of the ranks" * (asked and not done)
     cost = "none either" if done else "those since the last checkpoint"
     if world.rank == 0:

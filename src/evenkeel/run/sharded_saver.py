@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common import keeper_link
 from ..common.deadlines import FOREVER
-from ..common.phases import CHECKPOINT, activity
+from ..common.phases import CHECKPOINT, REDUCTION, activity
 from ..distributed.world import World
 from ..resilience import memory_checkpoint
 from ..training.replica import Replica
@@ -23,6 +23,9 @@ from .saver import Saver
 from .sharded_checkpoint import PATIENCE, await_whole, facts_of, write_rows, write_slots
 
 log = logging.getLogger(__name__)
+
+LAST_STEP = 1.0
+"""Seconds that a rank that is stopped may take to commit the step that it reduces; the others may have done so."""
 
 LAST_WAIT = 5.0
 """Seconds that rank 0 waits after a stop signal for the rows of the others, to report what is saved."""
@@ -47,13 +50,15 @@ class ShardedSaver(Saver):
         """This rank's rows of the last two steps."""
         return Slots(self._descriptors[:2], self._devices)
 
-    def replicate(self, world: World) -> bool:
-        """Copy this rank's rows to another node from here on (--replicate), first those stored now. Returns whether
-        that is possible. Every rank must call it."""
+    def replicate(self, world: World, step: int) -> bool:
+        """Copy this rank's rows to another node from here on (--replicate), first those of this step, if it is not 0.
+        Returns whether that is possible. Every rank must call it, and may then discard what it has of other steps."""
         self._replica = Replica(world, self._descriptors[2:])
-        self._replica.clear()
-        for step in self.slots.steps():
+        if step:
             self._replica.exchange(self.slots.holding(step))
+        else:
+            self._replica.clear()
+        world.gather(None)  # until here a lost node may need the step before
         return self._replica.possible
 
     def note(self, state: State) -> None:
@@ -89,9 +94,13 @@ class ShardedSaver(Saver):
 
         Ranks that start again in place find them in memory, so nothing is written then.
         """
+        begun, grace, before = time.monotonic(), self._grace, state.step
+        while not in_place and state.step == before and activity.phase == REDUCTION:
+            if time.monotonic() > begun + min(LAST_STEP, grace / 4):
+                break
+            time.sleep(0.01)
         if state.step == 0:
             return "no step has finished; nothing to save"
-        begun, grace = time.monotonic(), self._grace
         taken = self._staging.take(begun + grace / 4)  # a checkpoint that is being written comes first
         try:
             if state.step > max(self.slots.steps(), default=0):  # stopped between the commit and the copy
@@ -101,6 +110,7 @@ class ShardedSaver(Saver):
             if not steps:
                 return "no step has finished; nothing to save"
             if in_place and keeper_link.has_keeper():
+                log.info("stored step %d in memory after %.2f s", steps[-1], time.monotonic() - begun)
                 return f"step {steps[-1]} is in memory"
             write_slots(self._descriptors, begun + grace / 2)
             if state.sharding and state.sharding.rank == 0:

@@ -38,14 +38,15 @@ class Replica:
         self._group: Any = dist.new_group(backend="gloo") if self.possible else None
 
     def exchange(self, own: int) -> None:
-        """Send a whole slot, by its descriptor, and receive the other rank's over the older copy. All must call it."""
+        """Send a whole slot, by its descriptor, and receive the other rank's over the older copy, or at a resume over
+        one that is newer. All must call it."""
         if not self.possible:
             return
         numbers = NUMBERS.unpack(os.pread(own, NUMBERS.size, 0))
         sent, size = torch.tensor(numbers), torch.zeros(len(numbers), dtype=torch.int64)
         self._swap(sent, size)
         step, end, layout, plain = map(int, size.tolist())
-        target = min(self._descriptors, key=step_in)
+        target = min(self._descriptors, key=lambda copy: (step_in(copy) == step, step_in(copy)))
         os.pwrite(target, NUMBERS.pack(0, 0, 0, 0), 0)  # not whole from here on
         try:
             os.posix_fallocate(target, 0, end + layout + plain)

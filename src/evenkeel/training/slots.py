@@ -120,11 +120,11 @@ class Slots:
     def write(
         self, capture: Callable[[Staging], dict[str, Any]], facts: Mapping[str, Any], until: float = FOREVER
     ) -> int:
-        """Copy a state over the older one. Returns its step.
+        """Copy a state over the older one, unless its step is stored. Returns its step.
 
         Args:
             capture: `State.capture` into this memory.
-            facts: see :func:`read`.
+            facts: see :func:`read`; at least its "step".
             until: the moment until which to wait for another thread that writes.
 
         Raises:
@@ -133,6 +133,8 @@ class Slots:
         if not self._writing.acquire(timeout=left(until)):
             raise Torn("a copy of the last step is still in progress")
         try:
+            if facts["step"] in self.steps():  # another thread has stored it; the older one must stay
+                return int(facts["step"])
             slot = min(self._slots, key=lambda slot: slot.step)
             captured = capture(slot)
             slot.complete(captured, facts)
