@@ -76,7 +76,7 @@ class Sharding:
     """How the tensors of a run's state are divided among the ranks.
 
     Args:
-        model: its parameters are replaced.
+        model: its parameters are replaced. It may be on the CPU: one block at a time comes to the device.
         average: a copy of it, whose parameters are replaced too; None: none.
         optimizers: before their first step; they get the new parameters.
         task: names the blocks.
@@ -117,6 +117,7 @@ class Sharding:
     def _divide(self, model: nn.Module, blocks: list[str]) -> None:
         """Divide the parameters of the blocks, and as one further block all others."""
         for module in [*map(model.get_submodule, blocks), model]:
+            whole = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
             # the rest is freed after forward too: an evaluation has no backward pass that would do so, and the
             # gathered weights would be those of an old step
             divided: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._policy)
@@ -126,6 +127,8 @@ class Sharding:
             divided.set_custom_all_gather(Weights())
             divided.set_custom_reduce_scatter(communication)
             divided.set_all_reduce_hook(communication.alone)
+            for parameter in whole:  # FSDP2 has copied this rank's rows, but other objects still refer to all of them
+                parameter.data = parameter.new_empty(0)
 
     def local(self, live: dict[str, Any]) -> dict[str, Any]:
         """A tree of state with this rank's rows in place of divided tensors, and the list of these under "rows"."""
