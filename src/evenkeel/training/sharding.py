@@ -12,6 +12,7 @@ otherwise than its middle, and where a tensor ends would depend on the number of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..common.naming import kind_of
 from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter, Weights
 from ..distributed.world import World
 from .cut import has_batchnorm
+from .file_memory import on_disk
 from .staging import dotted, map_tensors, named_tensors
 from .task import Task, defines
 
@@ -173,13 +175,14 @@ class Sharding:
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
-    def gathered(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU of rank 0, for a file that loads anywhere; other ranks get {}. All must call it."""
+    def gathered(self, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        """Whole tensors for a file that loads anywhere, on rank 0, in files without names in its folder; others get {}.
+        One after the other is gathered, so no process has memory for more than the largest. All must call it."""
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             whole = tensor.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
             if self.rank == 0:
-                found[name] = whole.cpu().contiguous()
+                found[name] = on_disk(whole.shape, whole.dtype, folder).copy_(whole)
         return found
