@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from evenkeel.config import Config
+from evenkeel.distributed.placement import place
 from tests.support import needs
 from tests.support.processes import read, records
 from tests.support.small_runs import job_of, refusal, results_of, trained, weights_of
@@ -37,6 +41,23 @@ def test_a_step_sends_as_many_bytes_as_the_docs_say(tmp_path: Path, ranks: int, 
     for each in found.values():
         assert each["counted"] == each["formula"]
         assert min(each["counted"]["weights"], each["counted"]["gradients"]) > 0
+
+
+def test_a_model_is_divided_one_block_after_the_other(tmp_path: Path) -> None:
+    """What is not a rank's is freed after each block, so that the whole model and the rows are never there together."""
+    found = results_of(2, "division_worker.py", tmp_path, "ours")
+    assert found["growth"] < 1.5 * found["block"]
+    control = results_of(2, "division_worker.py", tmp_path, "held")
+    assert control["growth"] > 0.4 * control["model"]
+
+
+def test_only_buffers_come_to_the_device_before_that() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    place(model, Config(shard="on"), [torch.device("meta")])
+    assert {it.device.type for it in model.parameters()} == {"cpu"}
+    assert {it.device.type for it in model.buffers()} == {"meta"}
+    place(model, Config(), [torch.device("meta")])
+    assert {it.device.type for it in model.parameters()} == {"meta"}, "the control"
 
 
 def results(run_dir: Path) -> tuple[str, Any]:

@@ -32,6 +32,7 @@ from ..run.checkpoint import (
     unpack,
     verify,
 )
+from ..run.state_files import Want
 
 PLACES = "name a run directory, its checkpoints folder or one step-* folder"
 
@@ -72,7 +73,7 @@ class InspectCheckpoint:
     def __call__(self) -> int:
         """Print it."""
         path = choose(self.path, self.step)
-        state, manifest = _load(path), read_manifest(path)
+        state, manifest = _load(path, "shapes"), read_manifest(path)
         from ..training.staging import named_tensors  # imports torch, which `list` does without
 
         host = f" on {manifest.host}" * bool(manifest.host)
@@ -104,7 +105,7 @@ class VerifyCheckpoints:
         for path in find(self.path):
             try:
                 manifest = verify(path)
-                unpack(path, in_place=True)
+                unpack(path, "shapes")
                 say(f"{path.name}: ok, {_size(manifest)}")
             except Damaged as damage:
                 say(f"{path.name}: DAMAGED: {damage}")
@@ -143,7 +144,7 @@ class ExportModel:
         from ..training.ema import averaged
         from ..training.state_dicts import sha256
 
-        state = _load(path)
+        state = _load(path, "weights")
         weights = state["model"] if self.raw else averaged(state)
         note = ""
         try:
@@ -254,9 +255,9 @@ def _row(path: Path, newest: Manifest | None, best: Path | None) -> tuple[str, s
     return str(manifest.step), manifest.kind, _when(manifest), _size(manifest), "  ".join(filter(None, notes))
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, want: Want) -> dict[str, Any]:
     try:
-        return load(path)
+        return load(path, want)
     except Damaged as damage:
         raise Ended(f"damaged: {damage}; choose another one by --step") from None
 

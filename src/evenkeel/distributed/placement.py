@@ -73,7 +73,8 @@ class _Follow:
 
 
 def place(model: nn.Module, config: Config, devices: Sequence[torch.device]) -> str:
-    """Put a model on the devices of this rank, by --place or --model-parallel; without these on the first one.
+    """Put a model on the devices of this rank, by --place or --model-parallel; without these on the first one;
+    with --shard on only its buffers.
 
     Returns:
         A line about the placement; empty without these options.
@@ -83,6 +84,11 @@ def place(model: nn.Module, config: Config, devices: Sequence[torch.device]) -> 
     """
     if config.channels_last:
         channels_last(model)
+    if config.shard == "on":  # parameters come to the device when they are divided, one block at a time
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(devices[0]))
+        return ""
     if devices_per_rank(config) == 1 and not config.place:
         model.to(devices[0])
         return ""

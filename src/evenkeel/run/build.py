@@ -159,7 +159,10 @@ def build_state(
     skip = config.on_nonfinite == "skip"
     memory = TaskState.of(task, config.seed, world)
     refresh = Refresh.of(task, model, config, world)
-    return State(model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory, refresh)
+    return State(
+        model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory, refresh,
+        world.devices,
+    )  # fmt: skip
 
 
 def shard(state: State, task: Task, world: World, config: Config) -> None:

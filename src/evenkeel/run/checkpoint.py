@@ -36,7 +36,7 @@ from ..common.files import lock, sha256_of, sync_folder, write_json
 from ..common.naming import TEST, full_name, named
 from .state_files import STATE as STATE
 from .state_files import Damaged as Damaged
-from .state_files import WrittenFile, clean, dump, read_state, set_aside, state_files
+from .state_files import Want, WrittenFile, clean, dump, read_state, set_aside, state_files
 
 log = logging.getLogger(__name__)
 
@@ -280,19 +280,19 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, want: Want = "all") -> dict[str, Any]:
     """Verify and unpack a checkpoint on the CPU: the result of `State.capture`."""
     verify(path)
-    return unpack(path)
+    return unpack(path, want)
 
 
-def unpack(path: Path, in_place: bool = False) -> dict[str, Any]:
-    """Read a checkpoint without checking its bytes; ``in_place`` leaves tensors in the file until they are used.
+def unpack(path: Path, want: Want = "all") -> dict[str, Any]:
+    """Read a checkpoint, or what is wanted of it, without checking its bytes.
 
     Raises:
         Damaged: it does not load without running code, or is not the state of this step.
     """
-    return read_state(path, step_of(path), in_place)
+    return read_state(path, step_of(path), want)
 
 
 def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: int = 0, ranks: int = 1) -> Manifest:

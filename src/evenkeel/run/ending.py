@@ -63,7 +63,7 @@ class Ending:
             self._checkpointer.pack_compiled(asked=True)
         if attempt.compiled and self._world.local_rank == 0:
             attempt.compiled.clear()
-        weights = state.sharding.gathered(state.best_model.state_dict()) if state.sharding else {}
+        weights = state.sharding.gathered(state.best_model.state_dict(), attempt.path) if state.sharding else {}
         if not (tracker or state.sharding):
             return
         self._checkpointer.take_result()

@@ -16,10 +16,10 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from ..common.files import HashingWriter
 
@@ -61,14 +61,36 @@ def state_files(names: Iterable[str]) -> list[str]:
     return expected
 
 
-def read_state(path: Path, step: int, in_place: bool) -> dict[str, Any]:
+Want = Literal["all", "weights", "shapes"]
+"""What a reader needs of a state: all tensors in memory; those of the model and its average, which may be in files
+without names (`training.file_memory`); or none of the values, only that there is no damage."""
+
+
+def read_state(path: Path, step: int, want: Want) -> dict[str, Any]:
     """Read the state of a checkpoint's folder; of a sharded run: all its rows, joined. See `checkpoint.unpack`."""
-    parts = read_parts(path, step, in_place)
-    return parts[0] if "rows" not in parts[0] else rows_of(parts, 0, 1)
+    parts = read_parts(path, step, in_place=want == "shapes")
+    return parts[0] if "rows" not in parts[0] else _joined(parts, want, path.parent)
+
+
+def _joined(parts: Sequence[dict[str, Any]], want: Want, folder: Path) -> dict[str, Any]:
+    """The whole state of a sharded run, one tensor after the other in memory of its own."""
+    import torch
+
+    from ..training.file_memory import on_disk
+
+    def memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if want == "weights":
+            return on_disk(shape, dtype, folder)
+        return torch.empty(*shape, dtype=dtype, device="cpu" if want == "all" else "meta")
+
+    if want == "weights":
+        parts = [{name: value for name, value in part.items() if name != "optimizers"} for part in parts]
+    return rows_of(parts, 0, 1, memory)
 
 
 def read_parts(path: Path, step: int, in_place: bool) -> list[dict[str, Any]]:
-    """Read each file of a checkpoint that holds its state, in the order of ranks.
+    """Read each file of a checkpoint that holds its state, in the order of ranks. Tensors of a sharded run, or with
+    ``in_place`` of any, stay in the files until they are used.
 
     Raises:
         Damaged: one is missing, does not load without running code, or is not of this step.
@@ -77,7 +99,7 @@ def read_parts(path: Path, step: int, in_place: bool) -> list[dict[str, Any]]:
         names = state_files(file.name for file in path.iterdir()) if path.is_dir() else [STATE]
     except LookupError as error:
         raise Damaged(f"{path}: {error.args[0]}") from None
-    parts = [_read(path / name, step, in_place) for name in names]
+    parts = [_read(path / name, step, in_place or name != STATE) for name in names]
     for rank, (name, part) in enumerate(zip(names, parts, strict=True)):
         rows = part.get("rows")
         if name != STATE and not (isinstance(rows, dict) and (rows["rank"], rows["ranks"]) == (rank, len(parts))):
@@ -113,13 +135,16 @@ def span(number: int, rank: int, ranks: int) -> tuple[int, int]:
     return min(rank * size, number), min((rank + 1) * size, number)
 
 
-def rows_of(parts: Sequence[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+def rows_of(
+    parts: Sequence[dict[str, Any]], rank: int, ranks: int, memory: Callable[..., Any] | None = None
+) -> dict[str, Any]:
     """What one of any number of ranks has, from files that any other number of ranks has written.
 
     Args:
-        parts: what :func:`read_parts` returns. Only the wanted rows are read of files that were opened in place.
+        parts: what :func:`read_parts` returns. Only the wanted rows are read of the files.
         rank: whose rows; 0 of 1 has the whole state, in the form of one that was never divided.
         ranks: how many there are.
+        memory: makes tensors from (shape, dtype) for the result; None: it may be a part of the files' tensors.
     """
     import torch
 
@@ -130,8 +155,8 @@ def rows_of(parts: Sequence[dict[str, Any]], rank: int, ranks: int) -> dict[str,
 
     def wanted(tensor: torch.Tensor, path: tuple[object, ...]) -> torch.Tensor:
         name = dotted(path)
-        if name not in of:
-            return tensor  # the same on all ranks
+        if name not in of:  # the same on all ranks
+            return tensor.clone() if memory else tensor
         begin, end = span(of[name], rank, ranks)
         pieces = []
         for other, tensors in enumerate(theirs):
@@ -140,7 +165,12 @@ def rows_of(parts: Sequence[dict[str, Any]], rank: int, ranks: int) -> dict[str,
                 raise Damaged(f"{file_of(other, len(parts))}: {name} has {len(tensors[name])} of {of[name]} rows")
             if max(begin, first) < min(end, last):
                 pieces.append(tensors[name][max(begin, first) - first : min(end, last) - first])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else tensor[:0]
+        if not memory:
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else tensor[:0]
+        found: torch.Tensor = memory((end - begin, *tensor.shape[1:]), tensor.dtype)
+        for into, piece in zip(torch.split(found, [len(it) for it in pieces]), pieces, strict=True):
+            into.copy_(piece)
+        return found
 
     plain = {name: value for name, value in parts[0].items() if name != "rows"}
     found: dict[str, Any] = map_tensors(plain, wanted)

@@ -7,12 +7,14 @@ refused with the names that differ; `load_state_dict(strict=False)` would silent
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +33,14 @@ WRAPPERS = ("module", "_orig_mod")
 
 USUAL = {"state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params"}
 """Keys under which training scripts store weights in a larger dictionary. Other keys are tried after these."""
+
+SAFETENSORS = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+}  # fmt: skip
+"""Names of dtypes in that format."""
 
 SHOWN, SHOWN_RANDOM = 3, 20
 """Maximum names in a refusal, and in the report of --init-partial; the others are only counted."""
@@ -149,17 +159,29 @@ def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:
     if form != "safetensors":
         dump({f"module.{name}" if form == "dp" else name: value for name, value in weights.items()}, file)
         return
-    import safetensors.torch
-
     if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
         raise Refusal(f"--as safetensors: only for tensors, and {_some(others)} is not one; use --as bare")
-    # the format knows no shared memory, so tied weights are written once for each name
-    alone = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
-    try:
-        content = safetensors.torch.save(alone, metadata={"format": "pt"})
-    except (KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
-        raise Refusal(f"--as safetensors: cannot hold these weights: {error}; use --as bare") from None
-    file.write(content)
+    if others := [f"{name} is {value.dtype}" for name, value in weights.items() if value.dtype not in SAFETENSORS]:
+        raise Refusal(f"--as safetensors: cannot hold these weights: {_some(others)}; use --as bare")
+    _write_safetensors(weights, file)
+
+
+def _write_safetensors(weights: Mapping[str, Tensor], file: IO[bytes]) -> None:
+    """Write one tensor after the other, by github.com/huggingface/safetensors, "Format"; its library may copy them all.
+
+    The format knows no shared memory, so tied weights are written once for each name.
+    """
+    names = sorted(weights, key=lambda name: (-weights[name].dtype.itemsize, name))  # so that all are aligned
+    ends = list(accumulate(weights[name].nbytes for name in names))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, begin, end in zip(names, [0, *ends], ends, strict=False):
+        kind, shape = SAFETENSORS[weights[name].dtype], list(weights[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(weights[name].detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _read(path: Path) -> tuple[Any, str, Any]:
@@ -174,7 +196,7 @@ def _read(path: Path) -> tuple[Any, str, Any]:
     damages: list[str] = []
     for found in reversed(paths):
         try:
-            state = load(found)
+            state = load(found, "weights")
         except (Damaged, OSError) as damage:  # OSError: an active run has deleted it
             damages.append(str(damage))
             continue

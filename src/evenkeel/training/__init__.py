@@ -15,7 +15,7 @@ changes the state, so between two commits another thread may copy it at any time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
 - sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks
 - sharded_memory: how many bytes of the state a rank has then
-- state_dicts: weights for a file
+- state_dicts: weights for a file; file_memory: memory on the disk for those that one process has no room for
 - seqlock, staging: whether a copy of the state is consistent, and the memory that it is copied into
 - replica: a copy of a sharded rank's last steps, on another node
 - slots: the last two steps of a sharded rank, in memory that outlives it

@@ -12,6 +12,7 @@ otherwise than its middle, and where a tensor ends would depend on the number of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..common.naming import kind_of
 from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter, Weights
 from ..distributed.world import World
 from .cut import has_batchnorm
+from .file_memory import on_disk
 from .staging import dotted, map_tensors, named_tensors
 from .task import Task, defines
 
@@ -76,7 +78,7 @@ class Sharding:
     """How the tensors of a run's state are divided among the ranks.
 
     Args:
-        model: its parameters are replaced.
+        model: its parameters are replaced. It may be on the CPU: one block at a time comes to the device.
         average: a copy of it, whose parameters are replaced too; None: none.
         optimizers: before their first step; they get the new parameters.
         task: names the blocks.
@@ -119,6 +121,7 @@ class Sharding:
     def _divide(self, model: nn.Module, blocks: list[str]) -> None:
         """Divide the parameters of the blocks, and as one further block all others."""
         for module in [*map(model.get_submodule, blocks), model]:
+            whole = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
             # the rest is freed after forward too: an evaluation has no backward pass that would do so, and the
             # gathered weights would be those of an old step
             divided: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._policy)
@@ -128,6 +131,8 @@ class Sharding:
             divided.set_custom_all_gather(Weights())
             divided.set_custom_reduce_scatter(communication)
             divided.set_all_reduce_hook(communication.alone)
+            for parameter in whole:  # FSDP2 has copied this rank's rows, but other objects still refer to all of them
+                parameter.data = parameter.new_empty(0)
 
     def local(self, live: dict[str, Any]) -> dict[str, Any]:
         """A tree of state with this rank's rows in place of divided tensors, and the list of these under "rows"."""
@@ -172,13 +177,14 @@ class Sharding:
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
-    def gathered(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU of rank 0, for a file that loads anywhere; other ranks get {}. All must call it."""
+    def gathered(self, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        """Whole tensors for a file that loads anywhere, on rank 0, in files without names in its folder; others get {}.
+        One after the other is gathered, so no process has memory for more than the largest. All must call it."""
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             whole = tensor.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
             if self.rank == 0:
-                found[name] = whole.cpu().contiguous()
+                found[name] = on_disk(whole.shape, whole.dtype, folder).copy_(whole)
         return found

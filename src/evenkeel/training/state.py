@@ -43,7 +43,7 @@ class State:
     thread, :meth:`capture` returns the state of the last finished step.
 
     Args:
-        model: the bare model, not its DDP wrapper, so that saved names have no `module.` prefix. On its device.
+        model: the bare model, not its DDP wrapper, so that saved names have no `module.` prefix.
         optimizers: all of them; they step together.
         skip_nonfinite: skip a step whose gradient is not finite, instead of raising an error.
         origin: the source of the initial weights, in a line, if they are from a file.
@@ -54,6 +54,7 @@ class State:
         schedulers: the task's, which set the learning rates instead of :meth:`set_rates`.
         task_state: the task's own state, which changes in a commit. The host then waits for each step.
         refresh: the weights from which the task has made the data of the present epoch.
+        devices: of this rank; default: where the model is.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class State:
         schedulers: Schedulers | None = None,
         task_state: TaskState | None = None,
         refresh: Refresh | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.task_state, self.refresh = task_state, refresh
         self.sharding: Sharding | None = None
@@ -88,9 +90,9 @@ class State:
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
         self.average = Average(model, ema, self.buffers) if ema else None
-        # the scaler's device is the first; it decides whether a step counts
+        # the first one decides whether a step counts
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
-        self._devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
+        self._devices = list(dict.fromkeys(devices or [it.device for it in tensors])) or [torch.device("cpu")]
         self._seqlock = Seqlock(*self._devices)
         self._verdict = Verdict(self._devices[0])  # was the last step finite? A GPU answers later
         self._rates: Rates | None = None
