@@ -37,6 +37,10 @@ class Evidence:
     def of(cls, run: Path) -> Evidence:
         """What a run has recorded; raises a Refusal if it is none."""
         refuse_unless_run(run)
+        if read_config(run / "config.toml").get("shard") == "on":
+            raise Refusal(
+                f"{run}: --shard on: one process may compute other last bits; compare shows how their weights differ"
+            )
         recorded = last_digests(read_records(run / "metrics.jsonl"))
         folders = {step_of(path): path for path in step_folders(run / "checkpoints")}
         return cls(run, recorded, {step: path for step, path in folders.items() if step and step not in recorded})

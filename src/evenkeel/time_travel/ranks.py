@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,11 @@ def replay_on(ranks: int, asked: Asked, python: str = "") -> Replay:
             command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, errors="replace"
         )
         if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]
+            ours, errors = (
+                re.findall(it, done.stderr, re.M) for it in (r"^evenkeel: (.*)", r"^\[rank\d+\]: (\w+: .*)")
+            )
             kind = Refusal if done.returncode == REFUSED else Ended
-            raise kind(said[0].removeprefix("evenkeel: ") if said else f"--ranks {ranks}: {done.stderr[-2000:]}")
+            raise kind(ours[0] if ours else f"--ranks {ranks}: {errors[0] if errors else done.stderr[-2000:]}")
         found: Replay = pickle.loads((folder / "found").read_bytes())  # noqa: S301  # its ranks wrote it
         return found.noting(reason)
 

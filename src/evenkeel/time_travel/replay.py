@@ -43,8 +43,9 @@ OFF: dict[str, Any] = {
     "wandb": "disabled", "tensorboard": False, "csv": False, "save_predictions": False, "wandb_report": False,
     "checkpoint_every": 0, "keep_every": 0, "digest_every": 0, "hang_timeout": 0.0, "keeper": "off",
     "strict_bits": False, "num_workers": 0, "shares": "equal", "on_nonfinite": "stop", "verify_every": 0,
+    "shard": "off", "replicate": 0,
 }  # fmt: skip
-"""Options that a replay sets; none changes a bit of a step."""
+"""Options that a replay sets. None changes a bit of a step, except --shard on, whose norm is summed otherwise."""
 
 Visit = Callable[[Any, Any, int], object]
 """Is called with model, batch and number of the step, for each micro-batch of the steps looked into."""
