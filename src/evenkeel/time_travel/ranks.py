@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,11 +31,8 @@ def replay_on(ranks: int, asked: Asked, python: str = "") -> Replay:
             command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, errors="replace"
         )
         if done.returncode:
-            ours, errors = (
-                re.findall(it, done.stderr, re.M) for it in (r"^evenkeel: (.*)", r"^\[rank\d+\]: (\w+: .*)")
-            )
-            kind = Refusal if done.returncode == REFUSED else Ended
-            raise kind(ours[0] if ours else f"--ranks {ranks}: {errors[0] if errors else done.stderr[-2000:]}")
+            kind, why = Refusal if done.returncode == REFUSED else Ended, folder / "why"
+            raise kind(why.read_text() if why.exists() else f"--ranks {ranks}: {done.stderr[-2000:]}")
         found: Replay = pickle.loads((folder / "found").read_bytes())  # noqa: S301  # its ranks wrote it
         return found.noting(reason)
 
@@ -48,7 +45,13 @@ def run() -> None:
 def _replay() -> int:
     folder = Path(sys.argv[1])
     asked, python = pickle.loads((folder / "asked").read_bytes())  # noqa: S301  # as above
-    found = replay_in(folder, asked, function_of(python))
+    try:
+        found = replay_in(folder, asked, function_of(python))
+    except Exception as error:
+        name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
+        with contextlib.suppress(FileExistsError), (folder / "why").open("x") as file:  # the first one is the cause
+            file.write(f"{name}{error}")
+        raise
     if os.environ["RANK"] == "0":
         (folder / "found").write_bytes(pickle.dumps(found))
     return 0
