@@ -93,8 +93,7 @@ class Verification:
         again: the last step is not committed; it is to be computed again.
         steps: verified so far, over all attempts.
         alarms: what was found, in a line each.
-        wrong_nodes: how often which node was wrong, or to blame for a hang, over all attempts; Slurm's jobs leave out
-            those that were twice.
+        wrong_nodes: how often which node was wrong or hung, over all attempts; Slurm's jobs leave such nodes out.
     """
 
     def __init__(self, attempt: Attempt, state: State, checkpointer: Checkpointer) -> None:
