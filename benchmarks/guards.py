@@ -7,36 +7,47 @@ signals, a heartbeat a second through the store, the gradient's norm, and a comm
 finite; and without all that, where the optimizer steps by itself. A third side has also its arrivals measured, and
 exchanged every 10 steps (docs/live.md). Prints the ratios of median step times, and that of the side without against
 itself, which shows how much of it is noise.
+
+Then whole runs take turns of 50 steps, each with a checkpoint and a line in the log: as they are, with --keep-every 50
+and with --digest-every 50, whose records are the ledger. None has --verify-every, which is 0 by default.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import tyro
+from turns import in_turn
 
 from evenkeel.config import Config
+from evenkeel.data.data_digest import TRAINING
 from evenkeel.data.loader import loader
+from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
 from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.interruption import Interruption
+from evenkeel.run.attempt import Attempt
+from evenkeel.run.build import build_model, build_state
+from evenkeel.run.run import Run
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.arrivals import Arrivals
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State
 
-BLOCK = 10
-"""Steps that a side takes before it is the other's turn."""
+BLOCK, TURN = 10, 50
+"""Steps that a side takes before it is the other's turn; a whole run."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ class Options:
     """Global batch."""
     width: int = 64
     """Width of the network."""
+    turns: int = 30
+    """Turns of 50 steps of each whole run that are measured."""
 
 
 def steps(guarded: bool, arrivals: Arrivals | None, task: Classify, world: World, batch_size: int) -> Iterator[None]:
@@ -75,6 +88,56 @@ def steps(guarded: bool, arrivals: Arrivals | None, task: Classify, world: World
             if arrivals and (step.number + 1) % BLOCK == 0:
                 arrivals.exchange(step.number)
             yield
+
+
+def whole_run(folder: Path, task: Classify, world: World, batch_size: int, **more: Any) -> Iterator[None]:
+    """The loop of train.py with all that a run does after a step; one step for each next()."""
+    config = Config(
+        run_dir=folder, batch_size=batch_size, micro_batch=batch_size // world.world_size, epochs=100_000,
+        wandb="disabled", eval_every=10**9, log_every=TURN, checkpoint_every=TURN, **more,
+    ).resolved()  # fmt: skip
+    train_set = task.train_dataset()
+    plan = Plan.of(config, len(train_set))
+    attempt = Attempt(config, task, plan, world, sets := {TRAINING: train_set})
+    state = build_state(config, task, world, plan, build_model(config, task), sets)
+    attempt.begin()
+    run = Run(attempt, task, state)
+    model = run.distribute()
+    for step in run.steps():
+        for batch in model.micro_batches(step):
+            model.backward(model(batch))
+        model.step(clip_grad_norm(state.parameters, 0.0))
+        run.after_step(model)
+        yield
+
+
+def counted(run: Iterator[None], spent: list[float]) -> Iterator[None]:
+    """The same steps, with the CPU time of each in `spent`, which other programs on the machine hardly change."""
+    while True:
+        begun = time.process_time()
+        next(run)
+        spent.append(time.process_time() - begun)
+        yield
+
+
+def compare_runs(options: Options, task: Classify, world: World, folder: Path) -> None:
+    """Measure and print what keeping and the ledger cost a run."""
+    sides = {"without": {}, "without again": {}, "--keep-every": {"keep_every": TURN}, "ledger": {"digest_every": TURN}}
+    spent: dict[str, list[float]] = {name: [] for name in sides}
+    with redirect_stdout(io.StringIO()):  # the runs' own lines
+        runs = {
+            name: counted(whole_run(folder / name, task, world, options.batch_size, **more), spent[name])
+            for name, more in sides.items()
+        }
+        seconds = in_turn(runs, options.turns, world.device, TURN)
+    if world.rank == 0:
+        wall = {name: median(values) for name, values in seconds.items()}
+        turns = range(-options.turns * TURN, 0, TURN)
+        cpu = {name: median(sum(values[at:][:TURN]) for at in turns) for name, values in spent.items()}
+        print(f"step of a whole run: {wall['without'] / TURN * 1e3:.2f} ms, median of {options.turns} turns")
+        for name in list(sides)[1:]:
+            ratio, of_rank_0 = wall[name] / wall["without"], cpu[name] / cpu["without"]
+            print(f"run {name} / run without = {ratio:.3f}, in CPU time of rank 0 {of_rank_0:.3f}")
 
 
 def main(options: Options) -> None:
@@ -109,6 +172,9 @@ def main(options: Options) -> None:
             pairs = [("without again", "without"), ("with", "without"), ("with, and measured", "with")]
             for name, other in pairs:
                 print(f"{name} / {other} = {median(seconds[name]) / median(seconds[other]):.3f}")
+        folder = Path(world.broadcast(logs))
+        compare_runs(options, task, world, folder)
+        world.gather(None)  # so that the folder is there until all have ended
 
 
 if __name__ == "__main__":

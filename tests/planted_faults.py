@@ -294,8 +294,18 @@ a checkpoint of --keep-every is deleted when it is old
 
 bisect begins each repetition at a state in which the runs differ already
     time_travel/bisect.py | tests/time_travel | tests/processes/test_bisect.py
-    - script, words, begin=low)
-    + script, words, begin=high)
+    - script, words, low))
+    + script, words, high))
+
+replay --ranks shows the samples of the first rank only
+    time_travel/look.py | tests/time_travel
+    - (row for it in everyone for row
+    + (row for it in everyone[:1] for row
+
+a hang of most nodes is blamed on them all
+    resilience/beats.py | tests/resilience
+    - if 2 * len(nodes) <= len(
+    + if len(nodes) <= len(
 
 audit takes any chain for the right one
     time_travel/audit.py | tests/time_travel | tests/processes/test_audit.py

@@ -22,14 +22,14 @@ BUDGET = {
     "config": 570,
     "data": 3170,
     "distributed": 2150,
-    "resilience": 1550,
+    "resilience": 1563,
     "training": 5770,
     "run": 6380,
     "tasks": 2190,
     "mirror": 550,
     "launch": 3000,
     "cli": 7450,
-    "time_travel": 1680,
+    "time_travel": 1660,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

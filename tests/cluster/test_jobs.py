@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,8 +25,7 @@ from tests.cluster.jobs import (
     undisturbed,
     wait_for_step,
 )
-from tests.support import processes
-from tests.support.processes import read, records
+from tests.support.processes import read, records, wait_until
 
 Weights = Callable[[int], str]
 
@@ -126,6 +127,17 @@ def test_preempted_without_grace_it_has_its_last_checkpoint(
     assert read(run_dir)["weights_sha256"] == alone(4)
 
 
+def left_out(cluster: Cluster, job: str) -> list[str]:
+    """Nodes that a job does not want."""
+    return cluster.slurm("scontrol", "show", "hostnames", cluster.show(job)["ExcNodeList"]).split()
+
+
+def wait_until_left_out(cluster: Cluster, job: str, run_dir: Path, node: str) -> None:
+    """Until a requeued job that does not want node4 leaves out this one too, and no other."""
+    wait_until(lambda: len(left_out(cluster, job)) > 1, "a node is left out", 30, lambda: logs(run_dir))
+    assert sorted(left_out(cluster, job)) == [node, "node4"]
+
+
 def test_a_node_that_computes_wrong_twice_is_left_out(
     cluster: Cluster, tmp_path: Path, alone: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,15 +151,41 @@ def test_a_node_that_computes_wrong_twice_is_left_out(
     (wrong,) = read(run_dir, "status.json")["wrong_nodes"]
     assert wrong in ("node1", "node2", "node3")
 
-    def left_out() -> list[str]:
-        return cluster.slurm("scontrol", "show", "hostnames", cluster.show(job)["ExcNodeList"]).split()
-
-    processes.wait_until(lambda: len(left_out()) > 1, "a node is left out", 30, lambda: logs(run_dir))
-    assert sorted(left_out()) == [wrong, "node4"]
+    wait_until_left_out(cluster, job, run_dir, wrong)
     shown = ended(cluster, job, run_dir)
     assert wrong not in cluster.slurm("scontrol", "show", "hostnames", shown["NodeList"]).split()
     assert read(run_dir)["world_sizes"] == [3, 2]
     assert steps_lost(run_dir) == [0]
+    assert read(run_dir)["weights_sha256"] == alone(4)
+
+
+@pytest.mark.parametrize("which", [-1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_node_whose_rank_hangs_twice_is_left_out(
+    cluster: Cluster, tmp_path: Path, alone: Weights, which: int
+) -> None:
+    """Also rank 0, which then cannot record it. The control is the first requeue, after one hang."""
+    run_dir, hold = tmp_path / "run", tmp_path / "hold"
+    hold.touch()
+    options = ["--wandb", "disabled", "--checkpoint-every", 0, "--hang-timeout", 5, "--pause", 0.5, "--hold", hold]
+    words = recorded(run_dir, *options, epochs=4)
+    job = submitted(cluster, "-n", 2, "-g", 2, "--exclude", "node4", "--max-restarts", 0, "--", *words)
+    frozen = 0
+    for hangs in (1, 2):
+        wait_for_step(cluster, job, run_dir, records(run_dir, "start")[-1]["step"] + 2 if frozen else 2, 2 * hangs - 1)
+        rank = next(it for it in ranks(cluster)[:: which or 1] if it.node == (frozen or it.node))
+        frozen = rank.node
+        os.kill(rank.pid, signal.SIGSTOP)
+        wait_for_step(cluster, job, run_dir, 1, 2 * hangs)
+        assert read(run_dir, "status.json")["wrong_nodes"] == {f"node{frozen}": hangs}
+        cluster.slurm("scancel", "--signal=USR2", job)
+        cluster.wait_for(job, "PENDING", restarts=hangs)
+        if hangs == 1:
+            assert left_out(cluster, job) == ["node4"]
+    wait_until_left_out(cluster, job, run_dir, f"node{frozen}")
+    hold.unlink()
+    ended(cluster, job, run_dir)
+    assert read(run_dir)["world_sizes"] == [4] * 5
+    assert steps_lost(run_dir) == [0, 0, 0, 0]
     assert read(run_dir)["weights_sha256"] == alone(4)
 
 

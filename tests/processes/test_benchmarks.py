@@ -57,7 +57,7 @@ def test_a_ratio_is_taken_to_the_best_of_its_own_round(smoke: Any) -> None:
 @pytest.mark.parametrize(
     ("ranks", "command", "last"),
     [
-        (2, "guards.py --blocks 2", "with, and measured / with"),
+        (2, "guards.py --blocks 2 --turns 1", "run ledger / run without"),
         (2, "verify.py --turns 1", "N = 100 / off"),
         (2, "reduce.py --models cnn --per-rank 1 --steps 2", "tree / ring"),
         (2, "whole_batch.py --steps 2 --size 8 --image 16", "cut / all_gather"),

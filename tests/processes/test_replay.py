@@ -134,6 +134,16 @@ def test_a_ring_agrees_in_every_bit_on_its_own_number_of_ranks(tmp_path: Path) -
     assert gone.stderr == "evenkeel: --script no.py: is not there, or has no train(run); name a file like train.py\n"
 
 
+def test_batchnorm_over_the_whole_batch_needs_its_ranks_and_one_may_idle(tmp_path: Path) -> None:
+    words = ["--sync-batchnorm", "--micro-batch", 6, "--max-steps", 4, "--digest-every", 1, "--keep-every", 2]
+    run(torchrun(3, TRAIN, *recipe_job(tmp_path / "run", *words, "--reduce", "tree")))
+    found = replay(tmp_path / "run", "3:4", "--ranks", 3)
+    assert found["agreement"] == "agrees in every bit (steps 3 to 4 compared)"
+    assert [len(step["samples"]) for step in found["steps"]] == [12, 12]
+    refused = run_forked("-m", "evenkeel", "replay", tmp_path / "run", "--step", 3, expect=2)
+    assert "--sync-batchnorm: a step has 2 micro-batches of 6 samples" in refused.stderr
+
+
 def test_the_debugger_stops_before_each_micro_batch(tmp_path: Path) -> None:
     run_forked(TRAIN, *recipe_job(tmp_path / "run", "--digest-every", 1, "--reduce", "tree"))
     words = ["-m", "evenkeel", "replay", tmp_path / "run", "--step", 3, "--pdb", "--script", TRAIN]

@@ -38,6 +38,8 @@ def test_a_frozen_rank_is_named_and_the_bits_are_the_same(run_dir: Path, undistu
     assert "gloo:all_reduce" in (logs / f"rank-{1 - victim}.collectives.json").read_text()
     verdict = "".join(line for line in done.stderr.splitlines() if "flight recorder" in line)
     assert not RECORDER or f"rank {victim} left no record here; rank {1 - victim} in gloo:all_reduce" in verdict
+    assert f"rank {victim} does not answer any more" in read(run_dir, "status.json")["last_failure"]
+    assert not read(run_dir, "status.json")["wrong_nodes"], "there is one node only"
     assert len(starts(run_dir)) == 2
     assert starts(run_dir)[1] >= 3
     assert no_step_is_done_twice(run_dir)

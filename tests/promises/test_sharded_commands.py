@@ -13,7 +13,7 @@ from tests.support.small_runs import evaluation_of, job_of, trained, weights_of
 
 pytestmark = needs.sharding
 
-SHAPE = "--epochs 2 --batch-size 20 --micro-batch 3 --reduce tree --checkpoint-every 2 --keep 3"
+SHAPE = "--epochs 2 --batch-size 20 --micro-batch 3 --reduce tree --checkpoint-every 2 --keep 3 --log-every 1"
 job = job_of("sharded_task.py:Predicted", SHAPE)
 
 
@@ -35,12 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["checkpoint", "inspect", "two"], "state-1-of-2.pt"),
         (["checkpoint", "verify", "two"], "step-00000006: ok"),
         (["status", "two"], "finished"),
+        (["replay", "two", "--step", "5"], "agrees to "),
     ],
     ids=lambda it: "-".join(it) if isinstance(it, list) else "",
 )
 def test_a_command_says_what_is_expected(folder: Path, words: list[str], expected: str) -> None:
     said = evenkeel(*(folder / word if word in ("two", "three") else word for word in words)).stdout
     assert expected in said
+
+
+@pytest.mark.slow
+def test_two_runs_on_other_ranks_have_no_difference(folder: Path) -> None:
+    assert "no difference" in evenkeel("bisect", folder / "two", folder / "three").stdout
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evenkeel.distributed.world import World
-from evenkeel.resilience.hang import Beat, describe
+from evenkeel.resilience.beats import Beat, blamed, describe
 from tests.support import processes
 from tests.support.processes import (
     read,
@@ -22,7 +22,7 @@ from tests.training.test_staging import Training
 
 
 def beat(step: int, phase: str) -> Beat:
-    return Beat(1, step, phase, "host", 1)
+    return Beat(1, step, phase, "host", 1, "node")
 
 
 def test_the_culprit_comes_first() -> None:
@@ -39,6 +39,24 @@ def test_the_culprit_comes_first() -> None:
     assert describe(frozen, [5, 7]).startswith("ranks 5, 7 do not answer any more, last seen in gradient reduction")
     gpu = replace(beat(811, "data loading"), device="cuda:0 (GPU 2)")
     assert describe({0: waiting, 3: gpu}, [3]).startswith("rank 3 (cuda:0 (GPU 2) of host) does not answer any more")
+
+
+def test_the_node_that_the_others_wait_for_is_blamed() -> None:
+    waiting, loading = beat(811, "gradient reduction"), beat(811, "data loading")
+    two = {rank: replace(waiting, node=f"node{rank // 2}") for rank in range(4)}  # two nodes of two ranks
+    late = two | {3: replace(loading, node="node1")}
+    assert blamed(late, []) == ["node1"]
+    assert blamed(two, [0]) == ["node0"], "a frozen rank, wherever it was last seen"
+    assert blamed(late, [0]) == ["node0"], "a frozen rank rather than one that is late"
+
+
+def test_the_control_nobody_is_blamed_if_nothing_singles_out_a_node() -> None:
+    waiting, loading = beat(811, "gradient reduction"), beat(811, "data loading")
+    two = {rank: replace(waiting, node=f"node{rank}") for rank in range(2)}
+    assert blamed(two, []) == [], "all wait in the reduction"
+    assert blamed({rank: replace(loading, node=it.node) for rank, it in two.items()}, []) == [], "none does"
+    assert blamed(two, [0, 1]) == [], "all are frozen"
+    assert blamed({0: waiting, 1: loading}, [1]) == [], "there is one node only"
 
 
 def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) -> None:

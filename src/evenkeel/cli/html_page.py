@@ -16,11 +16,16 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """With this the browser refuses to load anything."""
 
 
+def begins(kind: str) -> str:
+    """How a page of a kind such as "report" begins: by this a file is recognised as one that may be replaced."""
+    return f"<!DOCTYPE html><!-- evenkeel {kind} -->"
+
+
 def document(kind: str, title: str, header: str, sections: Mapping[str, str]) -> str:
     """The whole page, in the style of `assets/page.css`.
 
     Args:
-        kind: of page, such as "report"; it stands in the first line, so that such a file can be recognised.
+        kind: see `begins`.
         title: of the window, as plain text.
         header: HTML of what is above the sections.
         sections: heading -> HTML of what is below it; those that are empty are left out.
@@ -32,7 +37,7 @@ def document(kind: str, title: str, header: str, sections: Mapping[str, str]) ->
         f"<section><h2>{escape(head)}</h2>{content}</section>" for head, content in sections.items() if content
     )
     return (
-        f'<!DOCTYPE html><!-- evenkeel {kind} --><html lang="en"><head><meta charset="utf-8">'
+        f'{begins(kind)}<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{style}</style></head>'

@@ -84,6 +84,11 @@ def refuse_missing(gpus: int, control: Path = GPU_DEVICES) -> None:
         )
 
 
+def node_name() -> str:
+    """The name by which Slurm knows this node; outside Slurm the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 class Device(NamedTuple):
     """What a rank computes on."""
 

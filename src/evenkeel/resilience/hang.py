@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,12 @@ from typing import IO
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..common import keeper_link
-from ..common.naming import name_ranks
-from ..common.phases import COMPILATION, LONGEST, REDUCTION, activity
+from ..common.phases import COMPILATION, LONGEST, activity
 from ..common.processes import stat
-from ..distributed.devices import device_name
+from ..distributed.devices import device_name, node_name
 from ..distributed.world import World
 from . import flight_recorder, heartbeat
+from .beats import Beat, Outlook, blamed, describe
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +48,6 @@ PATIENCE = 5.0
 """Seconds to wait for an answer of the store, whose machine may be gone."""
 
 
-@dataclass(frozen=True)
-class Beat:
-    """What a rank last reported about itself."""
-
-    count: int
-    """Beats so far. If this does not change, the rank is frozen."""
-    step: int
-    phase: str
-    host: str
-    pid: int
-    device: str = ""
-    """Both names of its GPU; "" for a CPU."""
-
-
 class Watch:
     """A context in which this rank beats, and watches for a hang of any rank. All ranks enter it together.
 
@@ -72,6 +58,9 @@ class Watch:
         logs: folder for stacks.
         alarmed: is called once, by a thread, when any rank has found a hang.
         saved: is called on each node with the step of each checkpoint that rank 0 has completed.
+
+    Attributes:
+        outlook: on all ranks, once :meth:`explain` has returned; None if the other ranks cannot be asked.
     """
 
     def __init__(
@@ -90,9 +79,7 @@ class Watch:
         self._alarm, self._stopped = threading.Event(), threading.Event()
         self._announced, self._seen, self._compiling = 0, 0, b""
         self._first_beats, self._frozen = list[Beat](), list[Beat]()
-        self._outlook: tuple[str, int, list[Beat]] | None = (
-            None  # which rank is where; the lowest live rank; frozen ones
-        )
+        self.outlook: Outlook | None = None
         self._looking = threading.Thread(target=self._look, name="look", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -130,9 +117,10 @@ class Watch:
         here = describe({me: self._beat_now(0)}, [])
         # with our launchers rank 0 has the store, so suspect rank 0 if the store does not answer
         lost = f"rank 0 does not answer any more, or the network is down; {here}"
-        where, lowest, self._frozen = self._outlook or (lost, me, self._first_beats[:1] if me else [])
-        text = f"no progress for {self.timeout:g} s: {where}; stacks are in {self.logs}"
-        if me == lowest:
+        found = self.outlook or Outlook(lost, me, self._first_beats[:1] if me else [], [])
+        self._frozen = found.frozen
+        text = f"no progress for {self.timeout:g} s: {found.where}; stacks are in {self.logs}"
+        if me == found.lowest:
             print(f"evenkeel: {text}", file=sys.stderr, flush=True)
         return text
 
@@ -145,7 +133,7 @@ class Watch:
 
     def compare_collectives(self) -> None:
         """On the lowest live rank: log the verdict of `torchfrtrace` on the collectives of all ranks."""
-        if not self._outlook or self.world.rank != self._outlook[1] or self.world.world_size == 1:
+        if not self.outlook or self.world.rank != self.outlook.lowest or self.world.world_size == 1:
             return
         frozen = {(beat.host, beat.pid) for beat in self._frozen}
         live = [rank for rank, beat in enumerate(self._first_beats) if (beat.host, beat.pid) not in frozen]
@@ -165,7 +153,7 @@ class Watch:
         """Whether each frozen rank is on a node with a live rank, which can kill it; else its node may be gone."""
         frozen = {(beat.host, beat.pid) for beat in self._frozen}
         alive = {beat.host for beat in self._first_beats if (beat.host, beat.pid) not in frozen}
-        return self._outlook is not None and {host for host, _ in frozen} <= alive
+        return self.outlook is not None and {host for host, _ in frozen} <= alive
 
     def kill_frozen(self) -> None:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
@@ -191,7 +179,7 @@ class Watch:
 
     def _beat_now(self, count: int) -> Beat:
         device = device_name(self.world.device) if self.world.device.type == "cuda" else ""
-        return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), device)
+        return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), node_name(), device)
 
     def _exchange(self, store: Store, count: int) -> None:
         """Report on this rank, and read of checkpoints, compilations and alarms."""
@@ -234,12 +222,12 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback(self._stacks, all_threads=True)
         with contextlib.suppress(RuntimeError):  # the store does not answer
-            self._outlook = self._compare_beats()
+            self.outlook = self._compare_beats()
 
-    def _compare_beats(self) -> tuple[str, int, list[Beat]]:
+    def _compare_beats(self) -> Outlook:
         """Read all ranks' last beats twice to see which stand still; clocks of machines are not compared."""
         if not self._store:
-            return describe({0: self._beat_now(0)}, []), 0, []
+            return Outlook(describe({0: self._beat_now(0)}, []), 0, [], [])
         store = self._store.clone()
         store.set_timeout(timedelta(seconds=PATIENCE))
         store.set(ALARM, "")
@@ -249,7 +237,8 @@ class Watch:
         second = store.multi_get(names)
         beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second)}
         frozen = [rank for rank in beats if first[rank] == second[rank]]
-        return describe(beats, frozen), min(beats.keys() - frozen, default=0), [beats[rank] for rank in frozen]
+        lowest = min(beats.keys() - frozen, default=0)
+        return Outlook(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
 
     @cached_property
     def _stacks(self) -> IO[bytes]:
@@ -259,26 +248,3 @@ class Watch:
 def _compiles() -> bool:
     """Whether this rank compiles, and has not exceeded the time limit for that."""
     return activity.phase == COMPILATION and activity.seconds_in_phase() < LONGEST
-
-
-def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
-    """Which rank is where, the likely culprits first: "rank 3 in data loading of step 812; ranks 0-2 wait in ..."."""
-    groups: dict[tuple[bool, str, int], list[int]] = {}
-    for rank, beat in beats.items():
-        groups.setdefault((rank in frozen, beat.phase, beat.step), []).append(rank)
-
-    def innocence(group: tuple[bool, str, int]) -> tuple[bool, bool, int]:
-        silent, phase, _ = group
-        return not silent, phase == REDUCTION, len(groups[group])
-
-    parts = []
-    for group in sorted(groups, key=innocence):
-        silent, phase, step = group
-        does = "does not answer any more, last seen" if silent else "waits" if phase == REDUCTION else "is"
-        if len(groups[group]) > 1:
-            does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
-        which = name_ranks(groups[group])
-        if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in groups[group] if beats[r].device]):
-            which += f" ({', '.join(devices)})"  # the GPU may be the cause
-        parts.append(f"{which} {does} in {phase} of step {step + 1}")
-    return "; ".join(parts)

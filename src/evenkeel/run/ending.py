@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shlex
 import time
+from collections import Counter
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,8 +29,8 @@ from ..training.state_dicts import cpu_state_dict, sha256
 from .attempt import Attempt
 from .checkpoint import Damaged, read_manifest, step_of
 from .checkpointer import Checkpointer
-from .records import goodput, ledger, read_records
-from .run_directory import RunDirectory, RunState
+from .records import goodput, ledger, read_facts, read_records
+from .run_directory import RunDirectory, RunState, mark_failed
 from .state_files import dump
 from .step_log import StepLog
 from .tracking import Tracker
@@ -188,16 +189,27 @@ class Ending:
             keeper_link.send("hang")
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()
-        self._end_failed(Ended(explanation), saved)
+        self._end_failed(Ended(explanation), saved, wrong_nodes=self._wrong_nodes(explanation))
         self.watch.kill_frozen()
         self.watch.write_collectives()
         self.watch.compare_collectives()
 
+    def _wrong_nodes(self, explanation: str) -> dict[str, int]:
+        """How often which node was wrong, with this hang. If rank 0 is frozen, the lowest live rank records the end."""
+        directory, outlook, me = self._attempt.directory, self.watch and self.watch.outlook, self._world.rank
+        file = self._attempt.path / "status.json"
+        status = directory.status if directory else read_facts(file)[0]
+        wrong = dict(Counter(status.get("wrong_nodes", {})) + Counter(outlook.blamed if outlook else ()))
+        if outlook and me == outlook.lowest != 0 and status.get("state") == "running":
+            with contextlib.suppress(OSError):
+                mark_failed(file, explanation, wrong_nodes=wrong)
+        return wrong
+
     def _rescue(self, in_place: bool) -> str:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
-    def _end_failed(self, error: BaseException, saved: str, what: str = "failed") -> str:
-        self._end("failed", _reason(error), FAILED)
+    def _end_failed(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> str:
+        self._end("failed", _reason(error), FAILED, **facts)
         self._attempt.print(f"{what} at step {self._state.step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(self._attempt.path))}"

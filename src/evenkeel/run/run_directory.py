@@ -1,7 +1,7 @@
 """The folder of one run, across all its restarts: who may use it, which run it is, and its state.
 
 Rank 0 locks it as long as it lives, so that two jobs cannot train in the same folder. Only rank 0 writes there, except
-for the other ranks' logs, traces and rescues.
+for the other ranks' logs, traces and rescues, and what another rank or a scheduler says of its end.
 """
 
 from __future__ import annotations
@@ -247,6 +247,11 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
     _write_config(path, options)
     write_json(path / "status.json", status)
     return aside
+
+
+def mark_failed(file: Path, reason: str, **facts: Any) -> None:
+    """Record a failure in status.json in place of rank 0, which has ended, cannot run, or does not know the reason."""
+    write_json(file, {"world_sizes": []} | read_facts(file)[0] | {"state": "failed", "reason": reason} | facts)
 
 
 def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str, int]) -> None:

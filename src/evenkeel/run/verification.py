@@ -38,7 +38,7 @@ from ..common.errors import Ended, Refusal, Unfit
 from ..common.naming import BIT_FLIPS, name_ranks
 from ..common.phases import VERIFICATION, activity
 from ..config import Config
-from ..distributed.devices import describe
+from ..distributed.devices import describe, node_name
 from ..training.state import State
 from ..training.task import Task
 from ..training.whole_batch import of_whole_batches
@@ -93,7 +93,7 @@ class Verification:
         again: the last step is not committed; it is to be computed again.
         steps: verified so far, over all attempts.
         alarms: what was found, in a line each.
-        wrong_nodes: how often which node was found to be wrong, over all attempts; Slurm's jobs leave such nodes out.
+        wrong_nodes: how often which node was wrong or hung, over all attempts; Slurm's jobs leave such nodes out.
     """
 
     def __init__(self, attempt: Attempt, state: State, checkpointer: Checkpointer) -> None:
@@ -269,9 +269,8 @@ class Verification:
             self._attempt.directory.note(verified=self.steps, alarms=self.alarms, wrong_nodes=dict(self.wrong_nodes))
 
     def _who(self) -> Who:
-        device = describe(self.world.device)
-        line = f"rank {self.world.rank}: {device.line}{_serial(self.world.device)}"
-        return Who(line, os.environ.get("SLURMD_NODENAME", device.host))
+        line = f"rank {self.world.rank}: {describe(self.world.device).line}{_serial(self.world.device)}"
+        return Who(line, node_name())
 
     def _handed(self, kept: Given, pairs: Iterable[tuple[int, int]]) -> Given:
         """Send this rank's micro-batch to those that (from, to) pairs say; returns what this rank gets."""

@@ -16,7 +16,7 @@ from ..run.checkpoint import Damaged, step_folders, step_of
 from ..run.records import read_config, read_facts, read_records
 from ..tasks.command_line import parse_as_recorded
 from ..training.task_data import training_set
-from .replay import refuse_unless_run, replay
+from .replay import Asked, refuse_unless_run, replay
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -110,7 +110,7 @@ class Audit:
 
     def again(self, begin: int, end: int) -> Iterator[str]:
         """Steps `begin` + 1 to `end`, run again on this process, have the states of the ledger."""
-        found = replay(self.run, end + 1, end, self.script, self.words, begin=begin)
+        found = replay(Asked(self.run, end + 1, end, self.script, self.words, begin))
         other = f" (here {found.other})" if found.other else ""
         for step in sorted(step for step in self.last if begin < step <= end):
             recorded, computed = self.last[step]["digests"], found.again.digests.get(step, {})

@@ -21,7 +21,7 @@ from ..cli.digests import Digests, digests_of, last_digests, name_tensors
 from ..common.errors import Refusal
 from ..run.checkpoint import Damaged, step_folders, step_of
 from ..run.records import read_config, read_records
-from .replay import Replay, refuse_unless_run, replay
+from .replay import Asked, Replay, refuse_unless_run, replay
 from .trace import Trace, first_difference
 
 
@@ -106,7 +106,7 @@ def bisect(a: Path, b: Path, script: Path, words: list[str]) -> Parting:
     low, high = found.between
     repeated = []
     for evidence in (first, second):
-        again = replay(evidence.run, high + 1, high, script, words, begin=low)
+        again = replay(Asked(evidence.run, high + 1, high, script, words, low))
         repeated.append(again.again.digests)
         found.segments += 1
     steps = sorted(repeated[0].keys() & repeated[1].keys())
@@ -170,7 +170,7 @@ def _within(runs: tuple[Path, Path], step: int, script: Path, words: list[str]) 
     traces, facts = [], []
     for run in runs:
         trace = Trace()
-        facts.append(replay(run, step, step, script, words, visit=trace.visit).steps[0])
+        facts.append(replay(Asked(run, step, step, script, words), trace.visit).steps[0])
         traces.append(trace.entries)
     return first_difference(*traces) or _in_backward(*facts)
 

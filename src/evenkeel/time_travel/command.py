@@ -61,13 +61,11 @@ class ReplayCommand:
         refuse_ranks("replay")
         self._refuse_html()
         from .ranks import replay_on  # imports torch, which the help does not need
-        from .replay import replay
+        from .replay import Asked, replay
 
-        visit, folder = self._visit(), self._folder()
-        if self.ranks == 1:
-            found = replay(self.run, first, last, self.script, train_options, visit, folder)
-        else:
-            found = replay_on(self.ranks, self.run, first, last, self.script, train_options, self.python, folder)
+        visit = self._visit()
+        asked = Asked(self.run, first, last, self.script, train_options, save_samples=self._folder())
+        found = replay(asked, visit) if self.ranks == 1 else replay_on(self.ranks, asked, self.python)
         if self.html:
             write_page(self.html, self.run.name, found)
         if self.json:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import runpy
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from ..run.chain import samples_of, whole_steps
 from ..run.checkpoint import Checkpoints, step_of
 from ..run.digest import digests
 from ..run.ending import Ending
-from ..run.fingerprint import Fingerprint, describe, differences
+from ..run.fingerprint import MICRO_BATCH, Fingerprint, describe, differences
 from ..run.records import is_run, read_config, read_facts, read_records
 from ..run.run import Run
 from ..tasks.command_line import parse
@@ -50,6 +52,26 @@ Visit = Callable[[Any, Any, int], object]
 """Is called with model, batch and number of the step, for each micro-batch of the steps looked into."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What to replay."""
+
+    run_dir: Path
+    """The run; nothing in it changes."""
+    first: int
+    """The first step to look into, counted from 1 as in messages and logs."""
+    last: int
+    """The last one."""
+    script: Path
+    """Its `train(run)` is the loop."""
+    words: Sequence[str]
+    """Options of train.py that differ from the run's, such as --data-dir."""
+    begin: int | None = None
+    """The last step whose checkpoint may be read; None: the one before `first`."""
+    save_samples: Path | None = None
+    """Write the samples of these steps into this folder, which exists."""
+
+
 @dataclass
 class Replay:
     """What a replay has found."""
@@ -68,86 +90,66 @@ class Replay:
     names: list[list[str]] = field(default_factory=list)
     """For each optimizer the names of its parameters, in the order in which a checkpoint counts them."""
 
-    def note_end(self, reason: str) -> None:
-        """Say so if the run ended where the replay did; `reason` is the run's."""
+    def noting(self, reason: str) -> Replay:
+        """The same, saying so if the run ended where the replay did; `reason` is the run's."""
         if self.agrees and self.ended and self.ended in reason:
             before = f"; before it, {self.agreement}" if self.again.digests else ""
             self.agreement = f"agrees: the run ended at that step too{before}"
+        return self
 
 
-def replay(
-    run_dir: Path,
-    first: int,
-    last: int,
-    script: Path,
-    words: list[str],
-    visit: Visit | None = None,
-    save_samples: Path | None = None,
-    begin: int | None = None,
-) -> Replay:
+def replay(asked: Asked, visit: Visit | None = None) -> Replay:
     """Run again from the newest kept checkpoint before step `first`, and look into the steps `first` to `last`.
 
     With `first` = `last` + 1 it looks into none, but has the digests of all steps to `last`.
-
-    Args:
-        run_dir: the run; nothing in it changes.
-        first, last: steps, counted from 1 as in messages and logs.
-        script: whose `train(run)` is the loop.
-        words: options of train.py that differ from the run's, such as --data-dir.
-        visit: see `Visit`.
-        save_samples: write the samples of these steps into this folder, which exists.
-        begin: the last step whose checkpoint may be read; default: the one before `first`.
 
     Raises:
         Refusal: there is no such run or step.
         Ended: the run cannot be continued here.
     """
-    with prepared(run_dir, last, first - 1 if begin is None else begin) as folder:
-        return replay_in(folder, run_dir, first, last, script, words, visit, save_samples)
+    with prepared(asked) as (folder, reason):
+        return replay_in(folder, asked, visit).noting(reason)
 
 
-def replay_in(
-    folder: Path,
-    run_dir: Path,
-    first: int,
-    last: int,
-    script: Path,
-    words: list[str],
-    visit: Visit | None = None,
-    save_samples: Path | None = None,
-) -> Replay:
+def replay_in(folder: Path, asked: Asked, visit: Visit | None = None) -> Replay:
     """The same in a folder made by `prepared`; all ranks call it, and each returns what all have found."""
+    script = asked.script
     places = (script, *OWN_LOOPS) if str(script) == "train.py" else (script,)  # the default, or one that was typed
     loop = next((path for path in places if path.exists()), script)
-    result = Replay(started=Checkpoints(folder / "checkpoints", 1, None).newest_step())
-    Replayed.save_samples = save_samples
-    config, task = parse(["--run-dir", str(folder), *words], base=read_config(folder / "config.toml"))
+    result = Replay(started=_kept(folder).newest_step())
+    Replayed.result, Replayed.asked, Replayed.visit = result, asked, visit
+    config, task = parse(["--run-dir", str(folder), *asked.words], base=read_config(folder / "config.toml"))
     config = replace(config, **OFF)
-    newest = Checkpoints(run_dir / "checkpoints", 1, None).newest_manifest()
-    quiet = contextlib.redirect_stdout(io.StringIO())
-    with quiet, _opened(config, task, result, range(first, last + 1), visit) as run:
+    newest = _kept(asked.run_dir).newest_manifest()
+    with contextlib.redirect_stdout(io.StringIO()), _opened(config, task) as run:
         if newest:
             result.other = _other(newest.fingerprint, run, loop)
         _train(run, loop)
     exact = config.reduce == "tree" and not result.other
-    recorded = Recorded.of(read_records(run_dir / "metrics.jsonl"))
+    recorded = Recorded.of(read_records(asked.run_dir / "metrics.jsonl"))
     result.agrees, result.agreement = agreement(recorded, result.again, exact)
-    result.note_end(read_facts(run_dir / "status.json")[0].get("reason", ""))
     return result
 
 
 @contextlib.contextmanager
-def prepared(run_dir: Path, last: int, begin: int) -> Iterator[Path]:
-    """A folder of its own, from which a run continues at its newest kept checkpoint up to step `begin`.
+def prepared(asked: Asked) -> Iterator[tuple[Path, str]]:
+    """A folder of its own, from which the run continues at its newest kept checkpoint that may be read, and why the run
+    itself has ended.
 
     Raises:
         Refusal: there is no such run, or it has fewer steps than `last`.
     """
-    status, options = _read(run_dir, last)
-    kept = [path for path in Checkpoints(run_dir / "checkpoints", 1, None).all() if step_of(path) <= begin]
+    refuse_unless_run(asked.run_dir)
+    status = read_facts(asked.run_dir / "status.json")[0]
+    if asked.last > (total := status.get("total_steps", asked.last)):
+        raise Refusal(f"--step {asked.last}: the run has only {total} steps")
+    begin = asked.first - 1 if asked.begin is None else asked.begin
+    kept = [path for path in _kept(asked.run_dir).all() if step_of(path) <= begin]
+    options = read_config(asked.run_dir / "config.toml")
+    options |= _cut_after(max(map(step_of, kept), default=0), asked.run_dir)
     with tempfile.TemporaryDirectory(prefix="evenkeel-replay-") as name:
         _prepare(Path(name) / "run", options, status, kept)
-        yield Path(name) / "run"
+        yield Path(name) / "run", status.get("reason", "")
 
 
 def function_of(words: str) -> Visit | None:
@@ -171,18 +173,25 @@ def refuse_unless_run(path: Path) -> None:
 
 def _other(recorded: Fingerprint, run: Run, loop: Path) -> str:
     """How code and libraries differ from the recorded ones, in a line; the program that was started does not count."""
-    mains = {f"code:{Path(path).name}" for path in (loop, "__main__.py")}
+    mains = {f"code:{Path(path).name}" for path in (loop, "__main__.py", sys.argv[0])}
     found = differences(recorded, run.attempt.checkpoints.fingerprint)
     return describe({part: it for part, it in found.items() if part not in mains})
 
 
-def _read(run_dir: Path, last: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run's facts and options; refused if it is none, or has fewer steps than `last`."""
-    refuse_unless_run(run_dir)
-    status = read_facts(run_dir / "status.json")[0]
-    if last > (total := status.get("total_steps", last)):
-        raise Refusal(f"--step {last}: the run has only {total} steps")
-    return status, read_config(run_dir / "config.toml")
+def _kept(run_dir: Path) -> Checkpoints:
+    return Checkpoints(run_dir / "checkpoints", 1, None)
+
+
+def _cut_after(begun: int, run_dir: Path) -> dict[str, int]:
+    """The options that cut a run's steps as they were after this step, if that has changed since, with its ranks."""
+    for record in read_records(run_dir / "metrics.jsonl"):
+        if record["kind"] == "bits" and record["step"] > begun and MICRO_BATCH in record.get("differences", {}):
+            cut = record["differences"][MICRO_BATCH][0]
+            number = re.search(r"\d+(?=( of a step)?$)", cut)  # "a whole step" has none
+            return {"micro_batch": 0, "micro_batches": 0} | {
+                "micro_batch" if cut.isdecimal() else "micro_batches": int(number[0]) if number else 1
+            }
+    return {}
 
 
 def _prepare(folder: Path, options: dict[str, Any], status: Mapping[str, Any], kept: list[Path]) -> None:
@@ -198,10 +207,9 @@ def _prepare(folder: Path, options: dict[str, Any], status: Mapping[str, Any], k
 
 
 @contextlib.contextmanager
-def _opened(config: Config, task: Task, result: Replay, steps: range, visit: Visit | None) -> Iterator[Run]:
+def _opened(config: Config, task: Task) -> Iterator[Run]:
     activity.begin(age=0)
     logging.disable(logging.WARNING)  # what they say is about a run that goes on
-    Replayed.result, Replayed.looked_into, Replayed.visit = result, steps, visit
     try:
         with contextlib.suppress(Reached), Replayed.open(config, task, Resident(config.grace)) as run:
             if run.finished:
@@ -245,9 +253,8 @@ class Replayed(Run):
     """A run that is looked into at some steps, and stops after the last of them."""
 
     result: Replay
-    looked_into: range
+    asked: Asked
     visit: Visit | None
-    save_samples: Path | None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -267,13 +274,13 @@ class Replayed(Run):
         step, again = self.state.step, self.result.again
         again.digests[step] = digests(self.state.tensors())
         again.logged[step] = (model.loss.item(), (model.norm if norm is None else norm).item())
-        if step + 1 >= self.looked_into.stop:
+        if step >= self.asked.last:
             raise Reached
         super().after_step(model, norm)
 
     def look(self, step: Step) -> Look | None:
         """What looks into a step, if it is one of those asked for."""
-        if step.number + 1 not in self.looked_into:
+        if step.number + 1 < self.asked.first:
             return None
         sampler = whole_steps(self.attempt.sets[TRAINING], self.config, self.plan.micro_batch, self.plan.number)
         samples = samples_of(sampler, step.number)
@@ -311,7 +318,7 @@ class Watched:
             self._model.step(norm)
             return
         norm = self._norm() if norm is None else norm
-        if folder := self._run.save_samples:
+        if folder := self._run.asked.save_samples:
             self._look.save(folder)
         self._look.before_commit(self._model, norm)
         self._look.facts = merged(self._run.world.gather(self._look.facts))

@@ -15,6 +15,7 @@ from ...common.errors import Ended, Refusal
 from ...common.files import write_atomically
 from ...config import MaybePath
 from ...run.records import read_records, values_of
+from ..html_page import begins
 from .history import History, read_histories
 
 REPORT = "report.html"
@@ -56,14 +57,14 @@ class ReportCommand:
 
     def _make(self) -> Mapping[Path, tuple[bytes, str]]:
         """File -> its content, and a text that marks such a file as ours."""
-        from .page import BEGINS, contents, page
+        from .page import contents, page
         from .theme import SOFTWARE, drawing
 
         histories, first = read_histories(self.runs), self.runs[0].resolve()
         default = (self.runs[0] if len(self.runs) == 1 else first.parent) / REPORT
         with drawing():
             sections, figures = contents(histories)
-            files = {self.output or default: (page(histories, sections).encode(errors="replace"), BEGINS)}
+            files = {self.output or default: (page(histories, sections).encode(errors="replace"), begins("report"))}
             if self.png:
                 files |= {self.png / f"{figure.name}.png": (figure.png(), SOFTWARE) for figure in figures}
         if self.csv in files:

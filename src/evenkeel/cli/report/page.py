@@ -24,9 +24,6 @@ from .media import read_media
 from .ranks import read_ranks
 from .theme import SERIES, Figure
 
-BEGINS = "<!DOCTYPE html><!-- evenkeel report -->"
-"""The text by which a file is recognised as a report that may be replaced."""
-
 FACTS = {
     "state": "state",
     "best": "best",

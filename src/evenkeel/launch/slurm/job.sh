@@ -44,14 +44,14 @@ evenkeel_meeting() {
 EVENKEEL_MASTER=$(evenkeel_meeting)
 export EVENKEEL_MASTER
 
-# Here the first node writes the names of nodes that --verify-every has twice found to compute wrong.
+# Here the first node writes the names of nodes that twice computed wrong (--verify-every) or held up the others in a hang.
 EVENKEEL_WRONG_NODES=$(mktemp)
 export EVENKEEL_WRONG_NODES
 
 # A job may be changed only while it is pending, which is after its requeue; and that is about to end all that runs here.
 # So one process does both, and not `timeout`, which a SIGTERM ends even where it is ignored.
 evenkeel_requeue_without() { # NODES, AND WHAT WAS ExcNodeList
-  echo "evenkeel: $1: computed wrong twice; the job goes on without" >&2
+  echo "evenkeel: $1: computed wrong or hung twice; the job goes on without" >&2
   printf '%s\n' "requeue $evenkeel_job" "update JobId=$evenkeel_job ExcNodeList=$1,${2/(null)/}" | scontrol >/dev/null
 }
 

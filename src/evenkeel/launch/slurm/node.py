@@ -135,7 +135,7 @@ class _Share:
         path = Path(self.record.run_dir) / "status.json"
         lines = agent.first_error([self.record.errors(self.start)]).strip().splitlines()
         if lines and path.exists():
-            _mark_failed(path, lines[-1])
+            run_directory.mark_failed(path, lines[-1])
         return code
 
 
@@ -175,12 +175,8 @@ def _count_start(record: JobRecord, start: int, config: Config, most: int) -> No
     write_json(path, {"step": done, "starts": starts})
     if starts > most + 1 and start:
         reason = f"requeued {most} times without finishing a step after step {done} (--max-requeues {most})"
-        _mark_failed(run_dir / "status.json", reason)
+        run_directory.mark_failed(run_dir / "status.json", reason)
         raise Ended(f"{reason}; logs are in {record.log} and {run_dir / 'logs'}; submit it again to continue")
-
-
-def _mark_failed(path: Path, reason: str) -> None:
-    write_json(path, {"world_sizes": []} | read_facts(path)[0] | {"state": "failed", "reason": reason})
 
 
 def _job_id() -> str:
@@ -190,7 +186,7 @@ def _job_id() -> str:
 
 
 def _report_wrong_nodes(run_dir: Path) -> set[str]:
-    """Nodes that --verify-every has twice found to compute wrong; job.sh has them left out."""
+    """Nodes that twice computed wrong (--verify-every) or held up all others in a hang; job.sh has them left out."""
     known = read_facts(run_dir / "status.json")[0].get("wrong_nodes", {})
     wrong = {node for node, times in known.items() if times > 1}
     if file := os.environ.get("EVENKEEL_WRONG_NODES"):

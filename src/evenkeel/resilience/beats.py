@@ -1,0 +1,73 @@
+"""What ranks last reported about themselves, and what that says of a hang: which rank is where, who may be to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..common.naming import name_ranks
+from ..common.phases import REDUCTION
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last reported about itself."""
+
+    count: int
+    """Beats so far. If this does not change, the rank is frozen."""
+    step: int
+    phase: str
+    host: str
+    pid: int
+    node: str = ""
+    """The name by which Slurm knows its node; outside Slurm the host's."""
+    device: str = ""
+    """Both names of its GPU; "" for a CPU."""
+
+
+class Outlook(NamedTuple):
+    """What a rank finds out about all ranks after a hang."""
+
+    where: str
+    """Which rank is where, in a line."""
+    lowest: int
+    """The lowest live rank, which speaks for all."""
+    frozen: list[Beat]
+    """Of ranks whose heartbeat has stopped."""
+    blamed: list[str]
+    """Nodes that may be the cause."""
+
+
+def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
+    """Which rank is where, the likely culprits first: "rank 3 in data loading of step 812; ranks 0-2 wait in ..."."""
+    groups: dict[tuple[bool, str, int], list[int]] = {}
+    for rank, beat in beats.items():
+        groups.setdefault((rank in frozen, beat.phase, beat.step), []).append(rank)
+
+    def innocence(group: tuple[bool, str, int]) -> tuple[bool, bool, int]:
+        silent, phase, _ = group
+        return not silent, phase == REDUCTION, len(groups[group])
+
+    parts = []
+    for group in sorted(groups, key=innocence):
+        silent, phase, step = group
+        does = "does not answer any more, last seen" if silent else "waits" if phase == REDUCTION else "is"
+        if len(groups[group]) > 1:
+            does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
+        which = name_ranks(groups[group])
+        if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in groups[group] if beats[r].device]):
+            which += f" ({', '.join(devices)})"  # the GPU may be the cause
+        parts.append(f"{which} {does} in {phase} of step {step + 1}")
+    return "; ".join(parts)
+
+
+def blamed(beats: Mapping[int, Beat], frozen: Collection[int]) -> list[str]:
+    """The nodes of the ranks that all others wait for: frozen ones, else those that are not in the reduction.
+
+    None if that would be more than half of the nodes: then it is rather the network, the file system, or the code.
+    """
+    waiting = [rank for rank, beat in beats.items() if beat.phase == REDUCTION]
+    suspects = frozen or (beats.keys() - waiting if waiting else ())
+    nodes = {beats[rank].node for rank in suspects}
+    return sorted(nodes) if 2 * len(nodes) <= len({beat.node for beat in beats.values()}) else []
