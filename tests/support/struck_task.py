@@ -1,7 +1,7 @@
 """The sharded task, slowed down, whose ranks are killed at chosen moments.
 
 STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", when so many steps are done: in the
-"loss", inside the "optimizer"'s step, or in the "copy" into a slot. STRUCK is a folder.
+"loss", inside the "optimizer"'s step, in the "copy" into a slot, or when the state is "evaluated". STRUCK is a folder.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ class Struck(Sharded):
         made = super().optimizers(model, config)
         made[0].register_step_post_hook(lambda *_: strike("optimizer"))
         return made
+
+    def after_evaluation(self, metrics: dict[str, float], step: int) -> None:
+        if os.environ["RANK"] == "0" and "EVALUATED" in os.environ:
+            with Path(os.environ["EVALUATED"]).open("a") as file:
+                file.write(f"{step}\n")
+        strike("evaluated")
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         time.sleep(float(os.environ.get("PAUSE", "0")))
