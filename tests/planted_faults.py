@@ -239,7 +239,7 @@ a sharded rank copies a step over its newest one
 
 a slot counts as whole while it is written
     training/slots.py | tests/run/test_sharded_checkpoint.py
-    - self.clear()
+    - clear(self._descriptor)
     + pass
 
 a rank's copy of its rows stays on its own node

@@ -55,7 +55,7 @@ def test_eval_only_gives_the_metrics_of_the_run_on_any_number_of_ranks_and_chang
     assert sha256(exported) == sha256(averaged(state)) == weights_of(run_dir) != sha256(state["model"])
     for export in optional("cli.checkpoint.ExportModel"):
         for raw, expected in ((False, averaged(state)), (True, state["model"])):
-            assert export(run_dir, output := tmp_path / f"raw-{raw}.pt", raw=raw)() == 0
+            assert export(run_dir, output := tmp_path / f"raw-{raw}.pt", raw=raw)([]) == 0
             assert sha256(torch.load(output, weights_only=True)) == sha256(expected)
         assert "ema: 6 tensors, 516 bytes" in evenkeel("checkpoint", "inspect", run_dir).stdout
 

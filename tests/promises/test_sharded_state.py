@@ -93,21 +93,24 @@ def test_ten_kills_in_the_pass_the_step_and_the_copy_cost_no_step_that_all_ranks
 
 
 @pytest.mark.slow
-def test_an_evaluation_right_before_a_kill_of_all_ranks_is_done_again_with_the_same_value(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lost", [False, True], ids=["recorded", "not recorded"])
+def test_an_evaluation_right_before_a_kill_of_all_ranks_is_done_once(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    """A slot is written before the evaluation of its step. So that is done again, and has two equal records."""
+    """A slot is written before the evaluation of its step, and the record after it; without that, it is done again."""
     often = [*RARE, "--eval-every", 3]
     trained(1, job(tmp_path / "undisturbed", *often))
-    monkeypatch.setenv("STRIKES", "loss:all:3")
+    monkeypatch.setenv("STRIKES", "evaluated:0:3" if lost else "loss:all:3")
+    monkeypatch.setenv("EVALUATED", str(tmp_path / "evaluated"))
     ended(three_ranks(run_dir, *often))
-    assert starts(run_dir)[1] == 3, "in the pass after the evaluation of step 3"
+    assert starts(run_dir)[1] == 3, "after the evaluation of step 3, in the pass or before the record"
 
     def evaluated(folder: Path) -> list[Any]:
         return [(it["step"], it["test/loss"]) for it in processes.records(folder, "eval")]
 
-    first, *others = evaluated(tmp_path / "undisturbed")
-    assert evaluated(run_dir) == [first, first, *others]
+    assert evaluated(run_dir) == evaluated(tmp_path / "undisturbed")
+    done = (tmp_path / "evaluated").read_text().split()
+    assert done == ["3"] * (1 + lost) + ["6", "9", "12"]
 
 
 @pytest.mark.slow

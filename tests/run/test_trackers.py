@@ -66,7 +66,7 @@ def test_after_a_resume_no_step_stands_twice(tmp_path: Path) -> None:
 def test_an_evaluation_that_is_done_again_is_not_told_again(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 1, 2, csv=True)
     tracker = Tracker(Config(wandb="disabled", csv=True), PLAN, tmp_path, 1, 1)
-    tracker.start(2, evaluated=True)
+    tracker.start(2, evaluated={"test/accuracy": 0.5})
     tracker.evaluation(2, {"validation/accuracy": 0.2})
     assert len(rows(tmp_path / "metrics.csv")) == 3
 

@@ -4,6 +4,9 @@ STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", w
 "loss", inside the "optimizer"'s step, in the "copy" into a slot, or in the "replica"'s exchange, when the older copy is
 already overwritten; "hold" stops it there instead. STRUCK is a folder. A rank is late to commit a step that LATE names,
 as RANK:STEPS-BEFORE.
+=======
+"loss", inside the "optimizer"'s step, in the "copy" into a slot, or when the state is "evaluated". STRUCK is a folder.
+>>>>>>> wt-m30
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Struck(Sharded):
         made[0].register_step_post_hook(lambda *_: strike("optimizer"))
         return made
 
+<<<<<<< HEAD
     def model(self) -> nn.Module:
         made = super().model()
         if "LATE" in os.environ:  # with a buffer the loss is added up, and so logged, before all ranks commit
@@ -54,6 +58,12 @@ class Struck(Sharded):
         if os.environ.get("LATE") == f"{os.environ['RANK']}:{step}":
             time.sleep(0.5)
         return super().rates(config, step, total_steps)
+
+    def after_evaluation(self, metrics: dict[str, float], step: int) -> None:
+        if os.environ["RANK"] == "0" and "EVALUATED" in os.environ:
+            with Path(os.environ["EVALUATED"]).open("a") as file:
+                file.write(f"{step}\n")
+        strike("evaluated")
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         time.sleep(float(os.environ.get("PAUSE", "0")))

@@ -12,6 +12,7 @@ from ..training.whole_batch_evaluation import evaluation_of
 from . import media
 from .attempt import Attempt
 from .predictions import save_predictions
+from .records import TAIL, evaluation_in, read_records
 
 
 class Evaluator:
@@ -23,6 +24,7 @@ class Evaluator:
     def __init__(self, attempt: Attempt, task: Task, state: State) -> None:
         self._attempt, self._task, self._state = attempt, task, state
         self._evaluations: list[Evaluation] = []
+        self._known: tuple[int, dict[str, float]] = 0, {}
         self.metrics: dict[str, float] = {}
         """Of the present step, by full names; empty if it was not evaluated."""
 
@@ -38,7 +40,10 @@ class Evaluator:
         if not self._evaluations:
             return
         self._evaluations[0].shows = defines(type(self._task), "show")
-        if self._state.step == 0:
+        if (step := self._state.step) and self._state.sharding:
+            records = list(read_records(attempt.path / "metrics.jsonl", TAIL)) if attempt.directory else []
+            self._known = step, attempt.world.broadcast(evaluation_in(records, step))
+        elif not step:
             compute = [self._task.predict] if config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
             media.check(self._evaluations[0].shown)
@@ -47,11 +52,17 @@ class Evaluator:
 
     def evaluate(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no
-        metrics."""
+        metrics. In a sharded run what was recorded of this step before a kill is not done again."""
         if not self._evaluations:
             self.metrics = self._state.note({})
             return
         first, *others = self._evaluations
+        step, known = self._known
+        finite = all(isinstance(value, int | float) for value in known.values())  # what is not is None in a record
+        if known and finite and step == self._state.step and not self._state.is_over():
+            self._state.note(known | {name.removeprefix(f"{first.name}/"): value for name, value in known.items()})
+            self.metrics = known
+            return
         self.metrics = first.named(self._state.note(first()))
         if first.name != VALIDATION or self._state.is_over():
             for other in others:

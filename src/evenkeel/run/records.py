@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -73,6 +73,20 @@ again; no process, or none that survived to record it."""
 
 YOUNG = 60.0
 """Seconds before a run's goodput is meaningful, because most of them are its start."""
+
+
+TAIL = 1 << 20
+"""Bytes at the end of metrics.jsonl that a start reads."""
+
+
+def evaluation_in(records: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
+    """The metrics of this step that the attempt which came to it, or a later one, has recorded, {} if none has."""
+    for record in reversed(records):
+        if record["kind"] == "eval" and record["step"] == step:
+            return {name: value for name, value in record.items() if "/" in name}
+        if record["kind"] == "start" and record["step"] < step:
+            break
+    return {}
 
 
 def read_facts(path: Path) -> tuple[dict[str, Any], str]:

@@ -22,7 +22,7 @@ from ..training.early_stopping import Memory
 from ..training.state import State
 from .checkpoint import Checkpoints, Manifest, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
-from .records import read_records
+from .records import TAIL, evaluation_in, read_records
 from .run_directory import RunDirectory
 from .saver import Saver
 from .sharded_saver import ShardedSaver
@@ -181,9 +181,9 @@ class Resume:
             log.info("%s %.1f MB%s, in memory (--keeper-memory)", stores if state.sharding else leaves, size, more)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
-        metrics = list(read_records(self._path / "metrics.jsonl", tail=1 << 20))
+        metrics = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
         activity.redo_until = max((record["step"] for record in metrics), default=0)
-        tracker.start(state.step, any((it["kind"], it["step"]) == ("eval", state.step) for it in metrics))
+        tracker.start(state.step, evaluation_in(metrics, state.step))
         self._report_bits(state.step, tracker)
 
     def _report_bits(self, step: int, tracker: Tracker) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..common import display
@@ -70,7 +71,7 @@ class Tracker:
         """What makes the trackers of --tracker, by name, from the attempt's first step."""
         self._trackers: dict[str, MetricsTracker] = {}
         self._mark = (time.perf_counter(), 0, 0.0)
-        self._evaluated = -1
+        self._evaluated: tuple[int, Mapping[str, float]] = -1, {}
         self._display = display.shown
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
@@ -85,9 +86,9 @@ class Tracker:
         except Exception as error:  # whatever it is
             log.warning("Weights & Biases is off: %s: %s", type(error).__name__, error)
 
-    def start(self, step: int, evaluated: bool = False) -> None:
-        """Start at a step; `evaluated`: an earlier attempt has reported its evaluation."""
-        self._evaluated = step if evaluated else -1
+    def start(self, step: int, evaluated: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Start at a step; `evaluated`: what an earlier attempt has recorded of its evaluation."""
+        self._evaluated = step if evaluated else -1, evaluated
         self._trackers |= in_the_folder(self.config, self.path, step)
         for name, make in self.own_trackers.items():
             activity.enter(START_UP, name)
@@ -145,8 +146,9 @@ class Tracker:
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation, by full names of metrics."""
         self.metrics = metrics
-        self.event("eval", step, **metrics)
-        if step != self._evaluated:
+        if (step, metrics) != self._evaluated:
+            self.event("eval", step, **metrics)
+        if step != self._evaluated[0]:
             self.send(step, metrics)
         if self._display:
             self._display.metrics = self._latest()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..common.errors import Ended
 from ..distributed.world import World
-from .slots import HEAD, NUMBERS, step_in
+from .slots import HEAD, NUMBERS, clear, step_in
 
 
 class Replica:
@@ -47,7 +47,7 @@ class Replica:
         self._swap(sent, size)
         step, end, layout, plain = map(int, size.tolist())
         target = min(self._descriptors, key=lambda copy: (step_in(copy) == step, step_in(copy)))
-        os.pwrite(target, NUMBERS.pack(0, 0, 0, 0), 0)  # not whole from here on
+        clear(target)  # not whole from here on
         try:
             os.posix_fallocate(target, 0, end + layout + plain)
         except OSError as error:
@@ -64,7 +64,7 @@ class Replica:
     def clear(self) -> None:
         """Store no copy."""
         for each in self._descriptors:
-            os.pwrite(each, NUMBERS.pack(0, 0, 0, 0), 0)
+            clear(each)
 
 
 def _content(descriptor: int, size: int) -> Tensor:

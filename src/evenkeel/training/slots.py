@@ -57,7 +57,7 @@ class Slot(Staging):
 
     def place(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
         """As `Staging.place`; from here on the slot is not whole."""
-        self.clear()
+        clear(self._descriptor)
         layout: Layout = []
         state = {part: value for part, value in tree.items() if part not in ("done", "begun")}
         map_tensors(state, lambda tensor, path: layout.append((path, tensor.dtype, tuple(tensor.shape))))
@@ -79,9 +79,10 @@ class Slot(Staging):
         size = os.pwrite(self._descriptor, _packed([plain, dict(facts)]), self._end + self._layout_bytes)
         os.pwrite(self._descriptor, NUMBERS.pack(captured["step"], self._end, self._layout_bytes, size), 0)
 
-    def clear(self) -> None:
-        """Store no state."""
-        os.pwrite(self._descriptor, NUMBERS.pack(0, 0, 0, 0), 0)
+
+def clear(descriptor: int) -> None:
+    """Store no state in a slot from here on."""
+    os.pwrite(descriptor, NUMBERS.pack(0, 0, 0, 0), 0)
 
 
 def step_in(descriptor: int) -> int:
@@ -164,9 +165,9 @@ class Slots:
 
     def keep_only(self, step: int) -> None:
         """Discard every other step, because the run goes on from this one; 0: from none."""
-        for slot in self._slots:
-            if slot.step != step:
-                slot.clear()
+        for each in self._descriptors:
+            if step_in(each) != step:
+                clear(each)
 
 
 def _packed(value: Any) -> bytes:
