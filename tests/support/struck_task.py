@@ -1,12 +1,9 @@
 """The sharded task, slowed down, whose ranks are killed at chosen moments.
 
 STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", when so many steps are done: in the
-"loss", inside the "optimizer"'s step, in the "copy" into a slot, or in the "replica"'s exchange, when the older copy is
-already overwritten; "hold" stops it there instead. STRUCK is a folder. A rank is late to commit a step that LATE names,
-as RANK:STEPS-BEFORE.
-=======
-"loss", inside the "optimizer"'s step, in the "copy" into a slot, or when the state is "evaluated". STRUCK is a folder.
->>>>>>> wt-m30
+"loss", inside the "optimizer"'s step, in the "copy" into a slot, when the state is "evaluated", or in the "replica"'s
+exchange, when the older copy is already overwritten; "hold" stops it there instead. STRUCK is a folder. A rank is late
+to commit a step that LATE names, as RANK:STEPS-BEFORE.
 """
 
 from __future__ import annotations
@@ -47,7 +44,6 @@ class Struck(Sharded):
         made[0].register_step_post_hook(lambda *_: strike("optimizer"))
         return made
 
-<<<<<<< HEAD
     def model(self) -> nn.Module:
         made = super().model()
         if "LATE" in os.environ:  # with a buffer the loss is added up, and so logged, before all ranks commit
