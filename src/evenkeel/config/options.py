@@ -244,8 +244,7 @@ class ReproducibilityOptions:
     strict_bits: Flag = option(False, change="free")
     """Refuse to continue if machine, libraries or code have changed."""
     digest_every: int = option(0, 0, change="free")
-    """Record a digest of every tensor every N steps, for `python -m evenkeel compare` (0 disables it). With --shard on
-    it gathers them, one at a time."""
+    """Record a digest of each tensor every N steps for `python -m evenkeel compare` (0: none); --shard gathers each."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ def compile_networks(
     dynamo: Any = torch._dynamo.config
     dynamo.assume_static_by_default, dynamo.automatic_dynamic_shapes = True, False
     # parts of one class share what is compiled of it
-    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = SHAPES * max(1, len(parts))
+    dynamo.recompile_limit = SHAPES * max(1, len(parts))
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, dynamo.recompile_limit)
     dynamo.fail_on_recompile_limit_hit = exact
     dynamo.optimize_ddp = not whole
     # precompiled headers lie outside the cache, and each start would call the compiler for them
