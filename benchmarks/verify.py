@@ -58,7 +58,7 @@ def steps(every: int, task: Classify, world: World, options: Options) -> Iterato
     micro_batch = options.batch_size // world.world_size // options.micro_batches
     sampler = ElasticSampler(train_set, options.batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
     batches = loader(train_set, sampler, "train", 0, world.device)
-    made = (VerifiedLoss if every else DistributedLoss)(task.loss, state, world, sampler.plan, reduce="tree")
+    made = (VerifiedLoss if every else DistributedLoss)(task.loss, state, world, sampler.plan, Config(reduce="tree"))
     if isinstance(made, VerifiedLoss):
         attempt: Any = SimpleNamespace(config=config, world=world, directory=None, tracker=None)
         nothing_saved: Any = None

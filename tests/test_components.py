@@ -21,15 +21,15 @@ BUDGET = {
     "common": 1460,
     "config": 570,
     "data": 3170,
-    "distributed": 2150,
-    "resilience": 1563,
-    "training": 5770,
-    "run": 6380,
+    "distributed": 2160,
+    "resilience": 1565,
+    "training": 5820,
+    "run": 6470,
     "tasks": 2190,
     "mirror": 550,
     "launch": 3000,
     "cli": 7450,
-    "time_travel": 1660,
+    "time_travel": 1675,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -93,6 +93,16 @@ def test_batchnorm_and_a_function_of_ones_own(tmp_path: Path) -> None:
     assert "sample" in done.stdout
 
 
+def test_a_step_is_cut_as_it_was_before_the_run_changed_that(tmp_path: Path) -> None:
+    """Its batches' statistics depend on it. The control replays with the present cut."""
+    first = recipe_job(tmp_path / "run", "--log-every", 1)
+    stop_at(tmp_path / "run", 3, start([sys.executable, str(TRAIN), *first]), signal.SIGTERM)
+    run_forked(TRAIN, *recipe_job(tmp_path / "run", "--log-every", 1, "--micro-batch", 12))
+    assert replay(tmp_path / "run", 2)["agreement"].startswith("agrees")
+    control = replay(tmp_path / "run", 2, "--", "--micro-batch", 12, expect=1)
+    assert control["agreement"].startswith("differs: step 1 has the ")
+
+
 def test_what_cannot_be_meant_is_refused_in_a_line(tmp_path: Path) -> None:
     for words, line in {
         ("--step", "0"): "--step 0: give a step from 1 on",

@@ -53,7 +53,7 @@ class Side:
             with autocast("bf16", "cpu"):
                 return task.loss(network, batch)
 
-        self.model = VerifiedLoss(loss, self.state, world, sampler.plan, reduce="tree")
+        self.model = VerifiedLoss(loss, self.state, world, sampler.plan, Config(reduce="tree"))
         nobody: Any = SimpleNamespace(config=config, world=world, directory=None, tracker=None)
         self.verification = Verification(nobody, self.state, nobody)
         self.model.connect(self.verification)

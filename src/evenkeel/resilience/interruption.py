@@ -52,7 +52,7 @@ class Interruption:
         self.reason = ""
         """Why this process is ending, if it is: a signal's name, or a hang."""
         self._rescue: Callable[[str], None] = lambda _signal: None
-        self._first = threading.Lock()
+        self._first, self._parent = threading.Lock(), os.getppid()
         self._pipe, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -109,6 +109,8 @@ class Interruption:
             if first and number == signal.SIGINT and time.monotonic() - first > ONE_PRESS:
                 _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", patience=1.0)
             first, name = first or time.monotonic(), signal.Signals(number).name
+            if keeper_link.has_keeper() and os.getppid() != self._parent:
+                name = "the death of its keeper"
             self.end(name, partial(self._rescue, name), STOPPED)
 
     def _end(self, rescue: Callable[[], None], code: int) -> None:

@@ -110,6 +110,7 @@ def read_parts(path: Path, step: int, in_place: bool) -> list[dict[str, Any]]:
 def _read(file: Path, step: int, in_place: bool) -> dict[str, Any]:
     import torch
 
+    in_place &= str(file).encode(errors="ignore").decode() == str(file)  # torch maps files with names in UTF-8 only
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=in_place)
     except Exception as error:  # a file that is no archive, or no pickle, raises errors of any type
