@@ -23,7 +23,7 @@ BUDGET = {
     "data": 3170,
     "distributed": 2160,
     "resilience": 1565,
-    "training": 5820,
+    "training": 5824,
     "run": 6470,
     "tasks": 2190,
     "mirror": 550,

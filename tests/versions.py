@@ -40,7 +40,7 @@ class Version(NamedTuple):
 
 VERSIONS = {
     "oldest": Version(["3.10"], "2.8", "0.23"),
-    "between": Version(["3.12"], "2.11", "0.26"),
+    "between": Version(["3.12"], "2.9", "0.24"),  # the first with --shard
     "newest": Version(["3.15", "3.14", "3.13"]),  # the newest torch has wheels up to 3.15
 }
 

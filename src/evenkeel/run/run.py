@@ -218,7 +218,7 @@ class Run:
         sampler.passes = "dealt" if state.sharding else "share"
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
         self.evaluator.begin()
-        if state.owes_evaluation or (self._unevaluated and state.due_for_evaluation):
+        if state.owes_evaluation or (self._unevaluated and state.evaluation_is_due()):
             self._evaluate_and_save()
         steps = self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
         if not config.profile:
@@ -271,12 +271,12 @@ class Run:
         if now_and_then:
             self.attempt.data.refuse_changed()
             self.verification.note()
-        if state.task_state and (now_and_then or state.due_for_evaluation or self.config.saves_at(state.step)):
+        if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
             state.task_state.compare()
         if directory and directory.fruitless:
             directory.note(fruitless=0)  # this attempt has finished a step
         self.step_log.after_step(model, model.norm if norm is None else norm)
-        if state.due_for_evaluation:
+        if state.evaluation_is_due():
             self._evaluate_and_save()
         else:
             self.evaluator.metrics = {}

@@ -55,12 +55,16 @@ def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise Refusal(f"{OPTION}: {name} is a number without rows; make it a tensor of one element")
+        if not parameter.is_contiguous():
+            raise Refusal(f"{OPTION}: {name} is not contiguous in memory; make it so with .contiguous()")
     _refuse_tied(model, blocks)
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
             raise Refusal(
                 f"{OPTION}: {kind_of(optimizer)} is not known to compute each element by itself; use SGD, Adam or AdamW"
             )
+        if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+            raise Refusal(f"{OPTION}: the learning rate of {kind_of(optimizer)} is a tensor; make it a number")
 
 
 def _refuse_tied(model: nn.Module, blocks: list[nn.Module]) -> None:

@@ -131,8 +131,8 @@ class State:
         step, never for the current one, so that the GPU does not run out of work.
 
         Args:
-            buffers: new values of the buffers, flat, for each of :attr:`Buffers.groups`.
             norm: the gradient's norm, a scalar that is the same on every rank; if not finite, nothing is changed.
+            buffers: new values of the buffers, flat, for each of :attr:`Buffers.groups`.
             loss: the step's loss, for a scaler: an overflow at its scale is not a failure, and only lowers the scale.
 
         Raises:
@@ -183,8 +183,7 @@ class State:
         """Whether a run that resumes at this step must evaluate before it goes on."""
         return self.stopping.owed(self.step) or bool(self.schedulers and self.schedulers.owes(self.step))
 
-    @property
-    def due_for_evaluation(self) -> bool:
+    def evaluation_is_due(self) -> bool:
         """Whether the step just taken is one to evaluate after; raises what :meth:`settle` does."""
         due = self.stopping.due(self.step)
         if due:
