@@ -114,7 +114,7 @@ def ours(name: str, task: Text, world: World, plan: Plan, side: Side) -> Iterato
         made.step(clip_grad_norm(state.parameters, 1.0))
         begun = time.perf_counter()
         if shard:
-            slots.write(lambda slot: state.capture(staging=slot), {})
+            slots.write(lambda slot: state.capture(staging=slot), {"step": state.step})
         side.copies.append(time.perf_counter() - begun)
         if replica:
             replica.exchange(slots.holding(state.step))

@@ -65,6 +65,7 @@ def test_a_ratio_is_taken_to_the_best_of_its_own_round(smoke: Any) -> None:
         (0, "growth.py steps --steps 2000 --parts 2", "| 2,000 |"),
         (0, "recovery.py --jobs 1", "--keeper off / cold start"),
         (0, "shares.py --rounds 1 --steps 40", "weights the same"),
+        (2, "shard.py --turns 1", "weights and moments on a rank"),
     ],
 )
 def test_a_benchmark_runs_where_only_its_own_folder_is_on_the_path(ranks: int, command: str, last: str) -> None:
