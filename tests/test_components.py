@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2160,
     "resilience": 1565,
     "training": 5824,
-    "run": 6470,
+    "run": 6475,
     "tasks": 2190,
     "mirror": 550,
     "launch": 3000,

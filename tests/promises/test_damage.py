@@ -63,6 +63,17 @@ def copied(killed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(killed, tmp_path / "run"))
 
 
+def test_the_only_checkpoint_was_being_written_again_when_the_run_was_killed(copied: Path, undisturbed: str) -> None:
+    """Between two renames it has no name that is found."""
+    *older, newest = step_folders(copied / "checkpoints")
+    for path in older:
+        shutil.rmtree(path)
+    newest.rename(newest.with_name(f".{newest.name}.old"))
+    train(copied)
+    assert starts(copied)[-1] == step_of(newest)
+    assert weights_of(copied) == undisturbed
+
+
 def flip_a_bit_of_a_weight(file: Path) -> None:
     """The highest bit of the exponent of the first float in the archive that torch.save wrote."""
     with zipfile.ZipFile(file) as archive:

@@ -41,7 +41,7 @@ class EndedHere(Ended):
 
 
 class EndedByData(EndedHere):
-    """Ended on this rank because of a sample. Of the traceback that a loader process sends, the line is printed."""
+    """Ended on this rank because of a sample. Keeps only the last line of a loader process's traceback."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.strip().rpartition(f"{type(self).__module__}.{type(self).__qualname__}: ")[2])

@@ -116,8 +116,8 @@ class Watch:
         me = self.world.rank
         here = describe({me: self._beat_now(0)}, [])
         # with our launchers rank 0 has the store, so suspect rank 0 if the store does not answer
-        lost = f"rank 0 does not answer any more, or the network is down; {here}"
-        found = self.outlook or Outlook(lost, me, self._first_beats[:1] if me else [], [])
+        silent = "rank 0 does not answer any more, or the network is down" if me else "the job's store does not answer"
+        found = self.outlook or Outlook(f"{silent}; {here}", me, self._first_beats[:1] if me else [], [])
         self._frozen = found.frozen
         text = f"no progress for {self.timeout:g} s: {found.where}; stacks are in {self.logs}"
         if me == found.lowest:
@@ -184,9 +184,9 @@ class Watch:
     def _exchange(self, store: Store, count: int) -> None:
         """Report on this rank, and read of checkpoints, compilations and alarms."""
         store.set(f"rank/{self.world.rank}", json.dumps(asdict(self._beat_now(count))))
-        if self._announced:
-            store.set(SAVED, str(self._announced))
-            self._announced = 0
+        if announced := self._announced:
+            store.set(SAVED, str(announced))
+            self._announced = 0 if self._announced == announced else self._announced
         if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > self._seen:
             self._seen = step
             self._saved(step)
@@ -215,7 +215,8 @@ class Watch:
                 idle += tick  # by ticks, because a suspended process is not a hanging one
             if idle >= self.timeout:
                 self._alarm.set()
-        self._alarmed()
+        if not self._stopped.is_set():
+            self._alarmed()
 
     def _look(self) -> None:
         with contextlib.suppress(Exception):  # a full disk, say

@@ -5,8 +5,8 @@
 
 A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-* is
 complete. Older ones are deleted only after that, and are renamed first. What a kill in the middle leaves has a hidden
-name and is deleted at the next start. A *snapshot* is an unplanned checkpoint: a surviving rank saved it when the job
-was stopped or had failed.
+name; the next start deletes or restores it. A *snapshot* is an unplanned checkpoint: a surviving rank saved it when the
+job was stopped or had failed.
 
 torch is imported where it is used: listing checkpoints takes a tenth of a second, importing torch two.
 """
@@ -113,8 +113,10 @@ class Checkpoints:
         return max(map(step_of, self.all()), default=0)
 
     def newest_named_step(self) -> int:
-        """The last step that a folder is named after, complete or not; 0 if there is none."""
-        return max(map(step_of, step_folders(self.folder)), default=0)
+        """The last step that a folder is named after, complete or not; 0 if there is none. Counts one that a kill has
+        left without its name while its step was written again (:func:`publish`); :meth:`load_newest` restores it."""
+        replaced = [int(path.name[len(".step-") : -len(".old")]) for path in self.folder.glob(".step-*.old")]
+        return max([*map(step_of, step_folders(self.folder)), *replaced], default=0)
 
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
         """Write the result of `State.capture`, with the evaluation at this step, and delete old checkpoints.
@@ -235,13 +237,15 @@ class Checkpoints:
         return self._score(metrics) > (best[-1] if len(best) == self.keep_best else -math.inf)
 
     def _scores(self) -> dict[Path, float]:
-        """Newest first."""
+        """Each checkpoint's score, newest first."""
         return {path: self._score(found.metrics) for path, found in self._manifests()}
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         """The deciding metric, with a sign so that greater is better; -inf if it is missing or NaN."""
         value = named(TEST, metrics).get(self.best_by[0], math.nan) if self.best_by else math.nan
-        return -math.inf if math.isnan(value) else value if self.best and self.best[1] == "max" else -value
+        if math.isnan(value):
+            return -math.inf
+        return value if self.best and self.best[1] == "max" else -value
 
 
 def publish(checkpoints: Checkpoints, temporary: Path, final: Path, kind: Kind) -> None:

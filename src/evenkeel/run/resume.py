@@ -51,7 +51,7 @@ class Resume:
         self._other_best = ""
 
     def load(self, state: State, saver: Saver) -> None:
-        """Load the newest state into this one, if there is any. Of a sharded run the saver has it in memory.
+        """Load the newest state into this one, if there is any. A sharded run's saver holds it in memory.
 
         No shared file system is needed: after the loss of a node the newest state may be on any other. Ranks that start
         again in place usually find it in the memory of their own machine.

@@ -6,8 +6,7 @@ step need no special case: a plain sum over micro-batches and ranks is the gradi
 
 Stock DDP gets two things wrong for an elastic job. A rank without a micro-batch would wait forever; here it takes part
 with an exact zero. And BatchNorm's running statistics would be rank 0's; here each micro-batch starts from the step's
-statistics, and the step adds the mean of all micro-batches' changes. These and the loss are always added up
-in the order of `distributed.tree`, so they are the same on all ranks.
+statistics, and the step adds the mean of all micro-batches' changes. The reduction adds up these and the loss too.
 """
 
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
