@@ -18,18 +18,18 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1460,
+    "common": 1461,
     "config": 570,
     "data": 3170,
     "distributed": 2160,
-    "resilience": 1565,
-    "training": 5824,
-    "run": 6475,
-    "tasks": 2190,
+    "resilience": 1566,
+    "training": 5825,
+    "run": 6482,
+    "tasks": 2191,
     "mirror": 550,
     "launch": 3000,
     "cli": 7450,
-    "time_travel": 1675,
+    "time_travel": 1676,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

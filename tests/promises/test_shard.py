@@ -56,6 +56,9 @@ def test_only_buffers_come_to_the_device_before_that() -> None:
     place(model, Config(shard="on"), [torch.device("meta")])
     assert {it.device.type for it in model.parameters()} == {"cpu"}
     assert {it.device.type for it in model.buffers()} == {"meta"}
+    place(model, Config(shard="on", eval_only=True), [torch.device("meta")])
+    assert {it.device.type for it in model.parameters()} == {"meta"}, "nothing divides them"
+    model = nn.Sequential(nn.Linear(2, 2))
     place(model, Config(), [torch.device("meta")])
     assert {it.device.type for it in model.parameters()} == {"meta"}, "the control"
 

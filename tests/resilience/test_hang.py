@@ -46,6 +46,8 @@ def test_the_node_that_the_others_wait_for_is_blamed() -> None:
     two = {rank: replace(waiting, node=f"node{rank // 2}") for rank in range(4)}  # two nodes of two ranks
     late = two | {3: replace(loading, node="node1")}
     assert blamed(late, []) == ["node1"]
+    ahead = late | {0: replace(beat(812, "checkpoint"), node="node0")}
+    assert blamed(ahead, []) == ["node1"], "not who waits elsewhere, of a later step"
     assert blamed(two, [0]) == ["node0"], "a frozen rank, wherever it was last seen"
     assert blamed(late, [0]) == ["node0"], "a frozen rank rather than one that is late"
 

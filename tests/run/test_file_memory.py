@@ -31,7 +31,7 @@ TENSOR = 4 * WIDTH**2
 def test_model_pt_is_written_with_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
     found = results_of(2, "gathering_worker.py", tmp_path, "ours")
     assert found["right"]
-    assert found["growth"] < 2.5 * found["largest"]
+    assert found["growth"] < 3.5 * found["largest"], "it is gathered, joined, and copied"
     assert [path.name for path in tmp_path.iterdir() if path.name != "gathering_worker.py-2.json"] == ["model.pt"]
     control = results_of(2, "gathering_worker.py", tmp_path, "control")
     assert control["right"]
@@ -108,4 +108,5 @@ def test_without_a_file_it_is_ordinary_memory(tmp_path: Path) -> None:
         found[:] = torch.arange(2)
         assert found.shape == (size, 2)
         assert found.sum() == size
+    assert on_disk((), torch.float32, tmp_path).shape == ()
     assert not list(tmp_path.iterdir())

@@ -410,7 +410,7 @@ def test_one_line_is_left_of_the_framed_message_on_any_terminal(
     assert str(caught.value) == expected
     with pytest.raises(Refusal) as caught:
         parse(["--keep", "one"])
-    assert str(caught.value) == "--keep one: must be a number (--help lists all options)"
+    assert str(caught.value) == "--keep one: must be a whole number (--help lists all options)"
 
 
 def test_another_runs_directory_is_refused_by_name_with_both_values(folder: Path, refused: Refused) -> None:

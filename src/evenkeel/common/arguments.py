@@ -126,6 +126,7 @@ def one_line_errors(
     if typed and (not names or typed[1] in synonyms):
         near = difflib.get_close_matches(typed[1].replace("_", "-"), synonyms, n=1, cutoff=0.8)
         names = [synonyms[name] for name in near]
-    message = re.sub(r"Error parsing (\S+): (?:invalid|could not).*'(.*)'", r"\1 \2: must be a number", message)
+    for error, kind in (("invalid literal for int", "whole number"), ("could not convert string to float", "number")):
+        message = re.sub(rf"Error parsing (\S+): {error}.*?['\"](.*)['\"]", rf"\1 \2: must be a {kind}", message)
     message += f"; did you mean {' or '.join(names)}?" if names else ""
     raise Refusal(f"{message} ({hint})")

@@ -69,5 +69,6 @@ def blamed(beats: Mapping[int, Beat], frozen: Collection[int]) -> list[str]:
     """
     waiting = [rank for rank, beat in beats.items() if beat.phase == REDUCTION]
     suspects = frozen or (beats.keys() - waiting if waiting else ())
-    nodes = {beats[rank].node for rank in suspects}
+    behind = min((beats[rank].step for rank in suspects), default=0)  # another may wait for it outside the reduction
+    nodes = {beats[rank].node for rank in suspects if beats[rank].step == behind}
     return sorted(nodes) if 2 * len(nodes) <= len({beat.node for beat in beats.values()}) else []

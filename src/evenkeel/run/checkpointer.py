@@ -87,15 +87,15 @@ class Checkpointer:
                 self._attempt.compiled.pack()
 
     def pack_compiled(self, asked: bool) -> None:
-        """Store compiled code with the run, if some is new or `asked`. On rank 0."""
-        new = compilation.progress.times != self._compilations
-        if not (self._attempt.compiled and (new or asked)):
+        """On rank 0: store compiled code with the run, if some is new or `asked`."""
+        tracker, new = self._attempt.tracker, compilation.progress.times != self._compilations
+        if not (tracker and self._attempt.compiled and (new or asked)):
             return
         with activity.during(CHECKPOINT):
             self._attempt.compiled.pack()
-        if new and self._attempt.tracker:
+        if new:
             self._compilations = compilation.progress.times
-            self._attempt.tracker.event("compile", self._state.step, **compilation.progress.report())
+            tracker.event("compile", self._state.step, **compilation.progress.report())
 
     def record_digests(self) -> None:
         """For --digest-every: the digests of this step, if it is one of these or the last. On all ranks that save."""

@@ -189,16 +189,18 @@ class Ending:
             keeper_link.send("hang")
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()
-        self._end_failed(Ended(explanation), saved, wrong_nodes=self._wrong_nodes(explanation))
         self.watch.kill_frozen()
+        self._end_failed(Ended(explanation), saved, wrong_nodes=self._wrong_nodes(explanation))
         self.watch.write_collectives()
         self.watch.compare_collectives()
 
     def _wrong_nodes(self, explanation: str) -> dict[str, int]:
         """How often which node was wrong, with this hang. If rank 0 is frozen, the lowest live rank records the end."""
         directory, outlook, me = self._attempt.directory, self.watch and self.watch.outlook, self._world.rank
-        file = self._attempt.path / "status.json"
-        status = directory.status if directory else read_facts(file)[0]
+        file, status = self._attempt.path / "status.json", directory.status if directory else {}
+        if not directory and outlook and me == outlook.lowest:
+            with contextlib.suppress(OSError):  # the file system may be the cause
+                status = read_facts(file)[0]
         wrong = dict(Counter(status.get("wrong_nodes", {})) + Counter(outlook.blamed if outlook else ()))
         if outlook and me == outlook.lowest != 0 and status.get("state") == "running":
             with contextlib.suppress(OSError):

@@ -177,7 +177,7 @@ class Resume:
         if keeper_link.has_keeper() and self._config.keeper_memory == "on":
             size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
             more = "" if state.step else ", and the optimizers' state"
-            stores, leaves = "each rank stores its rows of two steps, of", "when a rank dies, each other leaves"
+            stores, leaves = "each rank stores its part of two steps of", "when a rank dies, each other leaves"
             log.info("%s %.1f MB%s, in memory (--keeper-memory)", stores if state.sharding else leaves, size, more)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)

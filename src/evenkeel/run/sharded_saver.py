@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 
 from ..common import keeper_link
 from ..common.deadlines import FOREVER
-from ..common.phases import CHECKPOINT, REDUCTION, activity
+from ..common.phases import CHECKPOINT, COMMIT, REDUCTION, activity
 from ..distributed.world import World
 from ..resilience import memory_checkpoint
 from ..training.replica import Replica
@@ -62,7 +63,8 @@ class ShardedSaver(Saver):
         return self._replica.possible
 
     def note(self, state: State) -> None:
-        """Copy the step that was just taken."""
+        """Copy the step that was just taken; raises NonFinite if it was not."""
+        state.settle()
         with activity.during(CHECKPOINT):
             self._store(state)
             if self._replica:
@@ -95,8 +97,9 @@ class ShardedSaver(Saver):
         Ranks that start again in place find them in memory, so nothing is written then.
         """
         begun, grace, before = time.monotonic(), self._grace, state.step
-        while not in_place and state.step == before and activity.phase == REDUCTION:
-            if time.monotonic() > begun + min(LAST_STEP, grace / 4):
+        while not in_place and state.step == before and activity.phase in (REDUCTION, CHECKPOINT, COMMIT):
+            here = threading.current_thread() is threading.main_thread()  # after an error, so that no commit comes
+            if here or time.monotonic() > begun + min(LAST_STEP, grace / 4):
                 break
             time.sleep(0.01)
         if state.step == 0:

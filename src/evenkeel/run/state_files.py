@@ -81,7 +81,7 @@ def _joined(parts: Sequence[dict[str, Any]], want: Want, folder: Path) -> dict[s
     def memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if want == "weights":
             return on_disk(shape, dtype, folder)
-        return torch.empty(*shape, dtype=dtype, device="cpu" if want == "all" else "meta")
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu" if want == "all" else "meta")
 
     if want == "weights":
         parts = [{name: value for name, value in part.items() if name != "optimizers"} for part in parts]

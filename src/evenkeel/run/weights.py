@@ -161,7 +161,8 @@ def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:
         return
     if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
         raise Refusal(f"--as safetensors: only for tensors, and {_some(others)} is not one; use --as bare")
-    if others := [f"{name} is {value.dtype}" for name, value in weights.items() if value.dtype not in SAFETENSORS]:
+    others = [f"{name} is {value.dtype}" for name, value in weights.items() if value.dtype not in SAFETENSORS]
+    if others := others or [f"{name} is sparse" for name, it in weights.items() if it.layout != torch.strided]:
         raise Refusal(f"--as safetensors: cannot hold these weights: {_some(others)}; use --as bare")
     _write_safetensors(weights, file)
 
@@ -181,7 +182,9 @@ def _write_safetensors(weights: Mapping[str, Tensor], file: IO[bytes]) -> None:
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in names:
-        file.write(weights[name].detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        file.write(
+            weights[name].detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().data
+        )
 
 
 def _read(path: Path) -> tuple[Any, str, Any]:

@@ -161,7 +161,8 @@ def _recorded(config: Config) -> dict[str, Any] | None:
 def _unannotated(task_class: type[Task]) -> dict[str, str]:
     """Names of class attributes that would be options with a type, and what to do."""
     values = {name: it for name, it in vars(task_class).items() if type(it) in (bool, int, float, str)}
-    values = {name: it for name, it in values.items() if name not in inspect.get_annotations(task_class)}
+    known = {*inspect.get_annotations(task_class), *dir(Task)}
+    values = {name: it for name, it in values.items() if name not in known and not name.startswith("_")}
     return {
         flag(name): f"to annotate it in {task_class.__name__} ({name}: {type(it).__name__} = {it!r})"
         for name, it in values.items()

@@ -37,7 +37,8 @@ def replay_on(ranks: int, asked: Asked, python: str = "") -> Replay:
         )
         if done.returncode:
             kind, why = Refusal if done.returncode == REFUSED else Ended, folder / "why"
-            raise kind(why.read_text() if why.exists() else f"--ranks {ranks}: {done.stderr[-2000:]}")
+            cause = why.read_text(encoding="utf-8") if why.exists() else ""
+            raise kind(cause or f"--ranks {ranks}: {done.stderr[-2000:]}")
         found: Replay = pickle.loads((folder / "found").read_bytes())  # noqa: S301  # its ranks wrote it
         return found.noting(reason)
 
@@ -54,8 +55,8 @@ def _replay() -> int:
         found = replay_in(folder, asked, function_of(python))
     except Exception as error:
         name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
-        with contextlib.suppress(FileExistsError), (folder / "why").open("x") as file:  # the first one is the cause
-            file.write(f"{name}{error}")
+        with contextlib.suppress(FileExistsError), (folder / "why").open("xb") as file:  # the first one is the cause
+            file.write(f"{name}{error}".encode(errors="backslashreplace"))
         raise
     if os.environ["RANK"] == "0":
         (folder / "found").write_bytes(pickle.dumps(found))

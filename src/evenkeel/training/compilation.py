@@ -44,11 +44,12 @@ def compile_networks(
     """Compile a model, or each network of an `nn.ModuleDict`, or these parts, at the first call with each shape.
 
     Args:
-        model: on its device.
+        model: on its device, or yet to be divided.
         device: where it is.
         exact: produce the same code each time, and raise an error instead of running a shape uncompiled.
         whole: make one graph, which computes the same with and without DDP. Otherwise DDP cuts it at its buckets, to
             send a part of the gradient while the rest is computed.
+        parts: modules to compile one by one, in place of the model (--shard on).
     """
     _require_compiler(device)
     import torch._dynamo.callback

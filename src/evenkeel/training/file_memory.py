@@ -30,4 +30,4 @@ def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
                 return torch.from_file(name, shared=True, size=prod(shape), dtype=dtype).view(*shape)
         except (OSError, RuntimeError):
             pass  # a folder of somebody else, or a full disk
-    return torch.empty(*shape, dtype=dtype)
+    return torch.empty(tuple(shape), dtype=dtype)

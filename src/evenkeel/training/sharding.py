@@ -11,6 +11,7 @@ otherwise than its middle, and where a tensor ends would depend on the number of
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ class Sharding:
         self.rank, self.ranks = world.rank, world.world_size
         if not dist.is_initialized():  # torchrun has not started this process; a later run in it takes the same group
             dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
+            atexit.register(dist.destroy_process_group)
         self.reduction = ShardedReduction(world)
         self._model, self._optimizers = model, optimizers
         self._mesh = init_device_mesh(world.device.type, (world.world_size,))
