@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["checkpoint", "inspect", "two"], "state-1-of-2.pt"),
         (["checkpoint", "verify", "two"], "step-00000006: ok"),
         (["status", "two"], "finished"),
-        (["replay", "two", "--step", "5"], "agrees to "),
+        (["replay", "two", "--step", "5"], "agrees in every digit of the logged loss"),
     ],
     ids=lambda it: "-".join(it) if isinstance(it, list) else "",
 )

@@ -42,8 +42,8 @@ QUIET = ["--eval-every", STEPS, "--ema", 0.9, "--log-every", 1]
 RARE = [*SHARD, *QUIET, "--checkpoint-every", 0]
 
 
-def job(run_dir: Path, *more: object) -> list[str]:
-    return options(f"{ROOT / 'tests' / 'support' / 'struck_task.py'}:Struck", run_dir, *(more or RARE))
+def job(run_dir: Path, *more: object, task: str = "Struck") -> list[str]:
+    return options(f"{ROOT / 'tests' / 'support' / 'struck_task.py'}:{task}", run_dir, *(more or RARE))
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_a_rank_that_is_stopped_before_it_commits_a_step_that_another_has_commit
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LATE", "1:4")
-    signal_ranks_at(5, run_dir, fork_ranks(2, TRAIN, *job(run_dir)), signal.SIGTERM)
+    signal_ranks_at(5, run_dir, fork_ranks(2, TRAIN, *job(run_dir, task="Late")), signal.SIGTERM)
     assert told_step(run_dir) == 5
     assert saved_step(run_dir) == 5
 

@@ -2,8 +2,8 @@
 
 STRIKES has words MOMENT:RANK:STEP, each of which kills a rank once, or "all", when so many steps are done: in the
 "loss", inside the "optimizer"'s step, in the "copy" into a slot, when the state is "evaluated", or in the "replica"'s
-exchange, when the older copy is already overwritten; "hold" stops it there instead. STRUCK is a folder. A rank is late
-to commit a step that LATE names, as RANK:STEPS-BEFORE.
+exchange, when the older copy is already overwritten; "hold" stops it there instead. STRUCK is a folder. A rank of
+`Late` is late to commit a step that LATE names, as RANK:STEPS-BEFORE.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def strike(moment: str) -> None:
     """Kill this rank, if it is its moment for the first time."""
     for word in os.environ.get("STRIKES", "").split():
         which, rank, step = word.split(":")
-        done = Path(os.environ["STRUCK"]) / f"{word}-{os.environ['RANK']}"
-        mine = rank in ("all", os.environ["RANK"])
+        done = Path(os.environ["STRUCK"]) / f"{word}-{os.environ.get('RANK', '0')}"
+        mine = rank in ("all", os.environ.get("RANK", "0"))
         if (which, int(step)) == (moment, activity.step) and mine and not done.exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGSTOP if moment == "hold" else signal.SIGKILL)
@@ -44,19 +44,8 @@ class Struck(Sharded):
         made[0].register_step_post_hook(lambda *_: strike("optimizer"))
         return made
 
-    def model(self) -> nn.Module:
-        made = super().model()
-        if "LATE" in os.environ:  # with a buffer the loss is added up, and so logged, before all ranks commit
-            made.register_buffer("buffer", torch.zeros(1))
-        return made
-
-    def rates(self, config: Any, step: int, total_steps: int) -> dict[str, float]:
-        if os.environ.get("LATE") == f"{os.environ['RANK']}:{step}":
-            time.sleep(0.5)
-        return super().rates(config, step, total_steps)
-
     def after_evaluation(self, metrics: dict[str, float], step: int) -> None:
-        if os.environ["RANK"] == "0" and "EVALUATED" in os.environ:
+        if os.environ.get("RANK", "0") == "0" and "EVALUATED" in os.environ:
             with Path(os.environ["EVALUATED"]).open("a") as file:
                 file.write(f"{step}\n")
         strike("evaluated")
@@ -65,6 +54,20 @@ class Struck(Sharded):
         time.sleep(float(os.environ.get("PAUSE", "0")))
         strike("loss")
         return super().loss(model, batch)
+
+
+class Late(Struck):
+    """The rank in LATE is late to commit. It has a buffer, so that the loss is added up before all ranks commit."""
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.register_buffer("buffer", torch.zeros(1))
+        return made
+
+    def rates(self, config: Any, step: int, total_steps: int) -> dict[str, float]:
+        if os.environ.get("LATE") == f"{os.environ['RANK']}:{step}":
+            time.sleep(0.5)
+        return super().rates(config, step, total_steps)
 
 
 class Scheduled(Struck):

@@ -59,8 +59,7 @@ class Evaluator:
         first, *others = self._evaluations
         step, known = self._known
         finite = all(isinstance(value, int | float) for value in known.values())  # what is not is None in a record
-        decides = first.named({self._task.best[0]: 0.0} if self._task.best else {}).keys()
-        if known and finite and decides <= known.keys() and step == self._state.step and not self._state.is_over():
+        if known and finite and step == self._state.step and not self._state.is_over():
             self._state.note(known | {name.removeprefix(f"{first.name}/"): value for name, value in known.items()})
             self.metrics = known
             return
