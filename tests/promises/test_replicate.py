@@ -57,6 +57,14 @@ def lose_a_node(run_dir: Path, *more: object, held: Path | None = None) -> None:
         kill_group(first)
 
 
+def goes_on_in_the_bits_of_one(run_dir: Path, one_rank: str) -> None:
+    """Two nodes run to the end, no step was done twice, and the weights are those of one rank."""
+    for each in two_nodes(run_dir, "--replicate", 1):
+        ended(each)
+    assert no_step_is_done_twice(run_dir)
+    assert weights_of(run_dir) == one_rank
+
+
 @pytest.mark.slow
 def test_a_new_node_goes_on_at_the_last_step_that_all_ranks_had(run_dir: Path, one_rank: str) -> None:
     lose_a_node(run_dir, "--replicate", 1)
@@ -83,11 +91,8 @@ def test_ranks_that_are_killed_while_rows_are_on_their_way_cost_no_step(
 ) -> None:
     """Each has stored the step in its slot before, so all go on from there in place."""
     monkeypatch.setenv("STRIKES", "replica:2:3 replica:0:5 replica:all:8")
-    for each in two_nodes(run_dir, "--replicate", 1):
-        ended(each)
+    goes_on_in_the_bits_of_one(run_dir, one_rank)
     assert sorted(set(starts(run_dir))) == [0, 3, 5, 8]
-    assert no_step_is_done_twice(run_dir)
-    assert weights_of(run_dir) == one_rank
 
 
 @pytest.mark.slow
@@ -97,11 +102,8 @@ def test_a_node_that_is_killed_while_its_rows_are_on_their_way_costs_no_step_tha
     """Rank 0 has overwritten its older copy of rank 2's rows with half of nothing: that copy does not count."""
     monkeypatch.setenv("STRIKES", "hold:2:4")
     lose_a_node(run_dir, "--replicate", 1, held=tmp_path / "hold:2:4-2")
-    for each in two_nodes(run_dir, "--replicate", 1):
-        ended(each)
+    goes_on_in_the_bits_of_one(run_dir, one_rank)
     assert starts(run_dir) == [0, 3]
-    assert no_step_is_done_twice(run_dir)
-    assert weights_of(run_dir) == one_rank
 
 
 @pytest.mark.slow
@@ -111,11 +113,8 @@ def test_a_node_that_is_killed_while_a_new_attempt_sends_its_rows_costs_no_step(
     """The attempt begins in place after a kill, and the copies of the one before count until theirs are whole."""
     monkeypatch.setenv("STRIKES", "loss:1:3 hold:2:0")
     lose_a_node(run_dir, "--replicate", 1, held=tmp_path / "hold:2:0-2")
-    for each in two_nodes(run_dir, "--replicate", 1):
-        ended(each)
+    goes_on_in_the_bits_of_one(run_dir, one_rank)
     assert starts(run_dir)[-1] == 3
-    assert no_step_is_done_twice(run_dir)
-    assert weights_of(run_dir) == one_rank
 
 
 @pytest.mark.slow

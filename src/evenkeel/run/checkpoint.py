@@ -36,7 +36,7 @@ from ..common.files import lock, sha256_of, sync_folder, write_json
 from ..common.naming import TEST, full_name, named
 from .state_files import STATE as STATE
 from .state_files import Damaged as Damaged
-from .state_files import Want, WrittenFile, clean, dump, read_state, set_aside, state_files
+from .state_files import Want, WrittenFile, clean, dump, read_state, replaced, set_aside, state_files
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +113,8 @@ class Checkpoints:
         return max(map(step_of, self.all()), default=0)
 
     def newest_named_step(self) -> int:
-        """The last step that a folder is named after, complete or not; 0 if there is none. Counts one that a kill has
-        left without its name while its step was written again (:func:`publish`); :meth:`load_newest` restores it."""
-        replaced = [int(path.name[len(".step-") : -len(".old")]) for path in self.folder.glob(".step-*.old")]
-        return max([*map(step_of, step_folders(self.folder)), *replaced], default=0)
+        """The last step that a folder is named after, or was (see `replaced`), complete or not; 0 if there is none."""
+        return max(map(step_of, [*step_folders(self.folder), *replaced(self.folder).values()]), default=0)
 
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
         """Write the result of `State.capture`, with the evaluation at this step, and delete old checkpoints.
@@ -250,11 +248,11 @@ class Checkpoints:
 
 def publish(checkpoints: Checkpoints, temporary: Path, final: Path, kind: Kind) -> None:
     """Give a folder with all files of a checkpoint its name, and delete old checkpoints."""
-    replaced = checkpoints.folder / f".{final.name}.old"
+    old = checkpoints.folder / f".{final.name}.old"
     again = kind == "checkpoint" or not (final / MANIFEST).exists()
     if again and final.exists():  # the same step, written by an earlier attempt
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.replace(replaced)
+        shutil.rmtree(old, ignore_errors=True)
+        final.replace(old)
     try:
         temporary.replace(final)
     except OSError as error:
@@ -262,7 +260,7 @@ def publish(checkpoints: Checkpoints, temporary: Path, final: Path, kind: Kind) 
             raise
         # another writer was faster; after the same step all ranks have the same state
     sync_folder(checkpoints.folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     kept = {*checkpoints.best_paths(), *(path for path, found in checkpoints._manifests() if found.kept_for_ever)}
     for path in checkpoints.all()[: -checkpoints.keep]:
         if path not in kept:

@@ -97,10 +97,9 @@ class ShardedSaver(Saver):
         Ranks that start again in place find them in memory, so nothing is written then.
         """
         begun, grace, before = time.monotonic(), self._grace, state.step
-        while not in_place and state.step == before and activity.phase in (REDUCTION, CHECKPOINT, COMMIT):
-            here = threading.current_thread() is threading.main_thread()  # after an error, so that no commit comes
-            if here or time.monotonic() > begun + min(LAST_STEP, grace / 4):
-                break
+        until = begun + min(LAST_STEP, grace / 4) * (threading.current_thread() is not threading.main_thread())
+        committing = (REDUCTION, CHECKPOINT, COMMIT)  # in the main thread; if that is here, after an error, none comes
+        while not in_place and state.step == before and activity.phase in committing and time.monotonic() < until:
             time.sleep(0.01)
         if state.step == 0:
             return "no step has finished; nothing to save"

@@ -193,14 +193,18 @@ def dump(value: Any, file: IO[bytes]) -> WrittenFile:
     return WrittenFile(writer.bytes, writer.digest.hexdigest())
 
 
+def replaced(folder: Path) -> dict[Path, Path]:
+    """Checkpoints whose step is being written again, or was when a kill came, and the paths that they had."""
+    return {path: folder / path.name[1 : -len(".old")] for path in folder.glob(".step-*.old")}
+
+
 def clean(folder: Path) -> None:
     """Delete what a kill in the middle of a save has left in a folder of checkpoints, or finish it."""
-    for replaced in folder.glob(".step-*.old"):
-        final = folder / replaced.name[1 : -len(".old")]
+    for old, final in replaced(folder).items():
         if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
         else:
-            replaced.replace(final)
+            old.replace(final)
     for temporary in folder.glob(".step-*.tmp"):
         shutil.rmtree(temporary, ignore_errors=True)
 

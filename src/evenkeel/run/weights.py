@@ -182,9 +182,8 @@ def _write_safetensors(weights: Mapping[str, Tensor], file: IO[bytes]) -> None:
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in names:
-        file.write(
-            weights[name].detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().data
-        )
+        plain = weights[name].detach().resolve_conj().resolve_neg().contiguous()
+        file.write(plain.flatten().view(torch.uint8).numpy().data)
 
 
 def _read(path: Path) -> tuple[Any, str, Any]:
