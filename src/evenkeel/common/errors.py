@@ -16,7 +16,7 @@ FAILED = 1
 REFUSED = 2
 """Exit code of a refused input."""
 
-NODES_REFUSE = 30.0
+REFUSAL_TIMEOUT = 30.0
 """Seconds that a node which refuses its input waits for the other nodes, which may start more slowly."""
 
 

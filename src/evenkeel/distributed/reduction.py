@@ -66,7 +66,7 @@ class Reduction:
         """
         raise NotImplementedError
 
-    def _note(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    def _bucket_ready(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         if self.tap:
             self.tap(bucket.parameters(), _views(bucket.buffer(), bucket.parameters()))
         if bucket.is_last():
@@ -97,7 +97,7 @@ class Ring(Reduction):
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """All-reduce a bucket."""
-        self._note(bucket)
+        self._bucket_ready(bucket)
         buffer = bucket.buffer()
         compressed = self._compressed and buffer.dtype == torch.float32
         work = dist.all_reduce(buffer.bfloat16() if compressed else buffer, async_op=True)
@@ -189,7 +189,7 @@ class Tree(Reduction):
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Fold this rank's gradients, and let the pipeline exchange them."""
-        self._note(bucket)
+        self._bucket_ready(bucket)
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if not self._shares:  # the empty pass before the first step

@@ -34,7 +34,7 @@ KEYBOARD = 130
 REGROUPING = "the death of another rank"
 """Reason of an end that this rank's keeper requested, to fork it again."""
 
-ONE_PRESS = 1.0
+PRESS_WINDOW = 1.0
 """Seconds within which interrupts count as one Ctrl-C: `timeout` and others add one to the terminal's."""
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Interruption:
                 self.end(REGROUPING, partial(self._rescue, REGROUPING), STOPPED)
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
-            if first and number == signal.SIGINT and time.monotonic() - first > ONE_PRESS:
+            if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
                 _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", patience=1.0)
             first, name = first or time.monotonic(), signal.Signals(number).name
             if keeper_link.has_keeper() and os.getppid() != self._parent:

@@ -109,7 +109,7 @@ class Attempt:
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         self.harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
-        self.data.look({} if config.fresh else read_facts(self.path / "status.json")[0])
+        self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def __enter__(self) -> None:
         """Keep the folder's lock to the end of the block."""
@@ -164,7 +164,7 @@ class Attempt:
     def record_order(self, epoch: int) -> None:
         """Compare the task's own order of an epoch among ranks, and record it; raises as `DataCheck.compare_order`."""
         if (digest := self.data.compare_order(epoch)) and self.directory:
-            self.directory.note(orders={str(epoch): digest})
+            self.directory.try_update(orders={str(epoch): digest})
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""

@@ -40,7 +40,7 @@ from .state_files import Want, WrittenFile, clean, dump, read_state, replaced, s
 
 log = logging.getLogger(__name__)
 
-LOCK_PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 """Seconds that a planned checkpoint waits for another writer. A rescue has less: the rest of --grace."""
 
 MANIFEST = "manifest.json"
@@ -122,7 +122,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self.locked(time.monotonic() + LOCK_PATIENCE):
+        with self.locked(time.monotonic() + LOCK_TIMEOUT):
             return self._write(state, metrics, "checkpoint")
 
     def save_if_new(

@@ -10,8 +10,9 @@ from typing import Any
 from ..common.errors import Ended, Refusal
 from ..common.phases import CHECKPOINT, activity
 from ..config import Config
+from ..data import data_digest
 from ..data.changes import Changes
-from ..data.data_digest import CLOSE, OFTEN, ONCE, TRAINING, TWICE, Digest, Digests, alike, difference, look, of_tensors
+from ..data.data_digest import CLOSE, OFTEN, ONCE, TRAINING, TWICE, Digest, alike, difference, digest_samples
 from ..data.dataset import SizedDataset
 from ..data.order import Listed, order_name, order_of
 from ..distributed.world import World
@@ -39,19 +40,19 @@ class DataCheck:
         self.order = order_name(sets[TRAINING]) if TRAINING in sets else ""
         listed = order_of(sets[TRAINING]) if TRAINING in sets else None
         self._listed = listed if isinstance(listed, Listed) else None
-        self.digests: Digests = {}
+        self.digests: dict[str, Digest] = {}
         self._unsteady: list[str] = []
         self._other = ""
         self._changes: Changes | None = None
 
-    def look(self, known: Mapping[str, Any]) -> None:
+    def read_digests(self, known: Mapping[str, Any]) -> None:
         """Read a few samples of each set: once if the run ``known`` here has digests of all, else twice, to find
         samples that differ at each read."""
-        self._look(ONCE if known.get("digests", {}).keys() >= self.samples.keys() else TWICE)
+        self._read(ONCE if known.get("digests", {}).keys() >= self.samples.keys() else TWICE)
 
-    def _look(self, times: int) -> None:
+    def _read(self, times: int) -> None:
         if self._sets:
-            self.digests, self._unsteady = look(self._config, self._sets, times)
+            self.digests, self._unsteady = digest_samples(self._config, self._sets, times)
 
     def compare(self, before: Mapping[str, Any]) -> None:
         """Compare with the other ranks, and with the run's status ``before``. So far each node has read its own data.
@@ -85,7 +86,7 @@ class DataCheck:
                     )
         known = before.get("digests", {})
         if difference(known, [there for _, _, there, *_ in everywhere]):
-            self._look(OFTEN)  # samples that are random at each read are sometimes the same twice
+            self._read(OFTEN)  # samples that are random at each read are sometimes the same twice
             self._other = difference(known, self._world.gather(self.digests))
             if self._other and not any(accepted for *_, accepted, _ in everywhere):
                 raise Refusal(f"--run-dir {self._path}: {self._other}")
@@ -149,8 +150,8 @@ class DataCheck:
         self.refuse_changed()
         with activity.during(CHECKPOINT):
             for times in (TWICE, OFTEN):  # samples that are random at each read are sometimes the same twice
-                found = look(self._config, {TRAINING: dataset}, times)[0]
-                mine = of_tensors(dataset) or found.get(TRAINING)
+                found = digest_samples(self._config, {TRAINING: dataset}, times)[0]
+                mine = data_digest.of_tensors(dataset) or found.get(TRAINING)
                 everywhere = self._world.gather(mine)
                 if not (other := _other(epoch, before, everywhere)):
                     break

@@ -182,7 +182,7 @@ class Ending:
     def hung(self) -> None:
         """A rank is stuck: save the last finished step, report the rank, and kill frozen ranks for torchrun."""
         assert self.watch
-        self.watch.look_around()  # in another thread, so that explaining the hang cannot delay the save
+        self.watch.diagnose()  # in another thread, so that explaining the hang cannot delay the save
         saved = self._rescue(in_place=keeper_link.has_keeper())
         explanation = self.watch.explain()
         if self.watch.is_within_reach():

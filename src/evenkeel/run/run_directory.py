@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 RunState = Literal["running", "finished", "stopped", "failed"]
 
-LOCK_PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 """Seconds to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
 
 ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
@@ -155,7 +155,7 @@ class RunDirectory:
         """As :meth:`update`, with the step that is saved and the seconds so far."""
         self.update(state, step=step, seconds=self.seconds, **facts)
 
-    def note(self, **facts: Any) -> None:
+    def try_update(self, **facts: Any) -> None:
         """As :meth:`update`, but a full disk does not end the run."""
         try:
             self.update("running", **facts)
@@ -284,7 +284,7 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
 def _lock(path: Path) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
     file = (path / ".lock").open("ab")
-    if not lock(file, time.monotonic() + LOCK_PATIENCE):
+    if not lock(file, time.monotonic() + LOCK_TIMEOUT):
         holder, _ = read_facts(path / "status.json")
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
         raise Refusal(f"--run-dir {path}: is in use by {who}; stop that job or name another folder")

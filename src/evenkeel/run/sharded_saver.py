@@ -21,7 +21,7 @@ from ..training.slots import Slots
 from ..training.staging import Staging
 from ..training.state import State
 from .saver import Saver
-from .sharded_checkpoint import PATIENCE, await_whole, facts_of, write_rows, write_slots
+from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, facts_of, write_rows, write_slots
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ShardedSaver(Saver):
         world.gather(None)  # until here a lost node may need the step before
         return self._replica.possible
 
-    def note(self, state: State) -> None:
+    def after_step(self, state: State) -> None:
         """Copy the step that was just taken; raises NonFinite if it was not."""
         state.settle()
         with activity.during(CHECKPOINT):
@@ -84,7 +84,7 @@ class ShardedSaver(Saver):
     def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
         write_rows(self.checkpoints, captured, metrics, "checkpoint", self.token)
         if captured["rows"]["rank"] == 0:
-            await_whole(self.checkpoints, captured["step"], PATIENCE)
+            await_whole(self.checkpoints, captured["step"], ROWS_TIMEOUT)
             self._written(captured["step"])
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:

@@ -45,7 +45,7 @@ class StepLog:
         self._stragglers = Stragglers(ranks, attempt.hosts, attempt.config.shares) if attempt.tracker else None
         text = self._shares_text() if attempt.config.shares != "equal" else ""
         if attempt.directory and attempt.directory.status.get("shares", "") != text:
-            attempt.directory.note(shares=text)
+            attempt.directory.try_update(shares=text)
         self._logged = 0
         self._skipped_logged = 0
         self._overflows_logged = (0, 0)
@@ -112,7 +112,7 @@ class StepLog:
         attempt, text = self._attempt, self._shares_text()
         if attempt.directory and attempt.tracker:
             reason = f"the ranks now compute {text} micro-batches of each step"
-            attempt.directory.note(shares=text)
+            attempt.directory.try_update(shares=text)
             attempt.tracker.say(f"step {step}: {reason}")
             attempt.tracker.event("shares", step, shares=list(self.shares.counts), reason=reason)
 
@@ -130,7 +130,7 @@ class StepLog:
             attempt.tracker.say(f"hint: {now[subject]}")
         now |= {f"rank {rank}": text for rank, text in self._stragglers.named.items()}
         if {subject for subject, text in known.items() if text} != now.keys():
-            attempt.directory.note(hints={**dict.fromkeys(known, ""), **now})
+            attempt.directory.try_update(hints={**dict.fromkeys(known, ""), **now})
 
     def _report_overflows(self, step: int, overflows: int) -> None:
         """Some overflows are normal while the scale is found; if all steps overflow, nothing is learned."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..common.deadlines import FOREVER, left
 
-STUCK = 3.0
+COMMIT_TIMEOUT = 3.0
 """Seconds that a rescue waits for the end of the last commit before it assumes that the GPU hangs."""
 
 
@@ -82,8 +82,8 @@ class Seqlock:
         return bool(self._ends) and step != asked
 
     def wait(self, until: float) -> None:
-        """Wait until the devices have finished the last commit, unless they hang: at most :data:`STUCK` seconds, or
+        """Wait until the devices have finished the last commit, unless they hang: at most :data:`COMMIT_TIMEOUT`, or
         without a limit if ``until`` is FOREVER."""
-        until = until if until == FOREVER else min(until, time.monotonic() + STUCK)
+        until = until if until == FOREVER else min(until, time.monotonic() + COMMIT_TIMEOUT)
         while not all(end.query() for end in self._ends.values()) and left(until):  # type: ignore[no-untyped-call]
             time.sleep(0.001)

@@ -190,12 +190,12 @@ class State:
             self.settle()  # the evaluation waits for the device in any case
         return due
 
-    def note(self, metrics: dict[str, float]) -> dict[str, float]:
+    def record_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
         """Record an evaluation of the current state; returns its metrics."""
-        self.stopping.note(self.step, metrics)
+        self.stopping.record_evaluation(self.step, metrics)
         if self.schedulers:
             with self._seqlock.hold(FOREVER):
-                self.schedulers.note(self.step, metrics)
+                self.schedulers.record_evaluation(self.step, metrics)
         return metrics
 
     def check(self, metrics: dict[str, float]) -> None:
