@@ -14,7 +14,7 @@ import torch
 
 from ..common.display import say
 from ..common.phases import CHECKPOINT, activity
-from ..resilience import memory_checkpoint
+from ..resilience.memory_checkpoint import MemoryCheckpoint, rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
@@ -99,7 +99,7 @@ class Saver:
             in_memory = self._store_in_memory(captured, metrics, "checkpoint")
             self.checkpoints.save(captured, metrics)
             if in_memory:
-                memory_checkpoint.discard()
+                rank_memory.discard()
             self._written(captured["step"])
         finally:
             self._staging.give_back()
@@ -119,7 +119,7 @@ class Saver:
     def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
         facts = facts_of(self.checkpoints, captured["step"], metrics, kind)
-        return self._memory and memory_checkpoint.store(partial(torch.save, captured), facts)
+        return self._memory and rank_memory.store(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save the last finished step from this rank, unless another rank of the node has done so; returns the result
@@ -159,7 +159,7 @@ class Saver:
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
 
 
-def write_memory_checkpoint(found: memory_checkpoint.MemoryCheckpoint) -> None:
+def write_memory_checkpoint(found: MemoryCheckpoint) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
     until = time.monotonic() + LOCK_TIMEOUT
     try:

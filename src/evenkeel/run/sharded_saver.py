@@ -14,7 +14,7 @@ from ..common import keeper_link
 from ..common.deadlines import FOREVER
 from ..common.phases import CHECKPOINT, COMMIT, REDUCTION, activity
 from ..distributed.world import World
-from ..resilience import memory_checkpoint
+from ..resilience.memory_checkpoint import rank_memory
 from ..training.replica import Replica
 from ..training.seqlock import Torn
 from ..training.slots import Slots
@@ -44,7 +44,7 @@ class ShardedSaver(Saver):
 
     @cached_property
     def _descriptors(self) -> list[int]:
-        return memory_checkpoint.slots()
+        return rank_memory.slots()
 
     @cached_property
     def slots(self) -> Slots:
