@@ -60,7 +60,7 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
 
 
 def place_of(trace: TracebackType | None) -> str:
-    """Where in the user's code an error comes from, as " at FILE:LINE"; "" if it is not known."""
+    """The place in the user's code where an error comes from, as " at FILE:LINE"; "" if it is not known."""
     paths, package = sysconfig.get_paths(), Path(__file__).parents[1]
     tasks, ours = f"{package / 'tasks'}{os.sep}", ("<frozen", f"{package}{os.sep}")
     frames = [

@@ -89,7 +89,7 @@ class ElasticSampler(DistributedSampler[Any]):
         self.plan = Plan(length, global_batch, micro_batch, epochs=1, number=micro_batches, batches=batches)
         self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
         self.counts: tuple[int, ...] = ()
-        """How many micro-batches of a full step each rank computes; empty: equally many."""
+        """The number of micro-batches of a full step that each rank computes; empty: equally many."""
         self.passes: Literal["share", "even", "dealt"] = "share"
         """"share": a rank gets its share. "even": all ranks get equally many micro-batches, because each pass is a
         collective (--shard); further ones repeat the first. "dealt": as "even", but dealt round-robin."""

@@ -150,7 +150,7 @@ class Tree(Reduction):
         self._so_far.push(Node(0, micro_batch), gradients)
 
     def end(self) -> None:
-        """Without DDP, fold in the last micro-batch and add up over the ranks."""
+        """Fold in the last micro-batch and add up over the ranks, if DDP does not."""
         if self.hooked:
             self._pipeline.check()
             return

@@ -106,15 +106,15 @@ class Watch:
                 Path(self._stacks.name).unlink()
 
     def announce_saved(self, step: int) -> None:
-        """On rank 0: tell all nodes of a complete checkpoint, with the next beat."""
+        """Tell all nodes of a complete checkpoint, with rank 0's next beat."""
         self._announced = step
 
     def diagnose(self) -> None:
-        """After an alarm: start to write this rank's stacks and to find out which rank is where; returns at once."""
+        """Start to write this rank's stacks and to find out which rank is where, after an alarm; returns at once."""
         self._diagnosing.start()
 
     def explain(self) -> str:
-        """Which rank is where, once :meth:`diagnose` knows; the lowest live rank prints it."""
+        """Return which rank is where, once :meth:`diagnose` knows; the lowest live rank prints it."""
         self._diagnosing.join(STORE_TIMEOUT + 3 * self.interval)
         me = self.world.rank
         here = describe({me: self._beat_now(0)}, [])
@@ -135,7 +135,7 @@ class Watch:
             flight_recorder.write(self.logs / FLIGHT, self.world.rank)
 
     def compare_collectives(self) -> None:
-        """On the lowest live rank: log the verdict of `torchfrtrace` on the collectives of all ranks."""
+        """Log the verdict of `torchfrtrace` on the collectives of all ranks, on the lowest live rank."""
         if not self.outlook or self.world.rank != self.outlook.lowest or self.world.world_size == 1:
             return
         frozen = {(beat.host, beat.pid) for beat in self._frozen}

@@ -90,11 +90,11 @@ class Keeper:
         # forks; consecutive ones without progress; the furthest first step of any trainer
         self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
         self._stop_time, self._stop_signal = 0.0, 0
-        """When the first stop signal came, and which; 0: none has come."""
+        """The time of the first stop signal, and its number; 0: none has come."""
         self._exit_at_once = False
         """Whether Ctrl-C was pressed after that: exit without waiting."""
         self._regroup_time = 0.0
-        """When the trainer got REGROUP; 0: it has not."""
+        """The time at which the trainer got REGROUP; 0: it has not."""
         self._messages: dict[str, str] = {}
         """The last value of each message from the trainer."""
         self._text = b""

@@ -28,7 +28,7 @@ from ..common import keeper_link
 from ..common.processes import name_process
 
 TRIES = 3
-"""How many children try to write a state to the disk, one after the other, if they are killed."""
+"""Number of children that try to write a state to the disk, one after the other, if they are killed."""
 
 
 class MemoryCheckpoint(NamedTuple):
@@ -50,7 +50,7 @@ class MemoryCheckpoint(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Where other processes of this machine can read a state that a rank has found in memory."""
+    """A state that a rank has found in memory, for other processes of this machine to read."""
 
     step: int
     path: str

@@ -53,7 +53,7 @@ class Peers:
         self._store: Store | None = None
 
     def join(self, generation: str) -> None:
-        """From now on exchange messages with the ranks that meet under this name; "": with none yet."""
+        """Exchange messages from now on with the ranks that meet under this name; "": with none yet."""
         self._generation, self._store = generation, None
         if generation:  # so the store has just answered this rank
             with contextlib.suppress(RuntimeError, EndedHere):
@@ -113,7 +113,7 @@ class Peers:
                 self._store.set(UNKEPT, "")
 
     def await_all(self, stopped: Callable[[float], bool]) -> bool:
-        """After a finished run: wait for all ranks to finish; False if one has died, and needs the others.
+        """Wait for all ranks to finish, after a finished run; False if one has died, and needs the others.
 
         Args:
             stopped: as in :meth:`confirm_death`.

@@ -317,7 +317,7 @@ class Attempt:
             self.tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=said)
 
     def print(self, text: str) -> None:
-        """A line on stdout, from rank 0."""
+        """Print a line on stdout, from rank 0."""
         if self.directory:
             with contextlib.suppress(OSError):  # a pipe that is gone
                 display.say(f"evenkeel: {text}")

@@ -130,7 +130,7 @@ class DataCheck:
         )
 
     def watch(self) -> None:
-        """From now on :meth:`refuse_changed` finds data that changes."""
+        """Begin to watch for data that changes, which :meth:`refuse_changed` finds."""
         self._changes = Changes(self._config, self._sets, self.digests)
 
     def refreshed(self, epoch: int, dataset: SizedDataset, before: Digest | None) -> Digest | None:

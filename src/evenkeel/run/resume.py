@@ -96,7 +96,7 @@ class Resume:
                 return found, saved
 
     def compare_bits(self, found: Manifest | None) -> Differences:
-        """Why this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.
+        """Return why this attempt's bits might differ from those of an undisturbed run; the same on all ranks.
 
         Later checkpoints record what rank 0 has.
 
@@ -164,7 +164,7 @@ class Resume:
             ) from error
 
     def report(self, state: State, directory: RunDirectory, tracker: Tracker) -> None:
-        """On rank 0: log from where the run continues, and start the tracker."""
+        """Log on rank 0 from where the run continues, and start the tracker."""
         if state.placed:
             log.info("%s", state.placed)
         if forgotten := left_out(state.model, state.optimizers):

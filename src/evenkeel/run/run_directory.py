@@ -73,10 +73,10 @@ class RunDirectory:
 
     path: Path
     status: dict[str, Any]
-    """What status.json holds."""
+    """The content of status.json."""
     _lock: IO[bytes]
     trouble: str = ""
-    """What is wrong with the existing status.json."""
+    """A description of what is wrong with the existing status.json, or ""."""
     _options: dict[str, Any] = field(default_factory=dict)
     _over: bool = False
     _claimed: float = field(default_factory=time.monotonic)
@@ -152,11 +152,11 @@ class RunDirectory:
             self.status["state"], self._over = state, state != "running"
 
     def advance(self, state: RunState, step: int, **facts: Any) -> None:
-        """As :meth:`update`, with the step that is saved and the seconds so far."""
+        """Update, with the step that is saved and the seconds so far."""
         self.update(state, step=step, seconds=self.seconds, **facts)
 
     def try_update(self, **facts: Any) -> None:
-        """As :meth:`update`, but a full disk does not end the run."""
+        """Update, but log a full disk instead of ending the run."""
         try:
             self.update("running", **facts)
         except OSError as error:
@@ -178,18 +178,18 @@ class RunDirectory:
 
 @dataclass(frozen=True)
 class Identity:
-    """What identifies a run. Two starts of one run may differ only in harmless options."""
+    """The facts that identify a run. Two starts of one run may differ only in harmless options."""
 
     options: dict[str, Any]
-    """As `config.saved_options` gives them."""
+    """The options, from `config.saved_options`."""
     harmless: frozenset[str] = frozenset()
     """Options of the task that may change."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """How many there are, of the training data and of each set of the evaluation."""
+    """The number of samples of the training data and of each set of the evaluation."""
     earlier: Mapping[str, Any] = field(default_factory=dict)
     """Values of task options in runs that are older than the option (`Task.earlier`)."""
     order: str | None = None
-    """Of the training data, from `order.order_name`; None: not known here."""
+    """The order of the training data, from `order.order_name`; None: not known here."""
 
 
 def check(path: Path, run: Identity, fresh: bool) -> None:
@@ -220,7 +220,7 @@ def check(path: Path, run: Identity, fresh: bool) -> None:
 
 
 def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
-    """As :func:`check`, and lock the folder for rank 0 of this job, or refuse if it is in use."""
+    """Check the folder by :func:`check`, and lock it for rank 0 of this job, or refuse if it is in use."""
     check(path, run, fresh)
     locked = _lock(path)
     if not fresh:  # again: the previous job may have started over
@@ -234,7 +234,7 @@ def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
 
 
 def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
-    """On a node without rank 0: store a copy of the run's options and rank 0's status, so that it can continue here
+    """Store a copy of the run's options and rank 0's status on a node without rank 0, so that it can continue here
     alone. With ``fresh`` an older launch's run is moved aside; returns where.
 
     On a shared file system the folder is rank 0's own, and nothing is done.

@@ -52,7 +52,7 @@ class Saver:
         self._work: Future[float] | None = None
         self._staging = Staging(*devices)
         self.step = 0
-        """Of the checkpoint that is being written."""
+        """The step of the checkpoint that is being written."""
 
     @property
     def busy(self) -> bool:
@@ -114,7 +114,7 @@ class Saver:
         self.checkpoints.save(state.capture(staging=Staging(*self._devices, still=True)), metrics)
 
     def after_step(self, state: State) -> None:
-        """Do what this saver does after each step: nothing, but a sharded run stores it (`sharded_saver`)."""
+        """Do nothing after a step; the saver of a sharded run stores it (`sharded_saver`)."""
 
     def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""

@@ -193,7 +193,7 @@ class DistributedLoss:
         return placed
 
     def _embedded(self, whole: WholeBatch, step: Step, shares: tuple[range, ...]) -> Iterator[Any]:
-        """For a whole-batch loss: embed all samples, and yield the batches again, for the second pass."""
+        """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
 
         def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
             placed = self._begin(micro_batch, batch)

@@ -50,7 +50,7 @@ class Evaluation:
         test_set: N samples, cut into micro-batches of the training's size, given to ranks in contiguous shares.
         config: micro-batch, loader workers, seed and precision.
         world: the ranks.
-        name: of the set, which has its own random numbers.
+        name: the name of the set, which has its own random numbers.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Evaluation:
         self.shows = False
         """Whether to call the task's `show` for the first batch."""
         self.shown: Mapping[str, Any] = {}
-        """On rank 0: the result of `show` in the last evaluation; a divided model also has others show theirs."""
+        """The result of `show` in the last evaluation, on rank 0; a divided model also has others show theirs."""
         self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:

@@ -74,7 +74,7 @@ class State:
     ) -> None:
         self.task_state, self.refresh = task_state, refresh
         self.sharding: Sharding | None = None
-        """How its tensors are divided among ranks, with --shard on."""
+        """The division of its tensors among ranks, with --shard on."""
         self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
         self.scaler, self.stopping, self.schedulers = scaler, stopping or Stopping(), schedulers
@@ -333,14 +333,14 @@ class State:
 
 
 def keep_weights(state: State, refresh: Refresh, epoch: int) -> None:
-    """At an epoch's first step: keep the weights, from which the task makes the data of this epoch."""
+    """Keep the weights at an epoch's first step: the task makes the data of this epoch from them."""
     state.settle()
     with state._seqlock.hold(FOREVER):
         refresh.take(epoch, state._live()["model"], state.task_state)
 
 
 def divide(state: State, sharding: Sharding) -> None:
-    """For --shard: take the divided parameters, which have replaced the model's, before the first step."""
+    """Take the divided parameters of --shard, which have replaced the model's, before the first step."""
     state.sharding = sharding
     state.parameters[:] = state.model.parameters()
     state._named = dict(state.model.named_parameters(remove_duplicate=False))
