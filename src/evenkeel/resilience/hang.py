@@ -44,11 +44,9 @@ ALARM, SAVED, COMPILING = "alarm", "saved", "compiling"
 FLIGHT = "flight"
 """Folder for the last collectives, among the logs of an attempt."""
 
-STORE_TIMEOUT = 5.0
-"""Seconds to wait for an answer of the store, whose machine may be gone."""
-
-COMPARE_TIMEOUT = 5.0
-"""Seconds to compare the collectives: with thousands of ranks it takes minutes, and the restart waits for this."""
+STORE_TIMEOUT, COMPARE_TIMEOUT = 5.0, 5.0
+"""Seconds for an answer of the store, whose machine may be gone, and for the comparison of collectives, which takes
+minutes with thousands of ranks while the restart waits for this process."""
 
 
 class Watch:

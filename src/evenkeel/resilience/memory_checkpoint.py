@@ -77,7 +77,7 @@ class RankMemory:
     def slots(self) -> list[int]:
         """Files in memory, with what the previous rank of this keeper has left there: two for its rows, two for
         another's (--replicate). Without a keeper: new ones."""
-        return self._slots or _new_slots()
+        return self._slots or [os.memfd_create("slot") for _ in range(4)]
 
     def store(self, write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
         """Store a state for the keeper, in place of the last one.
@@ -152,10 +152,6 @@ def _identity(path: str) -> tuple[str, int, int]:
     return Path("/proc/sys/kernel/random/boot_id").read_text(), status.st_dev, status.st_ino
 
 
-def _new_slots() -> list[int]:
-    return [os.memfd_create("slot") for _ in range(4)]
-
-
 class KeeperMemory:
     """The state of the run that a keeper has in memory.
 
@@ -174,7 +170,7 @@ class KeeperMemory:
         """Allocate the memory of the rank that is forked next."""
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then the rank writes to the disk
             self._next = os.memfd_create("state")
-            self._slots = self._slots or _new_slots()
+            self._slots = self._slots or rank_memory.slots()
 
     def enter(self) -> None:
         """Give that rank the memory to write to, and what the keeper has; called in the rank."""

@@ -60,8 +60,7 @@ class Evaluator:
         step, known = self._known
         finite = all(isinstance(value, int | float) for value in known.values())  # what is not is None in a record
         if known and finite and step == self._state.step and not self._state.is_over():
-            of_first = {name.removeprefix(f"{first.name}/"): value for name, value in known.items()}
-            self._state.record_evaluation(known | of_first)
+            self._state.record_evaluation(known | {n.removeprefix(f"{first.name}/"): v for n, v in known.items()})
             self.metrics = known
             return
         self.metrics = first.named(self._state.record_evaluation(first()))

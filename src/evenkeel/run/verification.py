@@ -265,9 +265,8 @@ class Verification:
 
     def record(self) -> None:
         """Record the counts in status.json."""
-        if self._attempt.directory and (self.steps or self.alarms):
-            facts = {"verified": self.steps, "alarms": self.alarms, "wrong_nodes": dict(self.wrong_nodes)}
-            self._attempt.directory.try_update(**facts)
+        if (directory := self._attempt.directory) and (self.steps or self.alarms):
+            directory.try_update(verified=self.steps, alarms=self.alarms, wrong_nodes=dict(self.wrong_nodes))
 
     def _who(self) -> Who:
         line = f"rank {self.world.rank}: {describe(self.world.device).line}{_serial(self.world.device)}"
