@@ -144,10 +144,8 @@ class Checkpoints:
 
     def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
         """The manifest of a checkpoint that is written now, without its files, which are not known yet."""
-        host, values, void = socket.gethostname(), named(TEST, metrics), self.bits_void_from
-        return Manifest(
-            step, time.time(), kind, host, values, self.best_by, self.fingerprint, void, {}, self.keep_every
-        )
+        facts = named(TEST, metrics), self.best_by, self.fingerprint, self.bits_void_from
+        return Manifest(step, time.time(), kind, socket.gethostname(), *facts, {}, self.keep_every)
 
     def clear_snapshots(self, before: int) -> None:
         """Delete the snapshots of this host at steps below ``before``: leftovers, once rank 0 has a later checkpoint.
@@ -328,9 +326,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = manifest_of(content := json.loads(file.read_text()))
         if content["step"] != step_of(path):
             raise ValueError(f"{manifest.kind} of step {content['step']}")
-        return replace(
-            manifest, files={name: manifest.files[name] for name in state_files(manifest.files)} | manifest.files
-        )
+        states = {name: manifest.files[name] for name in state_files(manifest.files)}
+        return replace(manifest, files=states | manifest.files)
     except OSError as error:
         raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:

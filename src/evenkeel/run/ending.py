@@ -99,8 +99,7 @@ class Ending:
         write_json(path / "summary.json", summary)
         # a run that stopped early has no more steps, whatever the plan says
         directory.advance("finished", state.step, total_steps=state.step, stopped_early=bool(why), reason=why)
-        seconds: dict[str, float] = summary["ledger"]
-        return seconds
+        return dict(summary["ledger"])
 
     def _summary(self, directory: RunDirectory, metrics: dict[str, float]) -> dict[str, Any]:
         now = {"kind": "summary", "time": time.time(), "spent": activity.spent()}

@@ -196,7 +196,6 @@ class Resume:
             )  # fmt: skip
         if others:
             # with the ring the bits also depend on the number of ranks, and are not promised
-            loud = self._config.reduce == "tree" or "strategy" in others
-            level = logging.WARNING if loud else logging.INFO
+            level = logging.WARNING if self._config.reduce == "tree" or "strategy" in others else logging.INFO
             log.log(level, "from step %d on bit-for-bit equality is void: %s", step, describe(others))
             tracker.event("bits", step, differences=others)

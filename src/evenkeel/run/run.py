@@ -165,10 +165,7 @@ class Run:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
         patience, logs = self.config.hang_timeout, self.attempt.logs
-
-        def on_hang() -> None:
-            interruption.end("a hang", self.ending.hung, FAILED)
-
+        on_hang = partial(interruption.end, "a hang", self.ending.hung, FAILED)
         watch = Watch(patience, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
         self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
         return watch

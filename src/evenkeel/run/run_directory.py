@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -67,6 +67,11 @@ def launch_token() -> str:
     return f"{socket.gethostname()}:{agent}:{known.started if known else '?'}"
 
 
+def has_begun(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
+    """Whether the launch with these tokens of its ranks has itself begun the run, and is restarted."""
+    return bool(set(filter(None, tokens)) & set(status.get("launch", [])))
+
+
 @dataclass
 class RunDirectory:
     """Rank 0's handle on a run's folder. Make it with :func:`claim`."""
@@ -102,7 +107,7 @@ class RunDirectory:
         """Unlock the folder, for a process that goes on after the run."""
         self._lock.close()
 
-    def start_over(self, tokens: list[str]) -> Path | None:
+    def start_over(self, tokens: Sequence[str]) -> Path | None:
         """Move the run in the folder aside and return its new path; do nothing if a restart of this launch made it.
 
         Args:
@@ -111,14 +116,14 @@ class RunDirectory:
         Raises:
             Ended: it cannot be moved.
         """
-        if not is_run(self.path) or self._restarted(tokens):
+        if not is_run(self.path) or has_begun(self.status, tokens):
             return None
         self.status, self.trouble = {}, ""
         return _move_aside(self.path)
 
-    def begin(self, options: dict[str, Any], tokens: list[str], **facts: Any) -> None:
+    def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
-        restarted = self._restarted(tokens)
+        restarted = has_begun(self.status, tokens)
         launch = set(filter(None, tokens)) | set(self.status["launch"] if restarted else ())
         last_failure, fruitless = self.status.get("last_failure"), self.fruitless
         if fruitless <= MAX_FRUITLESS:
@@ -161,9 +166,6 @@ class RunDirectory:
             self.update("running", **facts)
         except OSError as error:
             log.error("status.json: %s", error)
-
-    def _restarted(self, tokens: list[str]) -> bool:
-        return bool(set(filter(None, tokens)) & set(self.status.get("launch", [])))
 
     def _make_again(self) -> None:
         """Make the folder again if it was deleted during the run: without config.toml the rest is useless."""
@@ -242,8 +244,7 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
     mine, _ = read_facts(path / "status.json")
     if mine == {name: fact for name, fact in status.items() if fact is not None}:
         return None
-    restarted = set(mine.get("launch", [])) & set(status["launch"])
-    aside = _move_aside(path) if fresh and not restarted and is_run(path) else None
+    aside = _move_aside(path) if fresh and not has_begun(mine, status["launch"]) and is_run(path) else None
     _write_config(path, options)
     write_json(path / "status.json", status)
     return aside

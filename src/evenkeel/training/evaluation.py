@@ -54,13 +54,7 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        test_set: SizedDataset,
-        config: Config,
-        world: World,
-        name: str = TEST,
+        self, task: Task, model: nn.Module, test_set: SizedDataset, config: Config, world: World, name: str = TEST
     ) -> None:
         self.task, self.model, self.world, self.name = task, model, world, name
         self._compute: Callable[[nn.Module, Any], Any] = task.metrics
