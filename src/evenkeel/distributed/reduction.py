@@ -1,10 +1,10 @@
 """The sum of the ranks' gradients: the stock all-reduce, or a sum whose order does not depend on the ranks.
 
-`Ring` is DDP's default; its last bits depend on the number of ranks. `Tree` adds the gradients of the
-micro-batches in the order of `tree`. Each is a `Reduction`, whose hook DDP calls for each bucket of gradients as soon
-as backward has filled it, so that the exchange overlaps the rest of backward. Where micro-batches may leave parameters
-unused, the tree exchanges all gradients after backward, without DDP: DDP's own collective about used parameters and
-those of the tree's thread could run in different orders, which breaks NCCL.
+`AllReduce` (`--reduce ring`) is DDP's default; its last bits depend on the number of ranks. `Tree` adds the gradients
+of the micro-batches in the order of `tree`. Each is a `Reduction`, whose hook DDP calls for each bucket of gradients as
+soon as backward has filled it, so that the exchange overlaps the rest of backward. Where micro-batches may leave
+parameters unused, the tree exchanges all gradients after backward, without DDP: DDP's own collective about used
+parameters and those of the tree's thread could run in different orders, which breaks NCCL.
 """
 
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
@@ -74,7 +74,7 @@ class Reduction:
             self.arrived()
 
 
-class Ring(Reduction):
+class AllReduce(Reduction):
     """DDP's own sum: ``.grad`` adds up on each rank, and the stock all-reduce adds up over the ranks.
 
     With `compressed`, ranks exchange float32 gradients in bfloat16, as torch's `bf16_compress_hook` does.

@@ -212,7 +212,7 @@ class Run:
             seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
             epochs=-(-plan.total_steps // plan.steps_per_epoch),
         )  # fmt: skip
-        sampler.passes = "dealt" if state.sharding else "share"
+        sampler.assignment = "dealt" if state.sharding else "share"
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
         self.evaluator.begin()
         if state.owes_evaluation or (self._unevaluated and state.evaluation_is_due()):

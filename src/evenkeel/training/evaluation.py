@@ -74,7 +74,7 @@ class Evaluation:
             seed=config.seed,
         )
         self.divided = are_divided(model.parameters())  # then a forward pass is a collective
-        self.sampler.passes = "even" if self.divided else "share"
+        self.sampler.assignment = "even" if self.divided else "share"
         self._transfer = Transfer(world.device)
         self._is_first = False
         self.shows = False

@@ -34,7 +34,7 @@ class Seqlock:
 
     def __init__(self, *devices: torch.device) -> None:
         self.begun, self.done = ([torch.zeros((), dtype=torch.int64, device=d) for d in devices] for _ in range(2))
-        self.asked = 0
+        self.queued = 0
         """The last step that the host has queued on the devices."""
         self._host = threading.Lock()
         self._ends = {d: torch.cuda.Event() for d in devices if d.type == "cuda"}  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class Seqlock:
             undone: a boolean scalar on a device; if it is true nothing changes, and the step number stays the previous.
         """
         with self._host:
-            self.asked = step
+            self.queued = step
             for begun in self.begun:
                 begun.fill_(step)
             yield
@@ -77,9 +77,9 @@ class Seqlock:
             if held and not final:
                 self._host.release()
 
-    def lags(self, step: int, asked: int) -> bool:
+    def lags(self, step: int, queued: int) -> bool:
         """Whether a GPU is at another step than the one the host has queued."""
-        return bool(self._ends) and step != asked
+        return bool(self._ends) and step != queued
 
     def wait(self, until: float) -> None:
         """Wait until the devices have finished the last commit, unless they hang: at most :data:`COMMIT_TIMEOUT`, or
