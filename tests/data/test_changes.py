@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from evenkeel.config import Config
 from evenkeel.data import changes
 from evenkeel.data.changes import Changes
-from evenkeel.data.data_digest import TWICE, look
+from evenkeel.data.data_digest import TWICE, digest_samples
 
 BUFFER = [torch.zeros(2)] * 12
 
@@ -81,7 +81,7 @@ def augmented(held: Any, index: int) -> Tensor:
 
 def watched(dataset: Any, workers: int) -> Changes:
     sets = {"training": dataset, "test": TensorDataset(torch.ones(3))}
-    return Changes(Config(num_workers=workers), sets, look(Config(), sets, TWICE)[0])
+    return Changes(Config(num_workers=workers), sets, digest_samples(Config(), sets, TWICE)[0])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

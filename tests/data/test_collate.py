@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from evenkeel.config import Config
 from evenkeel.data.batch import dense
 from evenkeel.data.blocks import Blocks, blocks_of
-from evenkeel.data.data_digest import ONCE, alike, digest, look
+from evenkeel.data.data_digest import ONCE, alike, digest, digest_samples
 from evenkeel.data.dataset import Collated, InMemory, Limited, limited
 from evenkeel.data.loader import Seeded
 from evenkeel.data.plan import MicroBatch
@@ -105,9 +105,9 @@ def test_all_else_is_the_data_sets_own() -> None:
 def test_a_stream_is_collated_and_its_first_samples_are() -> None:
     stream = Numbered(Streams(lambda k, turn: map(float, range(10)), substreams=1), batch=2)
     assert fetched(stream, (0, 1))["own"] == [0.0, 1.0]
-    digests, unsteady = look(Config(), {"training": Collated(stream, own)}, ONCE)
+    digests, unsteady = digest_samples(Config(), {"training": Collated(stream, own)}, ONCE)
     assert digests["training"]
-    assert digests["training"] != look(Config(), {"training": stream}, ONCE)[0]["training"]
+    assert digests["training"] != digest_samples(Config(), {"training": stream}, ONCE)[0]["training"]
     assert not unsteady
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
-from evenkeel.data.data_digest import OFTEN, ONCE, TWICE, alike, difference, digest, look
+from evenkeel.data.data_digest import OFTEN, ONCE, TWICE, alike, difference, digest, digest_samples
 from evenkeel.data.dataset import InMemory, limited
 from evenkeel.data.randomness import seed_host
 from evenkeel.tasks.registry import load_task
@@ -138,14 +138,14 @@ def test_it_reads_little_and_leaves_no_trace() -> None:
     seed_host(1)
     expected = torch.rand(()), random.random(), np.random.rand()
     seed_host(1)
-    digests, unsteady = look(CONFIG, both(*sets), TWICE)
+    digests, unsteady = digest_samples(CONFIG, both(*sets), TWICE)
     assert expected == (torch.rand(()), random.random(), np.random.rand())
     assert (list(digests), unsteady) == (["training", "test"], [])
     assert not alike(digests["training"], digests["test"]), "their random numbers are their own"
     assert sets[0].read == [0, 16, 32, 49] * TWICE
-    assert look(CONFIG, both(*sets), TWICE) == (digests, [])
-    assert look(CONFIG, both(limited(sets[0], 10), sets[1]), TWICE)[0].keys() == digests.keys()
-    assert look(CONFIG, both(Map(int, 1), InMemory(torch.zeros(2, 3))), TWICE)[0].keys() == digests.keys()
+    assert digest_samples(CONFIG, both(*sets), TWICE) == (digests, [])
+    assert digest_samples(CONFIG, both(limited(sets[0], 10), sets[1]), TWICE)[0].keys() == digests.keys()
+    assert digest_samples(CONFIG, both(Map(int, 1), InMemory(torch.zeros(2, 3))), TWICE)[0].keys() == digests.keys()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -153,14 +153,14 @@ def test_own_dice_and_samples_that_cannot_be_read_have_no_digest(workers: int) -
     dice = np.random.default_rng()
     config = Config(num_workers=workers)
     flipped = Map(lambda index: torch.ones(3) * (1 if dice.random() < 0.5 else -1))
-    assert look(config, both(flipped, Map(lambda index: os.urandom(4))), OFTEN) == (
+    assert digest_samples(config, both(flipped, Map(lambda index: os.urandom(4))), OFTEN) == (
         {},
         ["training", "test"],
     )
     for fails in (lambda index: 1 / 0, lambda index: sys.exit(), lambda index: [torch.ones(index)]):
-        assert look(config, both(Map(fails), InMemory(torch.ones(9))), TWICE)[0].keys() == {"test"}
+        assert digest_samples(config, both(Map(fails), InMemory(torch.ones(9))), TWICE)[0].keys() == {"test"}
     if workers:
-        assert look(config, both(Map(lambda index: os._exit(3)), Map(int)), TWICE) == ({}, [])
+        assert digest_samples(config, both(Map(lambda index: os._exit(3)), Map(int)), TWICE) == ({}, [])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -169,9 +169,9 @@ def test_a_set_that_is_shorter_than_its_length_is_refused(workers: int) -> None:
     with pytest.raises(
         Refusal, match=rf"^the test data has 50 samples by its __len__, .* IndexError: .* at {__file__}:"
     ):
-        look(config, both(Map(int), short), ONCE)
+        digest_samples(config, both(Map(int), short), ONCE)
     none = Map(lambda index: [][index])  # a mistake of another kind, of which the training says more
-    assert look(config, both(Map(int), none), ONCE)[0].keys() == {"training"}
+    assert digest_samples(config, both(Map(int), none), ONCE)[0].keys() == {"training"}
 
 
 def test_which_difference_is_told() -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evenkeel.common.errors import EndedByData, Refusal
 from evenkeel.config import Config
-from evenkeel.data.data_digest import ONCE, TWICE, difference, look
+from evenkeel.data.data_digest import ONCE, TWICE, difference, digest_samples
 from evenkeel.data.loader import loader
 from evenkeel.data.order import order_name
 from evenkeel.data.plan import Plan
@@ -428,18 +428,18 @@ def test_random_numbers_of_a_source_do_not_depend_on_who_reads_it() -> None:
 
 def test_a_stream_that_cannot_be_repeated_is_refused() -> None:
     for steady in (Drawn(), Sharded([0, 1, 2]), streams("state"), streams("seek"), Streams(PermutedAtOnce, 2)):
-        digests, unsteady = look(CONFIG, {"training": numbered(steady, CONFIG)}, TWICE)
+        digests, unsteady = digest_samples(CONFIG, {"training": numbered(steady, CONFIG)}, TWICE)
         assert "training" in digests
         assert not unsteady
     for another in (OfItsOwn(), Drifting(), Once(), UnseededTexts(), Streams(Permuted, 2)):
         with pytest.raises(Refusal, match=r"is another each time that it is opened.*begin anew in each iter"):
-            look(CONFIG, {"training": numbered(another, CONFIG)}, TWICE)
+            digest_samples(CONFIG, {"training": numbered(another, CONFIG)}, TWICE)
 
 
 def test_a_stream_that_goes_by_ranks_or_has_changed_is_found_out() -> None:
     first, second = ByRank(), ByRank()
     second.rank = 1
-    of_ranks = [look(CONFIG, {"training": numbered(it, CONFIG)}, ONCE)[0] for it in (first, second)]
+    of_ranks = [digest_samples(CONFIG, {"training": numbered(it, CONFIG)}, ONCE)[0] for it in (first, second)]
     assert "training data of rank 1 differs" in difference({}, of_ranks)
     assert "has changed" in difference(of_ranks[0], of_ranks[1:])
 

@@ -96,7 +96,7 @@ def test_a_worker_that_answers_and_dies_is_replaced(join: Join) -> None:
 def test_a_dead_answer_is_found_out_though_all_others_are_there(join: Join) -> None:
     first = join(0, 3)
     assert died(join(1, 3, lives=0.2))
-    time.sleep(rendezvous.PATIENCE)
+    time.sleep(rendezvous.ANSWER_TIMEOUT)
     last = join(2, 3)
     time.sleep(0.3)
     assert not first.done()

@@ -19,7 +19,7 @@ from evenkeel.distributed.world import World
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
-from evenkeel.training.seqlock import STUCK, Torn
+from evenkeel.training.seqlock import COMMIT_TIMEOUT, Torn
 from evenkeel.training.staging import Staging
 from evenkeel.training.state import State
 from tests.support.gpu import no_waits
@@ -129,7 +129,7 @@ def test_a_gpu_that_is_only_behind_is_waited_for() -> None:
     advance(state)
     begun = time.monotonic()
     assert captured_in_a_thread(state, staging)["step"] == 3
-    assert time.monotonic() - begun < STUCK
+    assert time.monotonic() - begun < COMMIT_TIMEOUT
 
 
 @pytest.mark.parametrize(

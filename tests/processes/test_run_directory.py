@@ -22,7 +22,7 @@ from tests.run.test_run_directory import (
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 0.3)
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 0.3)
 
 
 def start_over_and_hold(path: Path, ready: Any, go: Any, done: Any) -> None:
@@ -39,7 +39,7 @@ def start_over_and_hold(path: Path, ready: Any, go: Any, done: Any) -> None:
 
 def test_who_waits_while_another_starts_over_gets_no_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock it waits for is moved aside with the old run, and then free; but the new run has one of its own."""
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 4.0)
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 4.0)
     started(path)
     ready, go, done = (FORK.Event() for _ in range(3))
     process = FORK.Process(target=start_over_and_hold, args=(path, ready, go, done))

@@ -16,7 +16,7 @@ import torch
 
 from evenkeel.common import keeper_link
 from evenkeel.resilience import memory_checkpoint
-from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, store
+from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, rank_memory
 from tests.support.processes import wait_until
 from tests.support.small_runs import bytes_in_memory
 
@@ -50,17 +50,17 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory = KeeperMemory(save)
-    memory.take(by_a_rank(memory, lambda: store(partial(torch.save, STATE), {"step": 3, "folder": "here"})))
+    memory.take(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3, "folder": "here"})))
     await_written(memory)
     assert torch.load(tmp_path / "saved")["weights"].equal(STATE["weights"])
 
     def is_there() -> None:
-        assert memory_checkpoint.previous("elsewhere") is None, "the state of another run"
-        left = memory_checkpoint.previous("here")
+        assert rank_memory.previous("elsewhere") is None, "the state of another run"
+        left = rank_memory.previous("here")
         assert left
         assert left.step == 3
         assert torch.load(left.path)["weights"].equal(STATE["weights"])
-        store(partial(torch.save, STATE), {"step": 4})
+        rank_memory.store(partial(torch.save, STATE), {"step": 4})
 
     assert by_a_rank(memory, is_there) == '{"step": 4}'
 
@@ -69,26 +69,26 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
 def test_a_state_that_has_no_room_is_not_held_at_all(limit: int) -> None:
     def act() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        if not store(partial(torch.save, STATE), {"step": 1}):
-            assert memory_checkpoint._facts == {}
-            assert os.fstat(memory_checkpoint._descriptor).st_size == 0
-            store(lambda file: file.write(b"less"), {"step": 2})  # the process goes on
+        if not rank_memory.store(partial(torch.save, STATE), {"step": 1}):
+            assert rank_memory.facts == {}
+            assert os.fstat(rank_memory.descriptor).st_size == 0
+            rank_memory.store(lambda file: file.write(b"less"), {"step": 2})  # the process goes on
 
     assert by_a_rank(KeeperMemory(print), act) == ('{"step": 2}' if limit == MEGABYTE else '{"step": 1}')
 
 
 def test_a_state_that_is_being_replaced_when_its_process_dies_is_not_whole() -> None:
     def act() -> None:
-        store(partial(torch.save, STATE), {"step": 1})
-        store(lambda file: (file.write(b"half"), os._exit(0)), {"step": 2})
+        rank_memory.store(partial(torch.save, STATE), {"step": 1})
+        rank_memory.store(lambda file: (file.write(b"half"), os._exit(0)), {"step": 2})
 
     assert by_a_rank(KeeperMemory(print), act) == ""
 
 
 def test_a_process_without_a_keeper_holds_nothing() -> None:
-    assert not store(partial(torch.save, STATE), {})
-    assert memory_checkpoint.previous("") is None
-    assert memory_checkpoint.offer("") is None
+    assert not rank_memory.store(partial(torch.save, STATE), {})
+    assert rank_memory.previous("") is None
+    assert rank_memory.offer("") is None
 
 
 @pytest.mark.parametrize("kills", [1, TRIES])
@@ -105,7 +105,7 @@ def test_a_child_that_is_killed_is_followed_by_another(
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory, before = KeeperMemory(save), bytes_in_memory(os.getpid())
-    memory.take(by_a_rank(memory, lambda: store(partial(torch.save, STATE), {"step": 3})))
+    memory.take(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3})))
     for count in range(1, kills + 1):
         wait_until(lambda: memory.reap() == [3] and len([*tmp_path.iterdir()]) == count, "a child", limit=60)  # noqa: B023
         if forgotten:
@@ -134,14 +134,14 @@ def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
 
 def test_a_process_that_is_forked_keeps_no_memory() -> None:
     def act() -> None:
-        store(partial(torch.save, STATE), {"step": 1, "folder": ""})
-        mine = memory_checkpoint._descriptor
+        rank_memory.store(partial(torch.save, STATE), {"step": 1, "folder": ""})
+        mine = rank_memory.descriptor
         os.fstat(mine)
         if not (loader := os.fork()):
             with contextlib.suppress(OSError):
                 os.fstat(mine)
                 os._exit(1)
-            os._exit(store(partial(torch.save, STATE), {"step": 3}))
-        store(partial(torch.save, STATE), {"step": os.waitpid(loader, 0)[1]})
+            os._exit(rank_memory.store(partial(torch.save, STATE), {"step": 3}))
+        rank_memory.store(partial(torch.save, STATE), {"step": os.waitpid(loader, 0)[1]})
 
     assert by_a_rank(KeeperMemory(print), act) == '{"step": 0}'

@@ -44,7 +44,7 @@ def claim(path: Path, options: dict[str, Any], fresh: bool, **more: Any) -> RunD
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 0.3)
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 0.3)
 
 
 @pytest.fixture
@@ -335,7 +335,7 @@ def test_two_jobs_cannot_have_one_folder(path: Path, other_job: BaseProcess) -> 
 def test_a_restarted_job_waits_for_its_dying_predecessor(
     path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 60.0)
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 60.0)
     begun = time.monotonic()
     assassin = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {other_job.pid}"])
     claim(path, OPTIONS, fresh=False)
@@ -352,7 +352,7 @@ def change_and_end(path: Path, ready: Any) -> None:
 
 
 def test_who_waits_looks_again_at_whose_run_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE", 60.0)
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 60.0)
     started(path)
     ready = FORK.Event()
     process = FORK.Process(target=change_and_end, args=(path, ready))

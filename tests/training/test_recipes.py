@@ -229,21 +229,21 @@ def test_when_a_run_is_over() -> None:
     for step, value in ((2, math.nan), (4, 5.0), (6, 4.0), (8, math.nan)):
         assert stopping.owed(step), "not evaluated yet"
         assert not stopping.early
-        stopping.note(step, {"error": value})
-        stopping.note(step, {"error": value})
+        stopping.record_evaluation(step, {"error": value})
+        stopping.record_evaluation(step, {"error": value})
         assert not stopping.owed(step)
     assert stopping.state_dict() == {"evaluated": 8, "best": 4.0, "stale": 1}
     again = Stopping(last_step=20, every=2, best=("error", "min"), patience=2)
     again.load_state_dict(stopping.state_dict())
     assert not again.over(8)
-    again.note(10, {"error": 4.5})
+    again.record_evaluation(10, {"error": 4.5})
     assert again.over(10)
     assert again.why() == "no better test/error than 4.0000 in 2 evaluations"
     with pytest.raises(Ended, match="has no metric 'error', only loss"):
-        again.note(12, {"loss": 1.0})
+        again.record_evaluation(12, {"loss": 1.0})
     patient = Stopping(last_step=10, every=2)
     for step in range(2, 10, 2):
-        patient.note(step, {"accuracy": 0.5})
+        patient.record_evaluation(step, {"accuracy": 0.5})
         assert not patient.over(step)
         assert not patient.owed(step)
     assert patient.over(10)

@@ -79,7 +79,7 @@ def take(state: State, bad: bool = False) -> None:
     state.commit(clip_grad_norm(state.parameters, 0.0), loss=torch.tensor(1.0))
     if state.step % 2 == 0:
         state.settle()
-        state.note({"loss": metric(state.step)})
+        state.record_evaluation({"loss": metric(state.step)})
 
 
 def steps(state: State, number: int) -> None:
@@ -225,7 +225,7 @@ def test_one_that_is_stepped_by_evaluations_says_so() -> None:
     schedulers = Schedulers(made, None, 9, every=3)
     optimizer.step()
     for step in (3, 3, 4, 6, 9):  # one that was made twice, one between two regular ones
-        schedulers.note(step, {})
+        schedulers.record_evaluation(step, {})
     assert optimizer.param_groups[0]["lr"] == 1 / 8
     assert [schedulers.owes(step) for step in (0, 9, 11, 12)] == [False, False, False, True]
 

@@ -16,7 +16,7 @@ FAILED = 1
 REFUSED = 2
 """Exit code of a refused input."""
 
-NODES_REFUSE = 30.0
+REFUSAL_TIMEOUT = 30.0
 """Seconds that a node which refuses its input waits for the other nodes, which may start more slowly."""
 
 
@@ -60,7 +60,7 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
 
 
 def place_of(trace: TracebackType | None) -> str:
-    """Where in the user's code an error comes from, as " at FILE:LINE"; "" if it is not known."""
+    """The place in the user's code where an error comes from, as " at FILE:LINE"; "" if it is not known."""
     paths, package = sysconfig.get_paths(), Path(__file__).parents[1]
     tasks, ours = f"{package / 'tasks'}{os.sep}", ("<frozen", f"{package}{os.sep}")
     frames = [

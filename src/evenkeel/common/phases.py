@@ -37,7 +37,7 @@ ACCOUNTS = {
 }
 """The ledger's account of a phase. Others are "productive", or "redone" in a step that an earlier attempt had done."""
 
-LONGEST = 3600
+COMPILE_TIMEOUT = 3600
 """Seconds that a compilation may take before it counts as a hang."""
 
 
@@ -77,7 +77,7 @@ class Activity:
         try:
             yield
         except Exception as error:
-            self.note(error)
+            self.attach_phase(error)
             raise
         finally:
             self.enter(before)
@@ -86,7 +86,7 @@ class Activity:
         """Count the time since the last mark as dead, because it was a hang. For any thread."""
         self.phase = HANGING
 
-    def note(self, error: BaseException) -> None:
+    def attach_phase(self, error: BaseException) -> None:
         """Store the present phase in an error, for :meth:`phase_of`, unless it has an inner one."""
         if not hasattr(error, "evenkeel_phase"):
             with suppress(AttributeError):  # one with __slots__

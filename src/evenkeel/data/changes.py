@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..common.errors import Refusal
 from ..config import Config
-from .data_digest import OFTEN, ONCE, Digests, alike, look
+from .data_digest import OFTEN, ONCE, Digests, alike, digest_samples
 from .dataset import SizedDataset
 from .order import Listed
 
@@ -67,7 +67,7 @@ class Changes:
         """The digests of sets that have changed. Sets that differ between reads, or between loader processes (`before`
         is another one's read), because a sample has the worker's number for example, are not compared any more."""
         try:
-            found, unsteady = look(self.config, {name: self.sets[name] for name in self._digests}, times)
+            found, unsteady = digest_samples(self.config, {name: self.sets[name] for name in self._digests}, times)
         except Refusal:  # samples are missing
             return self._digests
         unsteady += [name for name, digest in before.items() if not alike(found.get(name, digest), digest)]

@@ -49,7 +49,7 @@ CLOSE = 0.02
 """The same for data that a model has made twice: more than the arithmetic of another device, less than a few steps."""
 
 
-def look(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[Digests, list[str]]:
+def digest_samples(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[Digests, list[str]]:
     """Read a few samples of each set this many times; return digests, and names of sets that differ between reads.
 
     These have no digest; nor have sets that cannot be read: the training reports the reason. If there will be loader

@@ -48,7 +48,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run cuts its samples into steps and micro-batches, for any number of ranks."""
+    """The cut of a run's samples into steps and micro-batches, for any number of ranks."""
 
     samples: int
     """Samples in an epoch, N: the positions of its order that are trained on."""
@@ -65,7 +65,7 @@ class Plan:
     left_out: int = 0
     """Positions at the end of each epoch that --drop-last drops; `samples` does not include them."""
     batches: TokenBatches | None = None
-    """With --batch-tokens: the micro-batches of each epoch."""
+    """The micro-batches of each epoch, with --batch-tokens."""
 
     @staticmethod
     def of(config: Config, length: int, batches: TokenBatches | None = None) -> Plan:

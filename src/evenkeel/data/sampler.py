@@ -89,8 +89,8 @@ class ElasticSampler(DistributedSampler[Any]):
         self.plan = Plan(length, global_batch, micro_batch, epochs=1, number=micro_batches, batches=batches)
         self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
         self.counts: tuple[int, ...] = ()
-        """How many micro-batches of a full step each rank computes; empty: equally many."""
-        self.passes: Literal["share", "even", "dealt"] = "share"
+        """The number of micro-batches of a full step that each rank computes; empty: equally many."""
+        self.assignment: Literal["share", "even", "dealt"] = "share"
         """"share": a rank gets its share. "even": all ranks get equally many micro-batches, because each pass is a
         collective (--shard); further ones repeat the first. "dealt": as "even", but dealt round-robin."""
 
@@ -121,10 +121,10 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global step."""
-        if self.passes == "share":
+        if self.assignment == "share":
             return self.plan.micro_batches(step, self.rank, self.num_replicas, self.counts)
         every, share = self.plan.micro_batches(step), self.plan.shares(step, self.num_replicas)[self.rank]
-        mine = every[self.rank :: self.num_replicas] if self.passes == "dealt" else every[share.start : share.stop]
+        mine = every[self.rank :: self.num_replicas] if self.assignment == "dealt" else every[share.start : share.stop]
         return mine + every[:1] * (len(mine) < -(-len(every) // self.num_replicas))
 
 

@@ -68,7 +68,7 @@ class Reader:
         self._iterator: Iterator[Any] | None = None
         self._states = _States(of)
         self._due = time.monotonic() + of.state_every
-        self._noted: dict[str, Any] = {}
+        self._recorded: dict[str, Any] = {}
         self._marks: list[str] = []
 
     def take(self, place: int) -> Any:
@@ -96,7 +96,7 @@ class Reader:
     def _move(self, place: int) -> None:
         anew = self._source is None or place < self.at
         if anew:
-            self._noted = {}
+            self._recorded = {}
             self.at = self.begin = 0
             self._enter(0)
         if hasattr(self._source, "seek_sample"):
@@ -130,14 +130,14 @@ class Reader:
 
     def _next(self) -> Any:
         while True:
-            self._note()
+            self._record_source()
             seed_host(derive(self.of.seed, "stream", self.k, self.at))
             if self._iterator is None:
                 self._iterator = iter(self._source)
             sample = next(self._iterator, END)
             if sample is not END:
                 self.at += 1
-                if self._noted:
+                if self._recorded:
                     self._marks.append(_mark(sample))
                 return sample
             self._next_turn()
@@ -168,12 +168,12 @@ class Reader:
     def _is_stateful(self) -> bool:
         return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
 
-    def _note(self) -> None:
+    def _record_source(self) -> None:
         """Store the source's own state from time to time, once the samples that follow it are known."""
-        if self._noted and len(self._marks) == CHECKED:
-            self._states.keep(self._noted | {"next": self._marks})
-            self._noted = {}
-        if self._noted or not self._iterator or not self.of.states or time.monotonic() < self._due:
+        if self._recorded and len(self._marks) == CHECKED:
+            self._states.keep(self._recorded | {"next": self._marks})
+            self._recorded = {}
+        if self._recorded or not self._iterator or not self.of.states or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self.of.state_every
         if self._is_stateful() and not hasattr(self._source, "seek_sample"):
@@ -184,7 +184,7 @@ class Reader:
                 why = f"{type(error).__name__}: {error}"
                 self.of.tell_once("json", f"substream {self.k}: its state is not stored, a resume reads forward: {why}")
                 return
-            self._noted = {"place": self.at, "turn": self.turn, "begin": self.begin, "state": state}
+            self._recorded = {"place": self.at, "turn": self.turn, "begin": self.begin, "state": state}
             self._marks = []
 
     def _restore(self, place: int) -> bool:

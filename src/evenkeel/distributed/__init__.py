@@ -5,7 +5,7 @@
 - `devices`: GPUs by torch's number and the machine's; refusals if GPUs are missing.
 - `exits`: from an exception to an exit code and one line on stderr.
 - `tree`: the binary tree over micro-batch ids in which `--reduce tree` adds.
-- `reduction`: `Ring`, the stock all-reduce, and `Tree`, the same bits on any number of ranks; both are DDP hooks.
+- `reduction`: `AllReduce`, the stock all-reduce, and `Tree`, the same bits on any number of ranks; both are DDP hooks.
 - `sharded_reduction`: with `--shard on`, FSDP2's reduce-scatter in the order of the tree.
 - `exchange`: how ranks exchange their sums for `Tree`, in a thread beside the backward pass.
 - `data_parallel`: all of `--strategy dp`, `nn.DataParallel`.

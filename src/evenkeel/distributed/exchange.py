@@ -38,7 +38,7 @@ class Exchange:
         self._counts: list[int] = []
         ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
         self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        """How many of the n numbers each rank owns."""
+        """The number of the n numbers that each rank owns."""
 
     def send_chunks(self, rows: Sequence[Tensor], shares: Sequence[range]) -> Any:
         """Begin to send each rank its chunk of this rank's sums (`rows`, each of shape [n]); returns a handle."""

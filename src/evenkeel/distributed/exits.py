@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ..common import keeper_link
 from ..common.display import say
-from ..common.errors import FAILED, NODES_REFUSE, REFUSED, Ended, EndedHere, Refusal
+from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal
 from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
@@ -84,7 +84,7 @@ def refuse(line: str) -> None:
     """Print the line, if local rank 0 of this node does not, and end torchrun."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
-    if others_speak and orphaned_within(OTHERS_SPEAK + NODES_REFUSE * (nodes > 1), os.getppid()):
+    if others_speak and orphaned_within(OTHERS_SPEAK + REFUSAL_TIMEOUT * (nodes > 1), os.getppid()):
         return
     _tell(line)
     if agent := torchrun_agent():

@@ -1,10 +1,10 @@
 """The sum of the ranks' gradients: the stock all-reduce, or a sum whose order does not depend on the ranks.
 
-`Ring` is DDP's default; its last bits depend on the number of ranks. `Tree` adds the gradients of the
-micro-batches in the order of `tree`. Each is a `Reduction`, whose hook DDP calls for each bucket of gradients as soon
-as backward has filled it, so that the exchange overlaps the rest of backward. Where micro-batches may leave parameters
-unused, the tree exchanges all gradients after backward, without DDP: DDP's own collective about used parameters and
-those of the tree's thread could run in different orders, which breaks NCCL.
+`AllReduce` (`--reduce ring`) is DDP's default; its last bits depend on the number of ranks. `Tree` adds the gradients
+of the micro-batches in the order of `tree`. Each is a `Reduction`, whose hook DDP calls for each bucket of gradients as
+soon as backward has filled it, so that the exchange overlaps the rest of backward. Where micro-batches may leave
+parameters unused, the tree exchanges all gradients after backward, without DDP: DDP's own collective about used
+parameters and those of the tree's thread could run in different orders, which breaks NCCL.
 """
 
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
@@ -66,7 +66,7 @@ class Reduction:
         """
         raise NotImplementedError
 
-    def _note(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    def _bucket_ready(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         if self.tap:
             self.tap(bucket.parameters(), _views(bucket.buffer(), bucket.parameters()))
         if bucket.is_last():
@@ -74,7 +74,7 @@ class Reduction:
             self.arrived()
 
 
-class Ring(Reduction):
+class AllReduce(Reduction):
     """DDP's own sum: ``.grad`` adds up on each rank, and the stock all-reduce adds up over the ranks.
 
     With `compressed`, ranks exchange float32 gradients in bfloat16, as torch's `bf16_compress_hook` does.
@@ -97,7 +97,7 @@ class Ring(Reduction):
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """All-reduce a bucket."""
-        self._note(bucket)
+        self._bucket_ready(bucket)
         buffer = bucket.buffer()
         compressed = self._compressed and buffer.dtype == torch.float32
         work = dist.all_reduce(buffer.bfloat16() if compressed else buffer, async_op=True)
@@ -150,7 +150,7 @@ class Tree(Reduction):
         self._so_far.push(Node(0, micro_batch), gradients)
 
     def end(self) -> None:
-        """Without DDP, fold in the last micro-batch and add up over the ranks."""
+        """Fold in the last micro-batch and add up over the ranks, if DDP does not."""
         if self.hooked:
             self._pipeline.check()
             return
@@ -189,7 +189,7 @@ class Tree(Reduction):
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Fold this rank's gradients, and let the pipeline exchange them."""
-        self._note(bucket)
+        self._bucket_ready(bucket)
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if not self._shares:  # the empty pass before the first step

@@ -40,7 +40,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from ..common import keeper_link
-from ..common.errors import NODES_REFUSE, EndedHere, Refusal
+from ..common.errors import REFUSAL_TIMEOUT, EndedHere, Refusal
 from ..common.network import Waiting, reach
 
 _REFUSED = "refused by rank "
@@ -52,7 +52,7 @@ DIED = "died"
 UNKEPT = "unkept"
 """The key that tells keepers not to wait for all ranks: one has no keeper, or ends for good."""
 
-PATIENCE = 1.0
+ANSWER_TIMEOUT = 1.0
 """Seconds in which all ranks must answer a call, else it is repeated. Doubled each time for slow stores."""
 
 
@@ -98,11 +98,11 @@ def refuse_together(text: str) -> None:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # rank 0's store may still come; an agent's that is not there is gone
-    patience = 0 if _agent_hosts() else NODES_REFUSE
+    patience = 0 if _agent_hosts() else REFUSAL_TIMEOUT
     with contextlib.suppress(EndedHere, DistError):
-        namespace = _namespace(job_store(rank, world_size, timedelta(seconds=NODES_REFUSE), patience), world_size)
+        namespace = _namespace(job_store(rank, world_size, timedelta(seconds=REFUSAL_TIMEOUT), patience), world_size)
         namespace.add("refused", 1)
-        deadline = time.monotonic() + NODES_REFUSE
+        deadline = time.monotonic() + REFUSAL_TIMEOUT
         while time.monotonic() < deadline:
             if not _refused(namespace):  # repeated in case a new call of rank 0 has overwritten it
                 namespace.set("call", f"{_REFUSED}{rank}: {text}")
@@ -155,7 +155,7 @@ def generation_store(store: Store, world_size: int, nonce: str) -> Store:
 
 def _call(namespace: Store, world_size: int, timeout: timedelta) -> str:
     """Rank 0's part; returns the nonce that all ranks have answered."""
-    patience, waiting = PATIENCE, Waiting()
+    patience, waiting = ANSWER_TIMEOUT, Waiting()
     nonce, here, called = _new_call(namespace, world_size)
     for _ in _polls(world_size, timeout):
         waiting.tell(lambda: _describe(namespace, here))  # noqa: B023  (it is called at once)

@@ -30,7 +30,7 @@ from .rendezvous import UNKEPT, fresh_store, job_store
 
 T = TypeVar("T")
 
-IN_PLACE = timedelta(seconds=120)
+RESTART_TIMEOUT = timedelta(seconds=120)
 """Maximum delay of a rank that starts again in place, after which torchrun restarts the job."""
 
 
@@ -130,7 +130,7 @@ class World:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store = job_store(self.rank, self.world_size, timeout)
         # while ranks start again in place, torchrun does not notice a lost node
-        patience = min(timeout, IN_PLACE) if keeper_link.restarts() else timeout
+        patience = min(timeout, RESTART_TIMEOUT) if keeper_link.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, patience)
         if not keeper_link.has_keeper():
             store.set(UNKEPT, "")

@@ -29,7 +29,7 @@ from typing import IO
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..common import keeper_link
-from ..common.phases import COMPILATION, LONGEST, activity
+from ..common.phases import COMPILATION, COMPILE_TIMEOUT, activity
 from ..common.processes import stat
 from ..distributed.devices import device_name, node_name
 from ..distributed.world import World
@@ -44,8 +44,9 @@ ALARM, SAVED, COMPILING = "alarm", "saved", "compiling"
 FLIGHT = "flight"
 """Folder for the last collectives, among the logs of an attempt."""
 
-PATIENCE = 5.0
-"""Seconds to wait for an answer of the store, whose machine may be gone."""
+STORE_TIMEOUT, COMPARE_TIMEOUT = 5.0, 5.0
+"""Seconds for an answer of the store, whose machine may be gone, and for the comparison of collectives, which takes
+minutes with thousands of ranks while the restart waits for this process."""
 
 
 class Watch:
@@ -80,7 +81,7 @@ class Watch:
         self._announced, self._seen, self._compiling = 0, 0, b""
         self._first_beats, self._frozen = list[Beat](), list[Beat]()
         self.outlook: Outlook | None = None
-        self._looking = threading.Thread(target=self._look, name="look", daemon=True)
+        self._diagnosing = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
 
     def __enter__(self) -> Watch:
         self._first_beats = self.world.gather(self._beat_now(0))
@@ -103,16 +104,16 @@ class Watch:
                 Path(self._stacks.name).unlink()
 
     def announce_saved(self, step: int) -> None:
-        """On rank 0: tell all nodes of a complete checkpoint, with the next beat."""
+        """Tell all nodes of a complete checkpoint, with rank 0's next beat."""
         self._announced = step
 
-    def look_around(self) -> None:
-        """After an alarm: start to write this rank's stacks and to find out which rank is where; returns at once."""
-        self._looking.start()
+    def diagnose(self) -> None:
+        """Start to write this rank's stacks and to find out which rank is where, after an alarm; returns at once."""
+        self._diagnosing.start()
 
     def explain(self) -> str:
-        """Which rank is where, once :meth:`look_around` knows; the lowest live rank prints it."""
-        self._looking.join(PATIENCE + 3 * self.interval)
+        """Return which rank is where, once :meth:`diagnose` knows; the lowest live rank prints it."""
+        self._diagnosing.join(STORE_TIMEOUT + 3 * self.interval)
         me = self.world.rank
         here = describe({me: self._beat_now(0)}, [])
         # with our launchers rank 0 has the store, so suspect rank 0 if the store does not answer
@@ -132,7 +133,7 @@ class Watch:
             flight_recorder.write(self.logs / FLIGHT, self.world.rank)
 
     def compare_collectives(self) -> None:
-        """On the lowest live rank: log the verdict of `torchfrtrace` on the collectives of all ranks."""
+        """Log the verdict of `torchfrtrace` on the collectives of all ranks, on the lowest live rank."""
         if not self.outlook or self.world.rank != self.outlook.lowest or self.world.world_size == 1:
             return
         frozen = {(beat.host, beat.pid) for beat in self._frozen}
@@ -147,7 +148,7 @@ class Watch:
 
         comparing = threading.Thread(target=compare, name="compare", daemon=True)
         comparing.start()
-        comparing.join(PATIENCE)  # with thousands of ranks it takes minutes, and the restart waits for this process
+        comparing.join(COMPARE_TIMEOUT)
 
     def is_within_reach(self) -> bool:
         """Whether each frozen rank is on a node with a live rank, which can kill it; else its node may be gone."""
@@ -170,7 +171,7 @@ class Watch:
         while not self._stopped.wait(self.interval if count else 0):
             count += 1
             try:
-                store.set_timeout(timedelta(seconds=PATIENCE))
+                store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
                 self._exchange(store, count)
             except RuntimeError as error:  # such as DistStoreError and DistNetworkError
                 log.info("cannot reach the other ranks: %s", str(error).split("\n")[0])
@@ -218,7 +219,7 @@ class Watch:
         if not self._stopped.is_set():
             self._alarmed()
 
-    def _look(self) -> None:
+    def _diagnose(self) -> None:
         with contextlib.suppress(Exception):  # a full disk, say
             faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback(self._stacks, all_threads=True)
@@ -230,7 +231,7 @@ class Watch:
         if not self._store:
             return Outlook(describe({0: self._beat_now(0)}, []), 0, [], [])
         store = self._store.clone()
-        store.set_timeout(timedelta(seconds=PATIENCE))
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
         store.set(ALARM, "")
         names = [f"rank/{rank}" for rank in range(self.world.world_size)]
         first = store.multi_get(names)
@@ -248,4 +249,4 @@ class Watch:
 
 def _compiles() -> bool:
     """Whether this rank compiles, and has not exceeded the time limit for that."""
-    return activity.phase == COMPILATION and activity.seconds_in_phase() < LONGEST
+    return activity.phase == COMPILATION and activity.seconds_in_phase() < COMPILE_TIMEOUT

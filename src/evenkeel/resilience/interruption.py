@@ -34,7 +34,7 @@ KEYBOARD = 130
 REGROUPING = "the death of another rank"
 """Reason of an end that this rank's keeper requested, to fork it again."""
 
-ONE_PRESS = 1.0
+PRESS_WINDOW = 1.0
 """Seconds within which interrupts count as one Ctrl-C: `timeout` and others add one to the terminal's."""
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Interruption:
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.reason = ""
-        """Why this process is ending, if it is: a signal's name, or a hang."""
+        """The reason why this process is ending, if it is: a signal's name, or a hang."""
         self._rescue: Callable[[str], None] = lambda _signal: None
         self._first, self._parent = threading.Lock(), os.getppid()
         self._pipe, wakeup = os.pipe()
@@ -70,7 +70,7 @@ class Interruption:
         threading.Thread(target=self._watch, name="interruption", daemon=True).start()
 
     def rescue_with(self, rescue: Callable[[str], None]) -> None:
-        """Call this with the signal's name when one comes, in a thread; then the process ends with :data:`STOPPED`."""
+        """Register what a thread calls with the name of a stop signal, before the process ends with :data:`STOPPED`."""
         self._rescue = rescue
 
     def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
@@ -86,7 +86,7 @@ class Interruption:
         threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
 
     def await_end(self) -> None:
-        """For the main thread after an error: if the process is ending already, wait for that and do not return.
+        """Wait in the main thread after an error, and do not return, if the process is ending already.
 
         Otherwise the process ends because of the error, and signals have no more effect.
         """
@@ -106,7 +106,7 @@ class Interruption:
                 self.end(REGROUPING, partial(self._rescue, REGROUPING), STOPPED)
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
-            if first and number == signal.SIGINT and time.monotonic() - first > ONE_PRESS:
+            if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
                 _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", patience=1.0)
             first, name = first or time.monotonic(), signal.Signals(number).name
             if keeper_link.has_keeper() and os.getppid() != self._parent:
@@ -128,17 +128,17 @@ class Interruption:
 
 
 class Resident(Interruption):
-    """For a process that goes on after the run, such as a notebook: it takes no signals and never ends the process."""
+    """Takes no signals and never ends the process, which goes on after the run, such as a notebook."""
 
     def __init__(self, grace: float) -> None:
         self.grace, self.reason = grace, ""
 
     def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
-        """Only warn."""
+        """Warn, and do not end."""
         log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)
 
     def await_end(self) -> None:
-        """Nothing has ended the process."""
+        """Return at once, because nothing ends the process."""
 
 
 def _take(number: signal.Signals) -> None:

@@ -50,17 +50,17 @@ from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
 from ..config import Config
 from ..distributed.exits import refuse
-from .interruption import KEYBOARD, ONE_PRESS, STOPPED
+from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
 from .memory_checkpoint import KeeperMemory, MemoryCheckpoint
 from .peers import Peers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
 """Exit code of a fork that cannot use a GPU because its keeper has."""
 
-UNASKED = 10.0
+REGROUP_TIMEOUT = 10.0
 """Seconds beyond --grace after which a trainer that got REGROUP and has not left is killed."""
 
-AT_ONCE = 0.3
+ANNOUNCE_DELAY = 0.3
 """Seconds in which a state is usually on the disk. Only a keeper that waits longer prints that it waits."""
 
 COUNTS = "EVENKEEL_KEEPER_COUNTS"
@@ -90,11 +90,11 @@ class Keeper:
         # forks; consecutive ones without progress; the furthest first step of any trainer
         self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
         self._stop_time, self._stop_signal = 0.0, 0
-        """When the first stop signal came, and which; 0: none has come."""
+        """The time of the first stop signal, and its number; 0: none has come."""
         self._exit_at_once = False
         """Whether Ctrl-C was pressed after that: exit without waiting."""
         self._regroup_time = 0.0
-        """When the trainer got REGROUP; 0: it has not."""
+        """The time at which the trainer got REGROUP; 0: it has not."""
         self._messages: dict[str, str] = {}
         """The last value of each message from the trainer."""
         self._text = b""
@@ -166,7 +166,7 @@ class Keeper:
         while True:
             number = _await_signal(heeded, self._peers.interval)
             if number and number != signal.SIGCHLD:
-                self._note_stop(number)
+                self._record_stop(number)
                 os.kill(pid, number)
             ended, status = os.waitpid(pid, os.WNOHANG)
             self._memory.reap()
@@ -177,7 +177,7 @@ class Keeper:
             if self._stop_time:
                 continue
             if self._regroup_time:
-                if time.monotonic() - self._regroup_time > self._grace + UNASKED:
+                if time.monotonic() - self._regroup_time > self._grace + REGROUP_TIMEOUT:
                     os.kill(pid, signal.SIGKILL)
             elif self._peers.has_died():
                 self._regroup_time = time.monotonic()
@@ -207,15 +207,15 @@ class Keeper:
     def _stopped_within(self, seconds: float) -> bool:
         """Wait; return whether a stop signal has come."""
         if number := _await_signal(self._stops, seconds):
-            self._note_stop(number)
+            self._record_stop(number)
         return bool(self._stop_time)
 
-    def _note_stop(self, number: int) -> None:
+    def _record_stop(self, number: int) -> None:
         """Only a second Ctrl-C cuts the wait short, which torchrun passes on as SIGTERM; a SIGTERM may be repeated."""
         now = time.monotonic()
         if not self._stop_time:
             self._stop_time, self._stop_signal = now, number
-        elif signal.SIGINT in (number, self._stop_signal) and now - self._stop_time > ONE_PRESS:
+        elif signal.SIGINT in (number, self._stop_signal) and now - self._stop_time > PRESS_WINDOW:
             self._exit_at_once = True
 
     def _await_written(self) -> bool:
@@ -232,7 +232,7 @@ class Keeper:
             if now > until:
                 self._say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
                 break
-            if self._stop_time and not announced and now > max(self._stop_time, begun) + AT_ONCE:
+            if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
                 announced, again = True, "again " * (self._stop_signal == signal.SIGINT)
                 self._say(
                     f"{_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the disk; "

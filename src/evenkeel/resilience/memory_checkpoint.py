@@ -5,9 +5,9 @@ it. So a survivor writes the step into a file without a name (memfd_create(2)), 
 the file to the next rank. Meanwhile a child of the keeper writes it to the disk, so that no more is lost than without
 this if all processes die. The file is in no folder and has no size limit; the kernel frees it with its last process.
 
-    rank        store          write a state, instead of or before a checkpoint
-    keeper      KeeperMemory   what its rank has stored; a child writes it to the disk
-    next rank   previous       the same, to start from
+    rank        RankMemory.store      write a state, instead of or before a checkpoint
+    keeper      KeeperMemory          what its rank has stored; a child writes it to the disk
+    next rank   RankMemory.previous   the same, to start from
 
 A sharded run stores each step of each rank instead, in two slots that all ranks of a keeper share (`training.slots`).
 """
@@ -28,7 +28,7 @@ from ..common import keeper_link
 from ..common.processes import name_process
 
 TRIES = 3
-"""How many children try to write a state to the disk, one after the other, if they are killed."""
+"""Number of children that try to write a state to the disk, one after the other, if they are killed."""
 
 
 class MemoryCheckpoint(NamedTuple):
@@ -50,7 +50,7 @@ class MemoryCheckpoint(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Where other processes of this machine can read a state that a rank has found in memory."""
+    """A state that a rank has found in memory, for other processes of this machine to read."""
 
     step: int
     path: str
@@ -58,66 +58,84 @@ class Offer(NamedTuple):
     """The kernel's boot, the file's device and its inode: elsewhere the path may be another file's."""
 
 
-_descriptor = -1
-_facts: dict[str, Any] = {}
-"""Of the state in `_descriptor`; empty: that is not whole."""
-_previous: MemoryCheckpoint | None = None
-_slots: list[int] = []
+class RankMemory:
+    """The memory that this rank shares with its keeper; empty without one. Its only instance is `rank_memory`."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        """The file to write to; -1: none."""
+        self.facts: dict[str, Any] = {}
+        """The facts of the state in that file; empty: the state is not whole."""
+        self._previous: MemoryCheckpoint | None = None
+        self._slots: list[int] = []
+
+    def enter(self, descriptor: int, previous: MemoryCheckpoint | None, slots: list[int]) -> None:
+        """Take over these files from the keeper that has forked this rank."""
+        self.descriptor, self._previous, self._slots = descriptor, previous, slots
+        os.register_at_fork(after_in_child=self._disown)  # or loader processes would keep it allocated
+
+    def slots(self) -> list[int]:
+        """Files in memory, with what the previous rank of this keeper has left there: two for its rows, two for
+        another's (--replicate). Without a keeper: new ones."""
+        return self._slots or [os.memfd_create("slot") for _ in range(4)]
+
+    def store(self, write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
+        """Store a state for the keeper, in place of the last one.
+
+        Args:
+            write: writes it, into a file that can seek.
+            facts: see :class:`MemoryCheckpoint`.
+
+        Returns:
+            False if there is no keeper, or too little memory.
+        """
+        if self.descriptor < 0:
+            return False
+        self.discard()
+        try:
+            with open(f"/proc/self/fd/{self.descriptor}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
+                write(file)
+        except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
+            self.discard()
+            return False
+        keeper_link.send("memory", json.dumps(facts))  # only now: it is whole
+        self.facts = facts
+        return True
+
+    def discard(self) -> None:
+        """Discard what this process has stored."""
+        if self.descriptor >= 0:
+            keeper_link.send("memory")
+            self.facts = {}
+            os.ftruncate(self.descriptor, 0)
+
+    def previous(self, folder: str) -> MemoryCheckpoint | None:
+        """The state that the previous rank of this keeper has stored, if its run has this folder of checkpoints."""
+        return self._previous if self._previous and self._previous.facts["folder"] == folder else None
+
+    def offer(self, folder: str) -> Offer | None:
+        """Offer :meth:`previous` to the other ranks of this machine, until :meth:`discard_previous`."""
+        if not (left := self.previous(folder)):
+            return None
+        path, identity = f"/proc/{os.getpid()}/fd/{left.descriptor}", ("", 0, 0)
+        with contextlib.suppress(OSError):  # a sandbox may hide /proc; then no other rank finds the file
+            identity = _identity(path)
+        return Offer(left.step, path, identity)
+
+    def discard_previous(self) -> None:
+        """Free what the previous rank has stored."""
+        if self._previous:
+            os.close(self._previous.descriptor)
+            self._previous = None
+
+    def _disown(self) -> None:
+        self.discard_previous()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self.facts = -1, {}
 
 
-def slots() -> list[int]:
-    """Files in memory, with what the previous rank of this keeper has left there: two for its rows, two for another's
-    (--replicate). Without a keeper: new ones."""
-    return _slots or [os.memfd_create("slot") for _ in range(4)]
-
-
-def store(write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
-    """Store a state for the keeper, in place of the last one.
-
-    Args:
-        write: writes it, into a file that can seek.
-        facts: see :class:`MemoryCheckpoint`.
-
-    Returns:
-        False if there is no keeper, or too little memory.
-    """
-    global _facts
-    if _descriptor < 0:
-        return False
-    discard()
-    try:
-        with open(f"/proc/self/fd/{_descriptor}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
-            write(file)
-    except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
-        discard()
-        return False
-    keeper_link.send("memory", json.dumps(facts))  # only now: it is whole
-    _facts = facts
-    return True
-
-
-def discard() -> None:
-    """Discard what this process has stored."""
-    global _facts
-    if _descriptor >= 0:
-        keeper_link.send("memory")
-        _facts = {}
-        os.ftruncate(_descriptor, 0)
-
-
-def previous(folder: str) -> MemoryCheckpoint | None:
-    """What the previous rank of this keeper has stored, if it was of the run with this folder of checkpoints."""
-    return _previous if _previous and _previous.facts["folder"] == folder else None
-
-
-def offer(folder: str) -> Offer | None:
-    """Where the other ranks of this machine can read :func:`previous`, until :func:`discard_previous`."""
-    if not (left := previous(folder)):
-        return None
-    path, identity = f"/proc/{os.getpid()}/fd/{left.descriptor}", ("", 0, 0)
-    with contextlib.suppress(OSError):  # a sandbox may hide /proc; then no other rank finds the file
-        identity = _identity(path)
-    return Offer(left.step, path, identity)
+rank_memory = RankMemory()
 
 
 def open_first(offers: Iterable[Offer]) -> IO[bytes] | None:
@@ -134,22 +152,6 @@ def _identity(path: str) -> tuple[str, int, int]:
     return Path("/proc/sys/kernel/random/boot_id").read_text(), status.st_dev, status.st_ino
 
 
-def discard_previous() -> None:
-    """Free what the previous rank has stored."""
-    global _previous
-    if _previous:
-        os.close(_previous.descriptor)
-        _previous = None
-
-
-def _disown() -> None:
-    global _descriptor, _facts
-    discard_previous()
-    if _descriptor >= 0:
-        os.close(_descriptor)
-    _descriptor, _facts = -1, {}
-
-
 class KeeperMemory:
     """The state of the run that a keeper has in memory.
 
@@ -162,34 +164,32 @@ class KeeperMemory:
         self._checkpoint: MemoryCheckpoint | None = None
         self._next, self._slots = -1, list[int]()
         self._writers: dict[int, tuple[MemoryCheckpoint, int]] = {}
-        """By pid: what each child writes, and how many tries are left."""
+        """What each child writes, by its pid, and how many tries are left."""
 
     def prepare(self) -> None:
         """Allocate the memory of the rank that is forked next."""
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then the rank writes to the disk
             self._next = os.memfd_create("state")
-            self._slots = self._slots or slots()
+            self._slots = self._slots or rank_memory.slots()
 
     def enter(self) -> None:
-        """In that rank: :func:`store` writes there, and :func:`previous` is what the keeper has."""
-        global _descriptor, _previous, _slots
-        _descriptor, _previous, _slots = self._next, self._checkpoint, self._slots
+        """Give that rank the memory to write to, and what the keeper has; called in the rank."""
         being_written = {found.descriptor for found, _ in self._writers.values()}
-        for descriptor in being_written - {_previous and _previous.descriptor}:
+        for descriptor in being_written - {self._checkpoint and self._checkpoint.descriptor}:
             os.close(descriptor)
-        os.register_at_fork(after_in_child=_disown)  # or loader processes would keep it allocated
+        rank_memory.enter(self._next, self._checkpoint, self._slots)
         keeper = os.getppid()
 
         def save_orphaned() -> None:
-            if _facts and os.getppid() != keeper:  # it died before it could save it
-                self._save(MemoryCheckpoint(_descriptor, _facts))
+            if rank_memory.facts and os.getppid() != keeper:  # it died before it could save it
+                self._save(MemoryCheckpoint(rank_memory.descriptor, rank_memory.facts))
             elif os.getppid() != keeper and (left := self._in_slots()):
                 self._save(left)
 
         keeper_link.before_exit(save_orphaned)
 
     def take(self, facts: str) -> None:
-        """After the end of that rank: take over what it has stored, if that is whole, and start to write it.
+        """Take over what that rank has stored, after its end, if that is whole, and start to write it.
 
         Args:
             facts: those it sent last; "": the state is not whole, or there is none.

@@ -19,17 +19,16 @@ from ..common.errors import EndedHere
 from ..common.processes import die_with_parent, name_process
 from ..distributed.rendezvous import DIED, UNKEPT, generation_store, job_store
 
-PATIENCE = 10.0
+STORE_TIMEOUT = 10.0
 """Seconds for an answer of the store, whose machine may be gone. The keeper does nothing else meanwhile."""
 
-CONNECTED = 60.0
+CONNECT_TIMEOUT = 60.0
 """Seconds for a connection: torch looks up the other end's name, which in a container without DNS takes over ten."""
 
-CONFIRMED = 5.0
-"""Seconds in which the keeper of a dead rank reports the death. After that the agent decides, as without keepers; if
-there is no agent, the limit is one second."""
+CONFIRM_TIMEOUT = 5.0
+"""Seconds in which the keeper of a dead rank reports the death, else the agent decides; without an agent one second."""
 
-ALL_DONE = 300.0
+FINISH_TIMEOUT = 300.0
 """Seconds that a finished rank waits for the others; torchrun's agents wait for each other as long."""
 
 DONE, GONE = "done", "gone"
@@ -53,7 +52,7 @@ class Peers:
         self._store: Store | None = None
 
     def join(self, generation: str) -> None:
-        """From now on exchange messages with the ranks that meet under this name; "": with none yet."""
+        """Exchange messages from now on with the ranks that meet under this name; "": with none yet."""
         self._generation, self._store = generation, None
         if generation:  # so the store has just answered this rank
             with contextlib.suppress(RuntimeError, EndedHere):
@@ -63,12 +62,12 @@ class Peers:
     def _connect(self) -> Store:
         """A connection with a time-out on its socket, because some of torch's requests have none."""
         before = _sockets()
-        store = job_store(self._rank, self._world_size, timedelta(seconds=CONNECTED))
-        store.set_timeout(timedelta(seconds=PATIENCE))
+        store = job_store(self._rank, self._world_size, timedelta(seconds=CONNECT_TIMEOUT))
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
         for number in _sockets() - before:
             with socket.socket(fileno=os.dup(number)) as connection:
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), 0))
+                    connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STORE_TIMEOUT), 0))
         return store
 
     def _lose(self) -> None:
@@ -101,7 +100,7 @@ class Peers:
         Args:
             stopped: waits so many seconds, and returns whether a stop signal has come.
         """
-        deadline = time.monotonic() + (CONFIRMED if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
+        deadline = time.monotonic() + (CONFIRM_TIMEOUT if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
         while not (died := self.has_died()) and time.monotonic() < deadline and not stopped(self.interval / 4):
             pass
         return died
@@ -113,12 +112,12 @@ class Peers:
                 self._store.set(UNKEPT, "")
 
     def await_all(self, stopped: Callable[[float], bool]) -> bool:
-        """After a finished run: wait for all ranks to finish; False if one has died, and needs the others.
+        """Wait for all ranks to finish, after a finished run; False if one has died, and needs the others.
 
         Args:
             stopped: as in :meth:`confirm_death`.
         """
-        deadline = time.monotonic() + ALL_DONE
+        deadline = time.monotonic() + FINISH_TIMEOUT
         try:
             store = self._store
             if not store or store.check([UNKEPT]):
@@ -162,7 +161,7 @@ def hold_store(rank: int, world_size: int) -> None:
     name_process("store")
     die_with_parent(signal.SIGKILL)
     with contextlib.suppress(Exception):
-        store = job_store(rank, world_size, timedelta(seconds=CONNECTED))
+        store = job_store(rank, world_size, timedelta(seconds=CONNECT_TIMEOUT))
         os.write(started, b"1")
         os.close(started)
         while store and os.getppid() == keeper:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
@@ -38,15 +38,25 @@ from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint
 from .records import read_facts, recorded_options
 from .resume import Resume
-from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, launch_token
+from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, has_begun, launch_token
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Known = list[tuple[str, dict[str, Any]]]
-"""Launch token and the run's status.json on the rank's node, for all ranks."""
+
+
+class Records(NamedTuple):
+    """The launch tokens of all ranks, and the status.json that each node has of the run so far."""
+
+    tokens: Sequence[str]
+    statuses: Sequence[dict[str, Any]]
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The status after the most attempts, which says whether the run begins, goes on or is over."""
+        return max(self.statuses, key=_attempts)
 
 
 class Attempt:
@@ -109,7 +119,7 @@ class Attempt:
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         self.harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
-        self.data.look({} if config.fresh else read_facts(self.path / "status.json")[0])
+        self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def __enter__(self) -> None:
         """Keep the folder's lock to the end of the block."""
@@ -121,8 +131,6 @@ class Attempt:
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]] | None = None) -> bool:
         """Record the start of an attempt on every rank; True if the run is finished already.
 
-        From here on `config` and `plan` say how steps are cut.
-
         Args:
             find_micro_batch: is called on all ranks if a new run has --micro-batch auto.
 
@@ -130,41 +138,39 @@ class Attempt:
             Ended: too many attempts died before they finished a step, or a node cannot write.
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
-        # 1. what each node knows of the run: the newest status says whether it begins, goes on or is over
-        first_here = self.world.local_rank == 0
-        status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
-        known: Known = self.world.gather((launch_token(), status))
-        tokens = [token for token, _ in known]
-        newest = max((status for _, status in known), key=_attempts)
-        # with --fresh, unless this launch has itself begun the run and is restarted
-        anew = self.config.fresh and not set(filter(None, tokens)) & set(newest.get("launch", []))
-        # 2. refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
-        note = self.compiled.unpack(begins=anew) if self.compiled and first_here else ""  # others wait below
+        before = self._gather_records()
+        anew = self.config.fresh and not has_begun(before.newest, before.tokens)
+        note = self._unpack_compiled(anew)
+        # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
-        self.data.compare({} if anew else newest)
-        said = self._decide_cut(known, find_micro_batch)
-        if self.config.strict_bits and (self.config.fresh or not self._finished(newest)):
-            self._refuse_other_bits()
-        # 3. rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
-        status = self._record_start(tokens, newest)
+        self.data.compare({} if anew else before.newest)
+        said = self._decide_cut(before, find_micro_batch)
+        self._refuse_other_bits(before.newest)
+        # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
+        status = self._record_start(before)
         if self._finished(status):
-            early = " early" * status.get("stopped_early", False)
-            self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
+            self._print_finished(status)
             return True
-        uneven = self._start_logging(status)
-        if note:  # not earlier: there was no log
-            log.warning("%s", note)
-        # 4. the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
-        if status["fruitless"] > MAX_FRUITLESS:
-            self._end_crash_loop()
-        if self.directory:
-            self._start_tracking(uneven, said)
+        uneven = self._start_logging(status, note)
+        # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
+        self._end_crash_loop(status)
+        self._start_tracking(uneven, said)
         return False
 
     def record_order(self, epoch: int) -> None:
         """Compare the task's own order of an epoch among ranks, and record it; raises as `DataCheck.compare_order`."""
         if (digest := self.data.compare_order(epoch)) and self.directory:
-            self.directory.note(orders={str(epoch): digest})
+            self.directory.try_update(orders={str(epoch): digest})
+
+    def _gather_records(self) -> Records:
+        first_here = self.world.local_rank == 0
+        status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
+        everywhere = self.world.gather((launch_token(), status))
+        return Records([token for token, _ in everywhere], [status for _, status in everywhere])
+
+    def _unpack_compiled(self, anew: bool) -> str:
+        """Unpack compiled code once on each node; its other ranks wait for the next collective. Returns a warning."""
+        return self.compiled.unpack(begins=anew) if self.compiled and self.world.local_rank == 0 else ""
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
@@ -175,35 +181,31 @@ class Attempt:
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
                 )
 
-    def _refuse_other_bits(self) -> None:
-        """With --strict-bits: before anything is written, by the newest manifest of any node."""
+    def _refuse_other_bits(self, status: dict[str, Any]) -> None:
+        """With --strict-bits and a run that goes on: by the newest manifest of any node."""
+        if not self.config.strict_bits or (not self.config.fresh and self._finished(status)):
+            return
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
-        before = [manifest for manifest in manifests if manifest and not self.config.fresh]
-        newest = max(before, key=lambda manifest: manifest.step, default=None)
+        present = [manifest for manifest in manifests if manifest and not self.config.fresh]
+        newest = max(present, key=lambda manifest: manifest.step, default=None)
         Resume(self.config, self.world, self.checkpoints).compare_bits(newest)
 
-    def _record_start(self, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:
-        """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks.
-
-        Args:
-            tokens: of all ranks.
-            newest: the most recent status of the run.
-        """
-        written: dict[str, Any] | Ended | None = None
-        if directory := self.directory:
-            written = self._try_to_write(lambda: self._write_start(directory, tokens, newest))
+    def _record_start(self, before: Records) -> dict[str, Any]:
+        """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
+        directory = self.directory
+        written = self._try_to_write(lambda: self._write_start(directory, before)) if directory else None
         result: Any = self.world.broadcast(written)
         if isinstance(result, Ended):
             raise result
         return dict(result)
 
-    def _write_start(self, directory: RunDirectory, tokens: list[str], newest: dict[str, Any]) -> dict[str, Any]:
+    def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
         if self.config.fresh:
-            if aside := directory.start_over(tokens):
+            if aside := directory.start_over(before.tokens):
                 self.print(f"--fresh: the run that was in {self.path} is now in {aside}")
         elif not directory.attempts:  # rank 0 is new here, but another node may know the run
-            directory.status = newest
+            directory.status = before.newest
         status = directory.status
         if self._finished(status):
             return status
@@ -214,12 +216,12 @@ class Attempt:
         if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
-        directory.begin(self.options, tokens, **facts)
+        directory.begin(self.options, before.tokens, **facts)
         return directory.status
 
-    def _start_logging(self, status: dict[str, Any]) -> str:
-        """On every rank: start its log, and on a node without rank 0 copy the facts of the run. Returns a line if GPUs
-        differ; raises Ended on all ranks if a node cannot write."""
+    def _start_logging(self, status: dict[str, Any], note: str) -> str:
+        """On every rank: start its log with this warning, and on a node without rank 0 copy the facts of the run.
+        Returns a line if GPUs differ; raises Ended on all ranks if a node cannot write."""
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
         ready = self._try_to_write(lambda: self._write_log(status))
         mine = describe(self.world.device)
@@ -231,6 +233,8 @@ class Attempt:
         for _, ended in everywhere:
             if ended:
                 raise ended
+        if note:
+            log.warning("%s", note)
         return explain_uneven([device.kind for device, _ in everywhere])
 
     def _write_log(self, status: dict[str, Any]) -> None:
@@ -253,15 +257,14 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _decide_cut(self, known: Known, find_micro_batch: Callable[[], tuple[int, str]] | None) -> str:
+    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]] | None) -> str:
         """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
         The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".
         """
-        continued = [status for _, status in known if status.get("micro_batch")]
+        continued = [status for status in before.statuses if status.get("micro_batch")]
         if self.config.fresh:  # then only a restart of this launch finds its own run
-            tokens = {token for token, _ in known if token}
-            continued = [status for status in continued if tokens & set(status.get("launch", []))]
+            continued = [status for status in continued if has_begun(status, before.tokens)]
         recorded = max(continued, key=_attempts, default={})
         config, said = self._cutter(recorded), ""
         if config.micro_batch == "auto":
@@ -284,7 +287,13 @@ class Attempt:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
         return status.get("state") == "finished" and bool(over)
 
-    def _end_crash_loop(self) -> NoReturn:
+    def _print_finished(self, status: dict[str, Any]) -> None:
+        early = " early" * status.get("stopped_early", False)
+        self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
+
+    def _end_crash_loop(self, status: dict[str, Any]) -> None:
+        if status["fruitless"] <= MAX_FRUITLESS:
+            return
         reason = f"{MAX_FRUITLESS} consecutive attempts died before they finished a step"
         if self.directory:
             last = self.directory.status.get("last_failure")
@@ -296,13 +305,9 @@ class Attempt:
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
     def _start_tracking(self, uneven: str, said: str) -> None:
-        """On rank 0: start the tracker, and log warnings before the first step.
-
-        Args:
-            uneven: that GPUs differ, if they do.
-            said: a line about the cut, or "".
-        """
-        assert self.directory
+        """Start the tracker on rank 0, and log warnings, `uneven` GPUs among them, and what is `said` of the cut."""
+        if not self.directory:
+            return
         config, plan, world = self.config, self.plan, self.world
         self.tracker = tracking.Tracker(config, plan, self.path, self.directory.attempts, world.world_size)
         self.tracker.start_wandb(self.directory.status.get("wandb_id"), self.options)
@@ -317,7 +322,7 @@ class Attempt:
             self.tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=said)
 
     def print(self, text: str) -> None:
-        """A line on stdout, from rank 0."""
+        """Print a line on stdout, from rank 0."""
         if self.directory:
             with contextlib.suppress(OSError):  # a pipe that is gone
                 display.say(f"evenkeel: {text}")

@@ -80,12 +80,8 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
 
 def refuse_evaluation(config: Config) -> None:
     """Refuse the options that need an evaluation, of a task that has no data for one."""
-    asked = {
-        f"--patience {config.patience}": config.patience,
-        "--eval-only": config.eval_only,
-        "--save-predictions": config.save_predictions,
-    }
-    for option, typed in asked.items():
+    asked = {f"--patience {config.patience}": config.patience, "--eval-only": config.eval_only}
+    for option, typed in (asked | {"--save-predictions": config.save_predictions}).items():
         if typed:
             raise Refusal(
                 f"{option}: there is nothing to evaluate on, because test_dataset() returned None; return data, give "

@@ -40,7 +40,7 @@ from .state_files import Want, WrittenFile, clean, dump, read_state, replaced, s
 
 log = logging.getLogger(__name__)
 
-LOCK_PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 """Seconds that a planned checkpoint waits for another writer. A rescue has less: the rest of --grace."""
 
 MANIFEST = "manifest.json"
@@ -54,7 +54,7 @@ class Manifest:
 
     step: int
     time: float
-    """When it was written, in seconds since 1970."""
+    """The time of writing, in seconds since 1970."""
     kind: Kind
     host: str
     metrics: dict[str, float]
@@ -62,17 +62,17 @@ class Manifest:
     best_by: tuple[str, str] | None
     """The run's (metric, "max" or "min")."""
     fingerprint: dict[str, str]
-    """What its bits depend on (fingerprint.py), by part."""
+    """The facts that its bits depend on (fingerprint.py), by part."""
     bits_void_from: int | None
     """The step after which its bits may differ from those of an undisturbed run; None: they do not."""
     files: dict[str, WrittenFile]
-    """By name; those that hold the state (state_files.py) are among them."""
+    """Its files by name; those with the state (state_files.py) are among them."""
     keep_every: int = 0
     """The run's --keep-every when it was written."""
 
     @property
     def kept_for_ever(self) -> bool:
-        """Whether it is one of --keep-every, whatever that option is by now."""
+        """True for a checkpoint of --keep-every, whatever that option is by now."""
         return bool(self.keep_every) and self.step % self.keep_every == 0
 
 
@@ -86,7 +86,7 @@ class Checkpoints:
     best: tuple[str, str] | None
     """(metric, "max" or "min") that decides which one is best. None: none."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """For the manifests, like the next."""
+    """Written into each manifest, like the next field."""
     bits_void_from: int | None = None
     keep_best: int = 1
     """Best ones to keep, besides the newest."""
@@ -95,7 +95,7 @@ class Checkpoints:
 
     @property
     def best_by(self) -> tuple[str, str] | None:
-        """As `best`, with the full name of the metric."""
+        """`best` with the full name of the metric."""
         return (full_name(TEST, self.best[0]), self.best[1]) if self.best else None
 
     @property
@@ -122,7 +122,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self.locked(time.monotonic() + LOCK_PATIENCE):
+        with self.locked(time.monotonic() + LOCK_TIMEOUT):
             return self._write(state, metrics, "checkpoint")
 
     def save_if_new(
@@ -143,17 +143,15 @@ class Checkpoints:
             return None if there else self._write(state, metrics, kind)
 
     def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
-        """Of a checkpoint that is written now; its files are not known yet."""
-        host, values, void = socket.gethostname(), named(TEST, metrics), self.bits_void_from
-        return Manifest(
-            step, time.time(), kind, host, values, self.best_by, self.fingerprint, void, {}, self.keep_every
-        )
+        """The manifest of a checkpoint that is written now, without its files, which are not known yet."""
+        facts = named(TEST, metrics), self.best_by, self.fingerprint, self.bits_void_from
+        return Manifest(step, time.time(), kind, socket.gethostname(), *facts, {}, self.keep_every)
 
     def clear_snapshots(self, before: int) -> None:
         """Delete the snapshots of this host at steps below ``before``: leftovers, once rank 0 has a later checkpoint.
 
-        For a node without rank 0. On a shared file system the folder is rank 0's too, so planned checkpoints and the
-        snapshots of other hosts stay.
+        Called on a node without rank 0. On a shared file system the folder is rank 0's too, so planned checkpoints and
+        the snapshots of other hosts stay.
         """
         for path, found in self._manifests():
             mine = (found.kind, found.host) == ("snapshot", socket.gethostname())
@@ -205,7 +203,7 @@ class Checkpoints:
         return next((found for _, found in self._manifests()), None)
 
     def _manifests(self) -> Iterator[tuple[Path, Manifest]]:
-        """Those that can be read, the newest first."""
+        """Yield the checkpoints whose manifest can be read, the newest first."""
         for path in reversed(self.all()):
             with contextlib.suppress(Damaged):
                 yield path, read_manifest(path)
@@ -328,9 +326,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = manifest_of(content := json.loads(file.read_text()))
         if content["step"] != step_of(path):
             raise ValueError(f"{manifest.kind} of step {content['step']}")
-        return replace(
-            manifest, files={name: manifest.files[name] for name in state_files(manifest.files)} | manifest.files
-        )
+        states = {name: manifest.files[name] for name in state_files(manifest.files)}
+        return replace(manifest, files=states | manifest.files)
     except OSError as error:
         raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:

@@ -31,7 +31,7 @@ class Checkpointer:
             self._sampler = whole_steps(attempt.sets[TRAINING], config, attempt.plan.micro_batch, attempt.plan.number)
             self._options = options_digest(attempt.options, attempt.harmless)
         make = ShardedSaver if config.shard == "on" else Saver
-        self.saver = make(attempt.checkpoints, devices, config.grace, self._note, memory)
+        self.saver = make(attempt.checkpoints, devices, config.grace, self._record_saved, memory)
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """Report an evaluation, and save if a checkpoint is due or the evaluation is the best so far.
@@ -107,7 +107,7 @@ class Checkpointer:
                     samples = samples_digest(self._sampler, state.step)
                     tracker.digest(state.step, options=self._options, samples=samples, digests=found)
 
-    def _note(self, step: int) -> None:
-        """In the saver's thread: note that the run can continue from this step."""
+    def _record_saved(self, step: int) -> None:
+        """In the saver's thread: record that the run can continue from this step."""
         assert self._attempt.directory
         self._attempt.directory.advance("running", step)

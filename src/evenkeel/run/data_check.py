@@ -5,19 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..common.errors import Ended, Refusal
 from ..common.phases import CHECKPOINT, activity
 from ..config import Config
+from ..data import data_digest
 from ..data.changes import Changes
-from ..data.data_digest import CLOSE, OFTEN, ONCE, TRAINING, TWICE, Digest, Digests, alike, difference, look, of_tensors
+from ..data.data_digest import CLOSE, OFTEN, ONCE, TRAINING, TWICE, Digest, Digests, alike, difference
 from ..data.dataset import SizedDataset
 from ..data.order import Listed, order_name, order_of
 from ..distributed.world import World
 from .run_directory import refuse_other_data, refuse_other_order
 
 log = logging.getLogger(__name__)
+
+
+class RankData(NamedTuple):
+    """The facts of one rank that ranks compare."""
+
+    samples: dict[str, int]
+    order: str
+    changed_epoch: str
+    """The epoch whose order differs from what the run has used; "" if none does."""
+    digests: Digests
+    accepts_other: bool
+    """The rank's --other-data."""
 
 
 class DataCheck:
@@ -44,14 +57,14 @@ class DataCheck:
         self._other = ""
         self._changes: Changes | None = None
 
-    def look(self, known: Mapping[str, Any]) -> None:
+    def read_digests(self, known: Mapping[str, Any]) -> None:
         """Read a few samples of each set: once if the run ``known`` here has digests of all, else twice, to find
         samples that differ at each read."""
-        self._look(ONCE if known.get("digests", {}).keys() >= self.samples.keys() else TWICE)
+        self._read(ONCE if known.get("digests", {}).keys() >= self.samples.keys() else TWICE)
 
-    def _look(self, times: int) -> None:
+    def _read(self, times: int) -> None:
         if self._sets:
-            self.digests, self._unsteady = look(self._config, self._sets, times)
+            self.digests, self._unsteady = data_digest.digest_samples(self._config, self._sets, times)
 
     def compare(self, before: Mapping[str, Any]) -> None:
         """Compare with the other ranks, and with the run's status ``before``. So far each node has read its own data.
@@ -59,37 +72,40 @@ class DataCheck:
         Raises:
             Refusal: on all ranks, if samples or their order differ.
         """
-        changed_here = self._changed_order(before)
-        everywhere = self._world.gather((self.samples, self.order, self.digests, self._config.other_data, changed_here))
-        samples, order, *_ = everywhere[0]
-        for rank, (there, theirs, _, _, changed) in enumerate(everywhere):
-            refuse_other_data(self._path, before.get("samples", {}), there)
-            refuse_other_order(self._path, before, theirs)
-            if theirs != order:
-                raise Refusal(
-                    f"the training data is read in {order or 'the usual order'} on rank 0 and in "
-                    f"{theirs or 'the usual order'} on rank {rank}; give all nodes the same index, and let "
-                    "sample_weights() and order() return the same on all ranks"
-                )
-            if changed:
-                raise Refusal(
-                    f"--run-dir {self._path}: order({changed}) is not what it was when the run was in that epoch, so "
-                    "that some samples would come twice; let it return the same at every start, name another folder, "
-                    "or start over with --fresh"
-                )
-            for part in samples | there:
-                if (first := samples.get(part, 0)) != (number := there.get(part, 0)):
-                    raise Refusal(
-                        f"the {part} data has {first} samples on rank 0 and {number} on rank {rank}; "
-                        "give all nodes the same data"
-                    )
+        mine = RankData(self.samples, self.order, self._changed_order(before), self.digests, self._config.other_data)
+        everywhere = self._world.gather(mine)
+        for rank, there in enumerate(everywhere):
+            self._refuse_other(before, everywhere[0], rank, there)
         known = before.get("digests", {})
-        if difference(known, [there for _, _, there, *_ in everywhere]):
-            self._look(OFTEN)  # samples that are random at each read are sometimes the same twice
+        if difference(known, [there.digests for there in everywhere]):
+            self._read(OFTEN)  # samples that are random at each read are sometimes the same twice
             self._other = difference(known, self._world.gather(self.digests))
-            if self._other and not any(accepted for *_, accepted, _ in everywhere):
+            if self._other and not any(there.accepts_other for there in everywhere):
                 raise Refusal(f"--run-dir {self._path}: {self._other}")
         self.digests = {**known, **self.digests}
+
+    def _refuse_other(self, before: Mapping[str, Any], first: RankData, rank: int, there: RankData) -> None:
+        """Refuse if a rank has other samples, or another order of them, than the run so far or than the first rank."""
+        refuse_other_data(self._path, before.get("samples", {}), there.samples)
+        refuse_other_order(self._path, before, there.order)
+        if there.order != first.order:
+            raise Refusal(
+                f"the training data is read in {first.order or 'the usual order'} on rank 0 and in "
+                f"{there.order or 'the usual order'} on rank {rank}; give all nodes the same index, and let "
+                "sample_weights() and order() return the same on all ranks"
+            )
+        if there.changed_epoch:
+            raise Refusal(
+                f"--run-dir {self._path}: order({there.changed_epoch}) is not what it was when the run was in that "
+                "epoch, so that some samples would come twice; let it return the same at every start, name another "
+                "folder, or start over with --fresh"
+            )
+        for part in first.samples | there.samples:
+            if (expected := first.samples.get(part, 0)) != (number := there.samples.get(part, 0)):
+                raise Refusal(
+                    f"the {part} data has {expected} samples on rank 0 and {number} on rank {rank}; "
+                    "give all nodes the same data"
+                )
 
     def _changed_order(self, before: Mapping[str, Any]) -> str:
         """The epoch that the run was in, if the task lists another order for it now: a part of it has been trained on;
@@ -129,7 +145,7 @@ class DataCheck:
         )
 
     def watch(self) -> None:
-        """From now on :meth:`refuse_changed` finds data that changes."""
+        """Begin to watch for data that changes, which :meth:`refuse_changed` finds."""
         self._changes = Changes(self._config, self._sets, self.digests)
 
     def refreshed(self, epoch: int, dataset: SizedDataset, before: Digest | None) -> Digest | None:
@@ -149,8 +165,8 @@ class DataCheck:
         self.refuse_changed()
         with activity.during(CHECKPOINT):
             for times in (TWICE, OFTEN):  # samples that are random at each read are sometimes the same twice
-                found = look(self._config, {TRAINING: dataset}, times)[0]
-                mine = of_tensors(dataset) or found.get(TRAINING)
+                found = data_digest.digest_samples(self._config, {TRAINING: dataset}, times)[0]
+                mine = data_digest.of_tensors(dataset) or found.get(TRAINING)
                 everywhere = self._world.gather(mine)
                 if not (other := _other(epoch, before, everywhere)):
                     break

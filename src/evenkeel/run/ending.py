@@ -45,13 +45,13 @@ class Ending:
         self._attempt, self._state, self._world = attempt, state, attempt.world
         self._checkpointer, self._saver, self._step_log = checkpointer, checkpointer.saver, step_log
         self.watch: Watch | None = None
-        """For hangs, once there is one."""
+        """The watch for hangs, once there is one."""
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Write the last checkpoint, model.pt for other programs, and summary.json.
 
         Args:
-            metrics: of the last evaluation.
+            metrics: the last evaluation.
 
         Raises:
             Ended: they cannot be written.
@@ -99,8 +99,7 @@ class Ending:
         write_json(path / "summary.json", summary)
         # a run that stopped early has no more steps, whatever the plan says
         directory.advance("finished", state.step, total_steps=state.step, stopped_early=bool(why), reason=why)
-        seconds: dict[str, float] = summary["ledger"]
-        return seconds
+        return dict(summary["ledger"])
 
     def _summary(self, directory: RunDirectory, metrics: dict[str, float]) -> dict[str, Any]:
         now = {"kind": "summary", "time": time.time(), "spent": activity.spent()}
@@ -142,7 +141,7 @@ class Ending:
         return {"best/step": step, **{f"best/{name}": value for name, value in metrics.items()}}
 
     def stopped(self, reason: str) -> None:
-        """After a stop signal: save the last finished step. Any thread may call it at any time."""
+        """Save the last finished step after a stop signal. Any thread may call it at any time."""
         going_on = reason == REGROUPING
         saved = self._rescue(in_place=going_on)
         if self.watch:
@@ -156,7 +155,7 @@ class Ending:
         self._attempt.print(f"stopped by {reason}; {saved}; the same command continues there{more}")
 
     def failed(self, error: BaseException) -> None:
-        """Something went wrong here or on another rank: save the last finished step.
+        """Save the last finished step after an error here or on another rank.
 
         Args:
             error: what ended the training. The death of another rank shows as an error of a collective.
@@ -180,9 +179,9 @@ class Ending:
         return self._end_failed(error, saved, "lost another rank" if lost else "failed")
 
     def hung(self) -> None:
-        """A rank is stuck: save the last finished step, report the rank, and kill frozen ranks for torchrun."""
+        """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
         assert self.watch
-        self.watch.look_around()  # in another thread, so that explaining the hang cannot delay the save
+        self.watch.diagnose()  # in another thread, so that explaining the hang cannot delay the save
         saved = self._rescue(in_place=keeper_link.has_keeper())
         explanation = self.watch.explain()
         if self.watch.is_within_reach():

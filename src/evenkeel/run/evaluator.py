@@ -54,16 +54,16 @@ class Evaluator:
         """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no
         metrics. In a sharded run what was recorded of this step before a kill is not done again."""
         if not self._evaluations:
-            self.metrics = self._state.note({})
+            self.metrics = self._state.record_evaluation({})
             return
         first, *others = self._evaluations
         step, known = self._known
         finite = all(isinstance(value, int | float) for value in known.values())  # what is not is None in a record
         if known and finite and step == self._state.step and not self._state.is_over():
-            self._state.note(known | {name.removeprefix(f"{first.name}/"): value for name, value in known.items()})
+            self._state.record_evaluation(known | {n.removeprefix(f"{first.name}/"): v for n, v in known.items()})
             self.metrics = known
             return
-        self.metrics = first.named(self._state.note(first()))
+        self.metrics = first.named(self._state.record_evaluation(first()))
         if first.name != VALIDATION or self._state.is_over():
             for other in others:
                 self.metrics |= other.named(other())

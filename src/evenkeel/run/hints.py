@@ -54,9 +54,8 @@ def hints(it: Figures) -> dict[str, str]:
         remedy = f"try --num-workers {more}" if more > it.num_workers else "make samples cheaper to read, docs/data.md"
         found["data"] = f"data wait {_percent(data)}: {remedy}"
     if evaluation > EVALUATING and it.eval_every:
-        found["evaluation"] = (
-            f"evaluation takes {_percent(evaluation)} of the time: try --eval-every {4 * it.eval_every}"
-        )
+        every = 4 * it.eval_every
+        found["evaluation"] = f"evaluation takes {_percent(evaluation)} of the time: try --eval-every {every}"
     if checkpoint > SAVING and it.checkpoint_every:
         every = 4 * it.checkpoint_every
         found["checkpoint"] = f"checkpoints take {_percent(checkpoint)} of the time: try --checkpoint-every {every}"

@@ -16,7 +16,7 @@ from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..distributed.world import World
-from ..resilience import memory_checkpoint
+from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
 from ..training.early_stopping import Memory
 from ..training.state import State
@@ -75,14 +75,14 @@ class Resume:
             if before and now and before != now:
                 state.stopping.memory = Memory()
                 self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
-        memory_checkpoint.discard_previous()
+        rank_memory.discard_previous()
         activity.enter(START_UP, "first step")
 
     def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
         """The newest whole state of any node, and its manifest; None if there is none. The same on all ranks."""
         while True:
             on_disk = self._checkpoints.newest_named_step() if self._world.local_rank == 0 else 0
-            everywhere = self._world.gather((memory_checkpoint.offer(self._checkpoints.place), on_disk))
+            everywhere = self._world.gather((rank_memory.offer(self._checkpoints.place), on_disk))
             newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
             if newest == 0:
                 return None, {}
@@ -96,7 +96,7 @@ class Resume:
                 return found, saved
 
     def compare_bits(self, found: Manifest | None) -> Differences:
-        """Why this attempt's bits might differ from those of a run that was never stopped; the same on all ranks.
+        """Return why this attempt's bits might differ from those of an undisturbed run; the same on all ranks.
 
         Later checkpoints record what rank 0 has.
 
@@ -132,12 +132,12 @@ class Resume:
         found = self._world.broadcast(self._checkpoints.newest_manifest() if whole else None, holder)
         return found, self._world.broadcast_tensors(saved, holder) if found else {}
 
-    def _receive(self, in_memory: Sequence[memory_checkpoint.Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
+    def _receive(self, in_memory: Sequence[Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
         """The state that ranks have stored in memory, and its manifest. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = memory_checkpoint.previous(self._checkpoints.place) if in_memory[world.rank] else None
-        file = Path(before.path).open("rb") if before else memory_checkpoint.open_first(filter(None, in_memory))  # noqa: SIM115
+        before = rank_memory.previous(self._checkpoints.place) if in_memory[world.rank] else None
+        file = Path(before.path).open("rb") if before else open_first(filter(None, in_memory))  # noqa: SIM115
         everywhere = all(world.gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"
         saved: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class Resume:
             ) from error
 
     def report(self, state: State, directory: RunDirectory, tracker: Tracker) -> None:
-        """On rank 0: log from where the run continues, and start the tracker."""
+        """Log on rank 0 from where the run continues, and start the tracker."""
         if state.placed:
             log.info("%s", state.placed)
         if forgotten := left_out(state.model, state.optimizers):
@@ -196,7 +196,6 @@ class Resume:
             )  # fmt: skip
         if others:
             # with the ring the bits also depend on the number of ranks, and are not promised
-            loud = self._config.reduce == "tree" or "strategy" in others
-            level = logging.WARNING if loud else logging.INFO
+            level = logging.WARNING if self._config.reduce == "tree" or "strategy" in others else logging.INFO
             log.log(level, "from step %d on bit-for-bit equality is void: %s", step, describe(others))
             tracker.event("bits", step, differences=others)

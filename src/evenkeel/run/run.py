@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ..common import keeper_link
 from ..common.errors import FAILED, Ended, Refusal, no_exit
-from ..common.phases import LONGEST, START_UP, activity
+from ..common.phases import COMPILE_TIMEOUT, START_UP, activity
 from ..config import Config, profile_window
 from ..data.data_digest import TRAINING
 from ..data.loader import loader, start_workers
@@ -118,7 +118,7 @@ class Run:
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
             # a collective's time-out explains nothing, so the watch for hangs must come earlier
-            longest = max(600, config.hang_timeout) + LONGEST * config.compile
+            longest = max(600, config.hang_timeout) + COMPILE_TIMEOUT * config.compile
             with attempt, world.connected(timedelta(seconds=longest + 300)) as store:
                 finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
                 workers = 0 if finished or state.refresh else config.num_workers
@@ -165,10 +165,7 @@ class Run:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
         patience, logs = self.config.hang_timeout, self.attempt.logs
-
-        def on_hang() -> None:
-            interruption.end("a hang", self.ending.hung, FAILED)
-
+        on_hang = partial(interruption.end, "a hang", self.ending.hung, FAILED)
         watch = Watch(patience, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
         self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
         return watch
@@ -215,7 +212,7 @@ class Run:
             seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
             epochs=-(-plan.total_steps // plan.steps_per_epoch),
         )  # fmt: skip
-        sampler.passes = "dealt" if state.sharding else "share"
+        sampler.assignment = "dealt" if state.sharding else "share"
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
         self.evaluator.begin()
         if state.owes_evaluation or (self._unevaluated and state.evaluation_is_due()):
@@ -262,7 +259,7 @@ class Run:
         state, directory = self.state, self.attempt.directory
         if self.verification.again:
             return
-        self.checkpointer.saver.note(state)
+        self.checkpointer.saver.after_step(state)
         self._steps_here += 1
         if self._steps_here == 1:
             keeper_link.send("progress", str(state.step))
@@ -270,11 +267,11 @@ class Run:
         now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR
         if now_and_then:
             self.attempt.data.refuse_changed()
-            self.verification.note()
+            self.verification.record()
         if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
             state.task_state.compare()
         if directory and directory.fruitless:
-            directory.note(fruitless=0)  # this attempt has finished a step
+            directory.try_update(fruitless=0)  # this attempt has finished a step
         self.step_log.after_step(model, model.norm if norm is None else norm)
         if state.evaluation_is_due():
             self._evaluate_and_save()

@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 RunState = Literal["running", "finished", "stopped", "failed"]
 
-LOCK_PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 """Seconds to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
 
 ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
@@ -67,16 +67,21 @@ def launch_token() -> str:
     return f"{socket.gethostname()}:{agent}:{known.started if known else '?'}"
 
 
+def has_begun(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
+    """Whether the launch with these tokens of its ranks has itself begun the run, and is restarted."""
+    return bool(set(filter(None, tokens)) & set(status.get("launch", [])))
+
+
 @dataclass
 class RunDirectory:
     """Rank 0's handle on a run's folder. Make it with :func:`claim`."""
 
     path: Path
     status: dict[str, Any]
-    """What status.json holds."""
+    """The content of status.json."""
     _lock: IO[bytes]
     trouble: str = ""
-    """What is wrong with the existing status.json."""
+    """A description of what is wrong with the existing status.json, or ""."""
     _options: dict[str, Any] = field(default_factory=dict)
     _over: bool = False
     _claimed: float = field(default_factory=time.monotonic)
@@ -102,7 +107,7 @@ class RunDirectory:
         """Unlock the folder, for a process that goes on after the run."""
         self._lock.close()
 
-    def start_over(self, tokens: list[str]) -> Path | None:
+    def start_over(self, tokens: Sequence[str]) -> Path | None:
         """Move the run in the folder aside and return its new path; do nothing if a restart of this launch made it.
 
         Args:
@@ -111,14 +116,14 @@ class RunDirectory:
         Raises:
             Ended: it cannot be moved.
         """
-        if not is_run(self.path) or self._restarted(tokens):
+        if not is_run(self.path) or has_begun(self.status, tokens):
             return None
         self.status, self.trouble = {}, ""
         return _move_aside(self.path)
 
-    def begin(self, options: dict[str, Any], tokens: list[str], **facts: Any) -> None:
+    def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
-        restarted = self._restarted(tokens)
+        restarted = has_begun(self.status, tokens)
         launch = set(filter(None, tokens)) | set(self.status["launch"] if restarted else ())
         last_failure, fruitless = self.status.get("last_failure"), self.fruitless
         if fruitless <= MAX_FRUITLESS:
@@ -152,18 +157,15 @@ class RunDirectory:
             self.status["state"], self._over = state, state != "running"
 
     def advance(self, state: RunState, step: int, **facts: Any) -> None:
-        """As :meth:`update`, with the step that is saved and the seconds so far."""
+        """Update, with the step that is saved and the seconds so far."""
         self.update(state, step=step, seconds=self.seconds, **facts)
 
-    def note(self, **facts: Any) -> None:
-        """As :meth:`update`, but a full disk does not end the run."""
+    def try_update(self, **facts: Any) -> None:
+        """Update, but log a full disk instead of ending the run."""
         try:
             self.update("running", **facts)
         except OSError as error:
             log.error("status.json: %s", error)
-
-    def _restarted(self, tokens: list[str]) -> bool:
-        return bool(set(filter(None, tokens)) & set(self.status.get("launch", [])))
 
     def _make_again(self) -> None:
         """Make the folder again if it was deleted during the run: without config.toml the rest is useless."""
@@ -178,18 +180,18 @@ class RunDirectory:
 
 @dataclass(frozen=True)
 class Identity:
-    """What identifies a run. Two starts of one run may differ only in harmless options."""
+    """The facts that identify a run. Two starts of one run may differ only in harmless options."""
 
     options: dict[str, Any]
-    """As `config.saved_options` gives them."""
+    """The options, from `config.saved_options`."""
     harmless: frozenset[str] = frozenset()
     """Options of the task that may change."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """How many there are, of the training data and of each set of the evaluation."""
+    """The number of samples of the training data and of each set of the evaluation."""
     earlier: Mapping[str, Any] = field(default_factory=dict)
     """Values of task options in runs that are older than the option (`Task.earlier`)."""
     order: str | None = None
-    """Of the training data, from `order.order_name`; None: not known here."""
+    """The order of the training data, from `order.order_name`; None: not known here."""
 
 
 def check(path: Path, run: Identity, fresh: bool) -> None:
@@ -220,7 +222,7 @@ def check(path: Path, run: Identity, fresh: bool) -> None:
 
 
 def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
-    """As :func:`check`, and lock the folder for rank 0 of this job, or refuse if it is in use."""
+    """Check the folder by :func:`check`, and lock it for rank 0 of this job, or refuse if it is in use."""
     check(path, run, fresh)
     locked = _lock(path)
     if not fresh:  # again: the previous job may have started over
@@ -234,7 +236,7 @@ def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
 
 
 def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
-    """On a node without rank 0: store a copy of the run's options and rank 0's status, so that it can continue here
+    """Store a copy of the run's options and rank 0's status on a node without rank 0, so that it can continue here
     alone. With ``fresh`` an older launch's run is moved aside; returns where.
 
     On a shared file system the folder is rank 0's own, and nothing is done.
@@ -242,8 +244,7 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
     mine, _ = read_facts(path / "status.json")
     if mine == {name: fact for name, fact in status.items() if fact is not None}:
         return None
-    restarted = set(mine.get("launch", [])) & set(status["launch"])
-    aside = _move_aside(path) if fresh and not restarted and is_run(path) else None
+    aside = _move_aside(path) if fresh and not has_begun(mine, status["launch"]) and is_run(path) else None
     _write_config(path, options)
     write_json(path / "status.json", status)
     return aside
@@ -284,7 +285,7 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
 def _lock(path: Path) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
     file = (path / ".lock").open("ab")
-    if not lock(file, time.monotonic() + LOCK_PATIENCE):
+    if not lock(file, time.monotonic() + LOCK_TIMEOUT):
         holder, _ = read_facts(path / "status.json")
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
         raise Refusal(f"--run-dir {path}: is in use by {who}; stop that job or name another folder")

@@ -14,16 +14,16 @@ import torch
 
 from ..common.display import say
 from ..common.phases import CHECKPOINT, activity
-from ..resilience import memory_checkpoint
+from ..resilience.memory_checkpoint import MemoryCheckpoint, rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
-from .checkpoint import LOCK_PATIENCE, Checkpoints, Kind, manifest_of
+from .checkpoint import LOCK_TIMEOUT, Checkpoints, Kind, manifest_of
 from .sharded_checkpoint import checkpoints_of, facts_of, write_slots
 
 log = logging.getLogger(__name__)
 
-STAGGERED = 0.05
+RANK_DELAY = 0.05
 """Seconds between the ranks of a node: the lowest live one writes, and the others then find that it has."""
 
 
@@ -52,7 +52,7 @@ class Saver:
         self._work: Future[float] | None = None
         self._staging = Staging(*devices)
         self.step = 0
-        """Of the checkpoint that is being written."""
+        """The step of the checkpoint that is being written."""
 
     @property
     def busy(self) -> bool:
@@ -99,7 +99,7 @@ class Saver:
             in_memory = self._store_in_memory(captured, metrics, "checkpoint")
             self.checkpoints.save(captured, metrics)
             if in_memory:
-                memory_checkpoint.discard()
+                rank_memory.discard()
             self._written(captured["step"])
         finally:
             self._staging.give_back()
@@ -113,13 +113,13 @@ class Saver:
         """
         self.checkpoints.save(state.capture(staging=Staging(*self._devices, still=True)), metrics)
 
-    def note(self, state: State) -> None:
-        """After each step. Only a sharded run does something then (`sharded_saver`)."""
+    def after_step(self, state: State) -> None:
+        """Do nothing after a step; the saver of a sharded run stores it (`sharded_saver`)."""
 
     def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
         facts = facts_of(self.checkpoints, captured["step"], metrics, kind)
-        return self._memory and memory_checkpoint.store(partial(torch.save, captured), facts)
+        return self._memory and rank_memory.store(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save the last finished step from this rank, unless another rank of the node has done so; returns the result
@@ -145,7 +145,7 @@ class Saver:
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is kept in memory"
             # wait after the capture, because small steps go on meanwhile
-            time.sleep(min(STAGGERED * local_rank, grace / 8))
+            time.sleep(min(RANK_DELAY * local_rank, grace / 8))
             path = self.checkpoints.save_if_new(captured, begun + grace / 2)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
@@ -159,14 +159,14 @@ class Saver:
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
 
 
-def write_memory_checkpoint(found: memory_checkpoint.MemoryCheckpoint) -> None:
+def write_memory_checkpoint(found: MemoryCheckpoint) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
-    until = time.monotonic() + LOCK_PATIENCE
+    until = time.monotonic() + LOCK_TIMEOUT
     try:
         if "slots" in found.facts:
             write_slots(found.facts["slots"], until)
             return
-        time.sleep(STAGGERED * int(os.environ.get("LOCAL_RANK", "0")))
+        time.sleep(RANK_DELAY * int(os.environ.get("LOCAL_RANK", "0")))
         checkpoints, manifest = checkpoints_of(found.facts), manifest_of(found.facts)
         state = torch.load(found.path, map_location="cpu", weights_only=True, mmap=True)
         checkpoints.save_if_new(state, until, manifest.metrics, manifest.kind)

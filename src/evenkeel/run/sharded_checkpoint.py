@@ -24,10 +24,10 @@ from uuid import uuid4
 from ..common.deadlines import FOREVER
 from ..common.files import lock, read_json, write_json
 from ..training import slots
-from .checkpoint import LOCK_PATIENCE, MANIFEST, Checkpoints, Kind, manifest_of, publish, step_of
+from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, publish, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
-PATIENCE = 600.0
+ROWS_TIMEOUT = 600.0
 """Seconds that rank 0 waits for the rows of the others, after its own are written."""
 
 
@@ -122,7 +122,7 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
 def await_writers(checkpoints: Checkpoints) -> None:
     """At a start: wait for processes of earlier attempts that still write, complete what they can no longer, and
     delete what is left."""
-    until = time.monotonic() + LOCK_PATIENCE
+    until = time.monotonic() + LOCK_TIMEOUT
     for folder in sorted(checkpoints.folder.glob(".step-*.tmp")):
         with contextlib.suppress(OSError):  # it was complete, and has another name now
             descriptor = os.open(folder, os.O_RDONLY)

@@ -14,14 +14,14 @@ from ..common import keeper_link
 from ..common.deadlines import FOREVER
 from ..common.phases import CHECKPOINT, COMMIT, REDUCTION, activity
 from ..distributed.world import World
-from ..resilience import memory_checkpoint
+from ..resilience.memory_checkpoint import rank_memory
 from ..training.replica import Replica
 from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.staging import Staging
 from ..training.state import State
 from .saver import Saver
-from .sharded_checkpoint import PATIENCE, await_whole, facts_of, write_rows, write_slots
+from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, facts_of, write_rows, write_slots
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class ShardedSaver(Saver):
 
     @cached_property
     def _descriptors(self) -> list[int]:
-        return memory_checkpoint.slots()
+        return rank_memory.slots()
 
     @cached_property
     def slots(self) -> Slots:
@@ -62,7 +62,7 @@ class ShardedSaver(Saver):
         world.gather(None)  # until here a lost node may need the step before
         return self._replica.possible
 
-    def note(self, state: State) -> None:
+    def after_step(self, state: State) -> None:
         """Copy the step that was just taken; raises NonFinite if it was not."""
         state.settle()
         with activity.during(CHECKPOINT):
@@ -84,7 +84,7 @@ class ShardedSaver(Saver):
     def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
         write_rows(self.checkpoints, captured, metrics, "checkpoint", self.token)
         if captured["rows"]["rank"] == 0:
-            await_whole(self.checkpoints, captured["step"], PATIENCE)
+            await_whole(self.checkpoints, captured["step"], ROWS_TIMEOUT)
             self._written(captured["step"])
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:

@@ -45,18 +45,11 @@ class StepLog:
         self._stragglers = Stragglers(ranks, attempt.hosts, attempt.config.shares) if attempt.tracker else None
         text = self._shares_text() if attempt.config.shares != "equal" else ""
         if attempt.directory and attempt.directory.status.get("shares", "") != text:
-            attempt.directory.note(shares=text)
-        self._logged = 0
-        self._skipped_logged = 0
-        self._overflows_logged = (0, 0)
+            attempt.directory.try_update(shares=text)
+        self._logged, self._skipped_logged, self._overflows_logged = 0, 0, (0, 0)
 
     def after_step(self, model: DistributedLoss, norm: Tensor) -> None:
-        """Log the last step and divide the next ones, if it is time.
-
-        Args:
-            model: that has taken the step.
-            norm: the gradient's.
-        """
+        """Log the last step of this model, with this norm of its gradient, and divide the next ones, if it is time."""
         step = self._state.step
         if step % self._attempt.config.log_every == 0:
             self._log(model, norm)
@@ -83,10 +76,8 @@ class StepLog:
             self._report_overflows(state.step, int(more["overflows"]))
         if tracker.per_sample is None:
             # with another loss, or networks that take turns, the factors differ
-            config, world = self._attempt.config, self._attempt.world
-            tracker.per_sample = (
-                per_sample(self._task, state.model, *model.last_micro_batch, config, world) if self.losses == 1 else {}
-            )
+            config, world, last = self._attempt.config, self._attempt.world, model.last_micro_batch
+            tracker.per_sample = per_sample(self._task, state.model, *last, config, world) if self.losses == 1 else {}
         parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
         tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
         self._logged = state.step
@@ -112,7 +103,7 @@ class StepLog:
         attempt, text = self._attempt, self._shares_text()
         if attempt.directory and attempt.tracker:
             reason = f"the ranks now compute {text} micro-batches of each step"
-            attempt.directory.note(shares=text)
+            attempt.directory.try_update(shares=text)
             attempt.tracker.say(f"step {step}: {reason}")
             attempt.tracker.event("shares", step, shares=list(self.shares.counts), reason=reason)
 
@@ -130,7 +121,7 @@ class StepLog:
             attempt.tracker.say(f"hint: {now[subject]}")
         now |= {f"rank {rank}": text for rank, text in self._stragglers.named.items()}
         if {subject for subject, text in known.items() if text} != now.keys():
-            attempt.directory.note(hints={**dict.fromkeys(known, ""), **now})
+            attempt.directory.try_update(hints={**dict.fromkeys(known, ""), **now})
 
     def _report_overflows(self, step: int, overflows: int) -> None:
         """Some overflows are normal while the scale is found; if all steps overflow, nothing is learned."""
@@ -142,6 +133,5 @@ class StepLog:
         if all_of_them:
             log.warning(
                 "the gradient overflowed in all of the last %d steps, which were left out: lower --lr or "
-                "--loss-scale, or use --precision bf16",
-                step - known,
-            )
+                "--loss-scale, or use --precision bf16", step - known,
+            )  # fmt: skip

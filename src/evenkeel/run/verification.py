@@ -256,17 +256,17 @@ class Verification:
         self.wrong_nodes.update({who[rank].node for rank in suspects if sure})
         if self._attempt.tracker:
             self._attempt.tracker.event("wrong", step, reason=line)
-        self.note()
+        self.record()
         return line
 
     def _say(self, line: str) -> None:
         if self._attempt.tracker:
             self._attempt.tracker.say(f"WRONG: {line}; the step is computed again")
 
-    def note(self) -> None:
-        """Store the counts in status.json."""
-        if self._attempt.directory and (self.steps or self.alarms):
-            self._attempt.directory.note(verified=self.steps, alarms=self.alarms, wrong_nodes=dict(self.wrong_nodes))
+    def record(self) -> None:
+        """Record the counts in status.json."""
+        if (directory := self._attempt.directory) and (self.steps or self.alarms):
+            directory.try_update(verified=self.steps, alarms=self.alarms, wrong_nodes=dict(self.wrong_nodes))
 
     def _who(self) -> Who:
         line = f"rank {self.world.rank}: {describe(self.world.device).line}{_serial(self.world.device)}"

@@ -43,7 +43,7 @@ class Buffers:
             torch._foreach_copy_(group.live, group.committed_views)
 
     def _check(self) -> None:
-        """Once, after the first forward pass."""
+        """Check once, after the first forward pass, that it has changed buffers in place."""
         if self._unchecked:
             check_buffers(self._unchecked, self._live, self.committed)
             self._unchecked = None

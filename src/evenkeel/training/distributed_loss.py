@@ -27,7 +27,7 @@ from ..data.plan import MicroBatch, Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
 from ..distributed.data_parallel import Parallel, parallel
-from ..distributed.reduction import Reduction, Ring, Tree
+from ..distributed.reduction import AllReduce, Reduction, Tree
 from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
@@ -132,7 +132,7 @@ class DistributedLoss:
             return self.state.sharding.reduction
         if config.reduce == "tree":
             return Tree(self._network, self.world, self._unused)
-        return Ring(self.world, config.reduce_dtype == "bf16")
+        return AllReduce(self.world, config.reduce_dtype == "bf16")
 
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """The batches of this rank's micro-batches, on its device; none on an idle rank, which takes part with zeros.
@@ -193,7 +193,7 @@ class DistributedLoss:
         return placed
 
     def _embedded(self, whole: WholeBatch, step: Step, shares: tuple[range, ...]) -> Iterator[Any]:
-        """For a whole-batch loss: embed all samples, and yield the batches again, for the second pass."""
+        """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
 
         def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
             placed = self._begin(micro_batch, batch)

@@ -59,7 +59,7 @@ class Stopping:
         missed = bool(self.patience) and 0 < step != self.memory.evaluated and self.due(step)
         return missed or self.over(step)
 
-    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation on the set that decides; empty metrics mean that there was none."""
         if not (metrics and self.patience) or step == self.memory.evaluated or step % self.every:
             return  # an extra evaluation after the last step must not count if the run is extended later

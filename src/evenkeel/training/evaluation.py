@@ -50,17 +50,11 @@ class Evaluation:
         test_set: N samples, cut into micro-batches of the training's size, given to ranks in contiguous shares.
         config: micro-batch, loader workers, seed and precision.
         world: the ranks.
-        name: of the set, which has its own random numbers.
+        name: the name of the set, which has its own random numbers.
     """
 
     def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        test_set: SizedDataset,
-        config: Config,
-        world: World,
-        name: str = TEST,
+        self, task: Task, model: nn.Module, test_set: SizedDataset, config: Config, world: World, name: str = TEST
     ) -> None:
         self.task, self.model, self.world, self.name = task, model, world, name
         self._compute: Callable[[nn.Module, Any], Any] = task.metrics
@@ -80,13 +74,13 @@ class Evaluation:
             seed=config.seed,
         )
         self.divided = are_divided(model.parameters())  # then a forward pass is a collective
-        self.sampler.passes = "even" if self.divided else "share"
+        self.sampler.assignment = "even" if self.divided else "share"
         self._transfer = Transfer(world.device)
         self._is_first = False
         self.shows = False
         """Whether to call the task's `show` for the first batch."""
         self.shown: Mapping[str, Any] = {}
-        """On rank 0: the result of `show` in the last evaluation; a divided model also has others show theirs."""
+        """The result of `show` in the last evaluation, on rank 0; a divided model also has others show theirs."""
         self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:

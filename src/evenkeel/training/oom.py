@@ -48,7 +48,7 @@ def note_batch(error: BaseException, batch: Any, remedy: str = "") -> None:
     """Attach the phase, the shapes of the batch and a specific remedy to an out-of-memory error that is being raised;
     an error that already has a remedy is not changed."""
     if is_out_of_memory(error) and not getattr(error, "remedy", ""):
-        activity.note(error)
+        activity.attach_phase(error)
         error.remedy = remedy  # type: ignore[attr-defined]
         tensors = [part for it in tensors_in(batch) for part in (it.unbind() if it.is_nested else [it])]
         known = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors]

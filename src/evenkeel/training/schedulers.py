@@ -99,7 +99,7 @@ class Schedulers:
         """Whether they must be stepped by an evaluation after this step, and have not been."""
         return self._evaluates and 0 < step != self.evaluated and step % self.every == 0
 
-    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step the schedulers after an evaluation. An extra evaluation after the last step does not count."""
         if not self.owes(step):
             return

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..common.deadlines import FOREVER, left
 
-STUCK = 3.0
+COMMIT_TIMEOUT = 3.0
 """Seconds that a rescue waits for the end of the last commit before it assumes that the GPU hangs."""
 
 
@@ -34,7 +34,7 @@ class Seqlock:
 
     def __init__(self, *devices: torch.device) -> None:
         self.begun, self.done = ([torch.zeros((), dtype=torch.int64, device=d) for d in devices] for _ in range(2))
-        self.asked = 0
+        self.queued = 0
         """The last step that the host has queued on the devices."""
         self._host = threading.Lock()
         self._ends = {d: torch.cuda.Event() for d in devices if d.type == "cuda"}  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class Seqlock:
             undone: a boolean scalar on a device; if it is true nothing changes, and the step number stays the previous.
         """
         with self._host:
-            self.asked = step
+            self.queued = step
             for begun in self.begun:
                 begun.fill_(step)
             yield
@@ -77,13 +77,13 @@ class Seqlock:
             if held and not final:
                 self._host.release()
 
-    def lags(self, step: int, asked: int) -> bool:
+    def lags(self, step: int, queued: int) -> bool:
         """Whether a GPU is at another step than the one the host has queued."""
-        return bool(self._ends) and step != asked
+        return bool(self._ends) and step != queued
 
     def wait(self, until: float) -> None:
-        """Wait until the devices have finished the last commit, unless they hang: at most :data:`STUCK` seconds, or
+        """Wait until the devices have finished the last commit, unless they hang: at most :data:`COMMIT_TIMEOUT`, or
         without a limit if ``until`` is FOREVER."""
-        until = until if until == FOREVER else min(until, time.monotonic() + STUCK)
+        until = until if until == FOREVER else min(until, time.monotonic() + COMMIT_TIMEOUT)
         while not all(end.query() for end in self._ends.values()) and left(until):  # type: ignore[no-untyped-call]
             time.sleep(0.001)

@@ -74,7 +74,7 @@ class State:
     ) -> None:
         self.task_state, self.refresh = task_state, refresh
         self.sharding: Sharding | None = None
-        """How its tensors are divided among ranks, with --shard on."""
+        """The division of its tensors among ranks, with --shard on."""
         self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
         self.scaler, self.stopping, self.schedulers = scaler, stopping or Stopping(), schedulers
@@ -190,12 +190,12 @@ class State:
             self.settle()  # the evaluation waits for the device in any case
         return due
 
-    def note(self, metrics: dict[str, float]) -> dict[str, float]:
+    def record_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
         """Record an evaluation of the current state; returns its metrics."""
-        self.stopping.note(self.step, metrics)
+        self.stopping.record_evaluation(self.step, metrics)
         if self.schedulers:
             with self._seqlock.hold(FOREVER):
-                self.schedulers.note(self.step, metrics)
+                self.schedulers.record_evaluation(self.step, metrics)
         return metrics
 
     def check(self, metrics: dict[str, float]) -> None:
@@ -217,7 +217,7 @@ class State:
         if not failed:
             return
         if not self.skip_nonfinite:
-            self.step = self._seqlock.asked = self.step - 1
+            self.step = self._seqlock.queued = self.step - 1
             raise NonFinite(self.step + 1)
         self.skipped += 1
         self.last_skipped = self.step
@@ -247,7 +247,7 @@ class State:
             stack.enter_context(self._seqlock.hold(until, final))
             if self.schedulers and self.schedulers.broken:
                 raise Torn("a scheduler has failed in the middle of its step")
-            asked, live = self._seqlock.asked, self._live()
+            queued, live = self._seqlock.queued, self._live()
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             locked = stack.pop_all()
 
@@ -260,7 +260,7 @@ class State:
             if len({*done, *begun}) != 1:
                 raise Torn(f"the optimizer step to {max(begun)} has not finished")
             on_host = "task" in live or any(tensor.device.type == "cpu" for tensor in named_tensors(live).values())
-            if self._seqlock.lags(step, asked) and on_host:
+            if self._seqlock.lags(step, queued) and on_host:
                 raise Torn(f"the device is at step {step}, but the task or an optimizer without fused=True is ahead")
             return {"step": step, **captured}
 
@@ -278,12 +278,12 @@ class State:
             "done": self._seqlock.done,
             "model": {name: learned.get(name, value) for name, value in self.model.state_dict().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            **self._options(),
+            **self._optional_parts(),
         }
         live = self.sharding.local(live) if self.sharding and rows else live
         return {**live, "begun": self._seqlock.begun}
 
-    def _options(self) -> dict[str, Any]:
+    def _optional_parts(self) -> dict[str, Any]:
         """The parts of the state that not every run has."""
         parts: dict[str, Any] = {"scaler": self.scaler.state_dict()} if self.scaler else {}
         if self.average:
@@ -310,7 +310,7 @@ class State:
             number: {names.get(id(p), str(i)): values for i, (p, values) in enumerate(optimizer.state.items())}
             for number, optimizer in enumerate(self.optimizers)
         }
-        return named_tensors({"model": self._live(rows=False)["model"], "optimizers": kept, **self._options()})
+        return named_tensors({"model": self._live(rows=False)["model"], "optimizers": kept, **self._optional_parts()})
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Load the result of :meth:`capture`, whatever device it was on; of a divided state this rank's rows."""
@@ -333,14 +333,14 @@ class State:
 
 
 def keep_weights(state: State, refresh: Refresh, epoch: int) -> None:
-    """At an epoch's first step: keep the weights, from which the task makes the data of this epoch."""
+    """Keep the weights at an epoch's first step: the task makes the data of this epoch from them."""
     state.settle()
     with state._seqlock.hold(FOREVER):
         refresh.take(epoch, state._live()["model"], state.task_state)
 
 
 def divide(state: State, sharding: Sharding) -> None:
-    """For --shard: take the divided parameters, which have replaced the model's, before the first step."""
+    """Take the divided parameters of --shard, which have replaced the model's, before the first step."""
     state.sharding = sharding
     state.parameters[:] = state.model.parameters()
     state._named = dict(state.model.named_parameters(remove_duplicate=False))
