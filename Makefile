@@ -23,6 +23,7 @@ setup: $(INSTALLED)  ## create .venv with the locked versions
 
 # The lock is applied as constraints, so that packages which one platform does not need are not installed there.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@df -Pk . | awk 'NR == 2 && $$4 < 12e6 {printf "make setup: only %.1f GB are free here; it may need 12 GB\n", $$4 / 1e6}'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@

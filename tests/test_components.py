@@ -18,18 +18,18 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1461,
+    "common": 1475,
     "config": 570,
     "data": 3170,
     "distributed": 2160,
     "resilience": 1566,
     "training": 5825,
-    "run": 6482,
+    "run": 6483,
     "tasks": 2191,
     "mirror": 550,
     "launch": 3000,
-    "cli": 7450,
-    "time_travel": 1676,
+    "cli": 7441,
+    "time_travel": 1673,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

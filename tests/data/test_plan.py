@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.data.plan import ENDLESS, Plan, share
+from evenkeel.data.plan import ENDLESS, Plan, read_cut, share
 
 patient = settings(deadline=None)  # a busy machine is no failure
 
@@ -119,6 +119,12 @@ def test_micro_batches_do_not_depend_on_the_world_size_and_further_ranks_have_no
     most = plan.max_world_size
     assert plan.micro_batches(0, most - 1, most)
     assert plan.micro_batches(step, most, most + 1) == []
+
+
+@patient
+@given(plan=plans())
+def test_a_cut_reads_as_the_option_that_makes_it(plan: Plan) -> None:
+    assert read_cut(plan.cut) == (("micro_batches", plan.number) if plan.number else ("micro_batch", plan.micro_batch))
 
 
 @patient

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from evenkeel.common.versions import TORCH_FOR_SHARDING, numbers
+
 NO_SKIPS = "EVENKEEL_NO_SKIPS"
 CI_LACKS = re.compile(
     r"\bGPUs?\b|\bCUDA\b|'(torchdata|webdataset|datasets)\b|older releases have none"
@@ -24,8 +26,7 @@ CI_LACKS = re.compile(
 """In the reason of a skip: what CI does not have either, and what make_it_yours.py may have taken out."""
 
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-sharding = pytest.mark.skipif(TORCH < (2, 9), reason="--shard on needs torch 2.9")
+sharding = pytest.mark.skipif(numbers(torch.__version__) < TORCH_FOR_SHARDING, reason="--shard on needs torch 2.9")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
 """For a test of several ranks that compute where they are."""
 

@@ -63,19 +63,21 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "hint"),
+    ("torch_version", "ranks", "options", "hint"),
     [
-        ("2", {"reduce": "tree"}, "or --shard on"),
-        ("2", {"reduce": "tree", "micro_batch": 1}, "or --shard on"),
-        ("2", {}, "or in a new run --reduce tree --shard on"),
-        ("1", {"reduce": "tree"}, ""),
-        ("2", {"reduce": "tree", "shard": "on"}, ""),
-        ("2", {"reduce": "tree", "precision": "fp16"}, ""),
+        ("2.10.0", "2", {"reduce": "tree"}, "or --shard on"),
+        ("2.9.1+cu128", "2", {"reduce": "tree", "micro_batch": 1}, "or --shard on"),
+        ("2.10.0", "2", {}, "or in a new run --reduce tree --shard on"),
+        ("2.8.0+cpu", "2", {"reduce": "tree"}, ""),
+        ("2.10.0", "1", {"reduce": "tree"}, ""),
+        ("2.10.0", "2", {"reduce": "tree", "shard": "on"}, ""),
+        ("2.10.0", "2", {"reduce": "tree", "precision": "fp16"}, ""),
     ],
 )
 def test_shard_on_is_named_where_it_helps_and_is_allowed(
-    ranks: str, options: dict[str, Any], hint: str, monkeypatch: pytest.MonkeyPatch
+    torch_version: str, ranks: str, options: dict[str, Any], hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torch.__version__", torch_version)
     monkeypatch.setenv("WORLD_SIZE", ranks)
     text = remedy(Config(**{"batch_size": 64, "micro_batch": 8, **options}))
     assert hint in text

@@ -14,6 +14,7 @@
     phases      what this process is doing, and where its seconds went
     processes   other processes of this machine: state, signals, torchrun
     user_code   a user's class by FILE.py:CLASS
+    versions    versions of packages as numbers
 
 What is not here: options (`evenkeel.config`), signals that stop a run (`resilience`), process groups (`distributed`),
 the files of a run (`run`). Except `memory`, nothing here imports torch, so that a bad command line is refused at once.

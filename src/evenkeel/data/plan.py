@@ -181,6 +181,18 @@ class Plan:
         return min(max(1, samples // 2), max(at_least, self.number))
 
 
+def read_cut(text: str) -> tuple[str, int]:
+    """What `Plan.cut` says: the option that cuts so, and its value.
+
+    >>> read_cut("1/3 of a step"), read_cut("a whole step"), read_cut("4")
+    (('micro_batches', 3), ('micro_batches', 1), ('micro_batch', 4))
+    """
+    if text.isdecimal():
+        return "micro_batch", int(text)
+    number = text.removeprefix("1/").removesuffix(" of a step")
+    return "micro_batches", 1 if number == "a whole step" else int(number)
+
+
 def share(count: int, rank: int, world_size: int) -> range:
     """This rank's contiguous range of ``count`` micro-batches.
 

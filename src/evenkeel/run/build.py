@@ -14,6 +14,7 @@ from ..common import display, keeper_link
 from ..common.errors import Refusal
 from ..common.memory import keep_freed_memory
 from ..common.phases import START_UP, activity
+from ..common.versions import TORCH_FOR_SHARDING, numbers
 from ..config import Config, devices_per_rank, validate
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
@@ -171,6 +172,5 @@ def shard(state: State, task: Task, world: World, config: Config) -> None:
 
 def refuse_old_torch() -> None:
     """Refuse --shard with a torch whose FSDP2 takes no other reduce-scatter."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < (2, 9):
+    if numbers(torch.__version__) < TORCH_FOR_SHARDING:
         raise Refusal(f"--shard on: needs torch 2.9 or later, and this is {torch.__version__}")

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..training.state_dicts import undivided
+
 CHUNK = 1 << 20
 """Words at a time: 8 MiB, so that a large tensor needs little memory besides its own."""
 
@@ -28,8 +30,7 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     Computed where they are; the host waits once a device. All ranks gather DTensors (--shard), one after the other.
     """
-    whole = ((name, getattr(tensor.detach(), "full_tensor", tensor.detach)()) for name, tensor in tensors.items())
-    values = on_host({name: bit_sum(tensor) for name, tensor in whole})
+    values = on_host({name: bit_sum(undivided(tensor)) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         kind = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode()).digest()
         values[name] += int.from_bytes(kind[:8], "big")

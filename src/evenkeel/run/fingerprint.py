@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.naming import listed, name_ranks
+from ..data.plan import read_cut
 
 if TYPE_CHECKING:
     import torch
@@ -118,10 +119,10 @@ def cut_in_words(cut: str) -> str:
     >>> cut_in_words("1/3 of a step"), cut_in_words("a whole step"), cut_in_words("4")
     ('3 micro-batches', '1 micro-batch', 'micro-batches of 4 samples')
     """
-    if cut == "a whole step":
-        return "1 micro-batch"
-    number = cut.removeprefix("1/").removesuffix(" of a step")
-    return f"micro-batches of {cut} samples" if number == cut else f"{number} micro-batches"
+    option, value = read_cut(cut)
+    if option == "micro_batch":
+        return f"micro-batches of {value} samples"
+    return f"{value} micro-batch{'es' * (value > 1)}"
 
 
 def _cpu_model() -> str:

@@ -168,9 +168,9 @@ def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:
 
 
 def _write_safetensors(weights: Mapping[str, Tensor], file: IO[bytes]) -> None:
-    """Write one tensor after the other, by github.com/huggingface/safetensors, "Format"; its library may copy them all.
+    """Write one tensor after the other, by github.com/huggingface/safetensors, "Format"; tied ones once a name.
 
-    The format knows no shared memory, so tied weights are written once for each name.
+    Its library refuses those, and 0.5.3 copies 400 MB of weights in a file into memory (RssAnon + 382 MiB; 0.8.0: + 0).
     """
     names = sorted(weights, key=lambda name: (-weights[name].dtype.itemsize, name))  # so that all are aligned
     ends = list(accumulate(weights[name].nbytes for name in names))

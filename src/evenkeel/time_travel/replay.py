@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import re
 import runpy
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from ..common.files import write_json
 from ..common.phases import activity
 from ..config import Config
 from ..data.data_digest import TRAINING
+from ..data.plan import read_cut
 from ..data.sampler import Step
 from ..launch.fit import OWN_LOOPS
 from ..resilience.interruption import Resident
@@ -186,11 +186,8 @@ def _cut_after(begun: int, run_dir: Path) -> dict[str, int]:
     """The options that cut a run's steps as they were after this step, if that has changed since, with its ranks."""
     for record in read_records(run_dir / "metrics.jsonl"):
         if record["kind"] == "bits" and record["step"] > begun and MICRO_BATCH in record.get("differences", {}):
-            cut = record["differences"][MICRO_BATCH][0]
-            number = re.search(r"\d+(?=( of a step)?$)", cut)  # "a whole step" has none
-            return {"micro_batch": 0, "micro_batches": 0} | {
-                "micro_batch" if cut.isdecimal() else "micro_batches": int(number[0]) if number else 1
-            }
+            option, value = read_cut(record["differences"][MICRO_BATCH][0])
+            return {"micro_batch": 0, "micro_batches": 0, option: value}
     return {}
 
 

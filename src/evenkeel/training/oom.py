@@ -17,6 +17,7 @@ import torch
 from ..common.errors import EndedHere
 from ..common.memory import is_out_of_memory
 from ..common.phases import CHECKPOINT, EVALUATION, activity
+from ..common.versions import TORCH_FOR_SHARDING, numbers
 from ..config import Config, unshardable
 from ..data.batch import tensors_in
 from ..data.plan import next_smaller
@@ -86,7 +87,8 @@ def remedy(config: Config) -> str:
         "" if config.checkpoint_activations or config.compile else "try --checkpoint-activations (slower, same bits)"
     )
     divide = ""
-    if config.shard == "off" and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not unshardable(config):
+    alone, old = os.environ.get("WORLD_SIZE", "1") == "1", numbers(torch.__version__) < TORCH_FOR_SHARDING
+    if config.shard == "off" and not (alone or old or unshardable(config)):
         divide = "--shard on" if config.reduce == "tree" else "in a new run --reduce tree --shard on"
     if known in ("auto", 1):
         return ", or ".join(

@@ -28,11 +28,8 @@ def bytes_of_rank_0(
         seen |= own
         gathered.append(sum(p.numel() * (2 if bf16 else p.element_size()) for p in own))
     weights, learning = sum(of.values()), sum(size for p, size in of.items() if p.requires_grad)
-    moments = sum(
-        _moments(group) * sum(of[p] for p in group["params"])
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    )
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    moments = sum(_moments(group) * sum(of[p] for p in group["params"]) for group in groups)
     parts = {"weights": weights, "gradients": learning, "moments": moments, "average": weights * ema}
     return {**parts, "the largest block gathered": max(gathered)}
 

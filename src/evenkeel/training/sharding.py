@@ -12,7 +12,7 @@ otherwise than its middle, and where a tensor ends would depend on the number of
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..distributed.world import World
 from .cut import has_batchnorm
 from .file_memory import on_disk
 from .staging import dotted, map_tensors, named_tensors
+from .state_dicts import undivided
 from .task import Task, defines
 
 ELEMENTWISE = (SGD, Adam, AdamW)
@@ -107,9 +108,8 @@ class Sharding:
         self.reduction = ShardedReduction(world)
         self._model, self._optimizers = model, optimizers
         self._mesh = init_device_mesh(world.device.type, (world.world_size,))
-        self._policy = MixedPrecisionPolicy()
-        if precision == "bf16":
-            self._policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        dtypes = (torch.bfloat16, torch.float32) if precision == "bf16" else ()
+        self._policy = MixedPrecisionPolicy(*dtypes)
         names = {id(module): name for name, module in model.named_modules()}
         blocks = sorted({names[id(block)] for block in task.blocks(model)} - {""}, key=lambda name: -name.count("."))
         before = dict(model.named_parameters())
@@ -168,7 +168,8 @@ class Sharding:
 
     def rows_in(self, whole: Mapping[str, Any]) -> dict[str, int]:
         """The rows of each tensor that would be divided, of a state that is not, by the name of `named_tensors`."""
-        divided = {f"{part}.{name}" for part in ("model", "ema") for name in self._names()}
+        names = dict(self._model.named_parameters(remove_duplicate=False))
+        divided = {f"{part}.{name}" for part in ("model", "ema") for name in names}
         shapes = {
             f"optimizers.{number}.state.{i}": parameter.shape
             for number, optimizer in enumerate(self._optimizers)
@@ -180,17 +181,12 @@ class Sharding:
             if name in divided or shapes.get(name.rpartition(".")[0]) == tensor.shape
         }
 
-    def _names(self) -> Iterator[str]:
-        return (name for name, _ in self._model.named_parameters(remove_duplicate=False))
-
     def gathered(self, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
         """Whole tensors for a file that loads anywhere, on rank 0, in files without names in its folder; others get {}.
         One after the other is gathered, so no process has memory for more than the largest. All must call it."""
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
-            whole = tensor.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.full_tensor()
+            whole = undivided(tensor)
             if self.rank == 0:
                 found[name] = on_disk(whole.shape, whole.dtype, folder).copy_(whole)
         return found

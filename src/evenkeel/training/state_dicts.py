@@ -14,6 +14,11 @@ def cpu_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
 
 
+def undivided(tensor: Tensor) -> Tensor:
+    """A tensor without its graph. All ranks gather a DTensor (--shard), whose class takes a second to import."""
+    return getattr(tensor.detach(), "full_tensor", tensor.detach)()
+
+
 def sha256(weights: Mapping[str, Tensor]) -> str:
     """A fingerprint of a state dict: names, dtypes, shapes and every bit of every tensor."""
     digest = hashlib.sha256()

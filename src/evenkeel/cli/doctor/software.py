@@ -10,6 +10,7 @@ from importlib import metadata
 
 import torch
 
+from ...common.versions import TORCH_FOR_SHARDING, numbers
 from .findings import Finding, judged
 
 PYTHON, TORCH = (3, 10), (2, 8)
@@ -18,14 +19,9 @@ PYTHON, TORCH = (3, 10), (2, 8)
 REINSTALL = "pip install --constraint requirements.lock --editable ."
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """2.15.0+cu130 as (2, 15, 0)."""
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
-
-
 def versions(sharded: bool = False) -> Iterator[Finding]:
     """Python, torch (2.9 for --shard on), and torchvision, which is compiled for one version of torch."""
-    least = (2, 9) if sharded else TORCH
+    least = TORCH_FOR_SHARDING if sharded else TORCH
     old = sys.version_info[:2] < PYTHON
     yield judged("Python", sys.version.split()[0], "3.10 or newer", "make setup PYTHON=python3.12", fail=old, same=True)
     build = f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'})"
