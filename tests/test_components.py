@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2160,
     "resilience": 1566,
     "training": 5825,
-    "run": 6483,
+    "run": 6484,
     "tasks": 2191,
     "mirror": 550,
     "launch": 3000,

@@ -94,13 +94,16 @@ def test_ten_kills_in_the_pass_the_step_and_the_copy_cost_no_step_that_all_ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True], ids=["recorded", "not recorded"])
-def test_an_evaluation_right_before_a_kill_of_all_ranks_is_done_once(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+@pytest.mark.parametrize(("shard", "victims"), [("on", "all"), ("off", "0")])
+def test_an_evaluation_right_before_a_kill_is_done_once(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str, victims: str, lost: bool
 ) -> None:
-    """A slot is written before the evaluation of its step, and the record after it; without that, it is done again."""
+    """A slot is written before the evaluation of its step, and a rescue does not have its metrics. The control: a kill
+    before the record of the evaluation, which is done again."""
     often = [*RARE, "--eval-every", 3]
+    often[1] = shard
     trained(1, job(tmp_path / "undisturbed", *often))
-    monkeypatch.setenv("STRIKES", "evaluated:0:3" if lost else "loss:all:3")
+    monkeypatch.setenv("STRIKES", "evaluated:0:3" if lost else f"loss:{victims}:3")
     monkeypatch.setenv("EVALUATED", str(tmp_path / "evaluated"))
     ended(three_ranks(run_dir, *often))
     assert starts(run_dir)[1] == 3, "after the evaluation of step 3, in the pass or before the record"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.common.naming import shown
-from evenkeel.run.records import ledger, read_facts, read_record, read_records, values_of
+from evenkeel.run.records import evaluation_in, ledger, read_facts, read_record, read_records, values_of
 
 WHOLE = {"kind": "digest", "step": 3, "time": 1, "digests": {"w": "0"}, "spent": {"productive": 2}, "loss": None}
 
@@ -66,3 +66,10 @@ def test_values_that_are_no_numbers_count_as_not_finite() -> None:
     unknown = dict.fromkeys(("train/a", "train/b", "train/c", "train/f"))
     assert values_of(record) == unknown | {"train/e": 1}
     assert shown(values_of(record)) == "train/a nan  train/b nan  train/c nan  train/e 1.0000  train/f nan"
+
+
+def test_an_evaluation_counts_if_its_step_and_the_code_are_the_same_since() -> None:
+    found = [{"kind": "start", "step": 0}, {"kind": "eval", "step": 3, "test/loss": 0.5}, {"kind": "start", "step": 3}]
+    assert evaluation_in(found, 3) == {"test/loss": 0.5}
+    for since in ({"kind": "bits", "step": 3}, {"kind": "start", "step": 2}):
+        assert evaluation_in([*found, since], 3) == {}

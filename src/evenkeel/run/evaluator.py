@@ -40,10 +40,10 @@ class Evaluator:
         if not self._evaluations:
             return
         self._evaluations[0].shows = defines(type(self._task), "show")
-        if (step := self._state.step) and self._state.sharding:
+        if step := self._state.step:
             records = list(read_records(attempt.path / "metrics.jsonl", TAIL)) if attempt.directory else []
             self._known = step, attempt.world.broadcast(evaluation_in(records, step))
-        elif not step:
+        else:
             compute = [self._task.predict] if config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
             media.check(self._evaluations[0].shown)
@@ -52,7 +52,7 @@ class Evaluator:
 
     def evaluate(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no
-        metrics. In a sharded run what was recorded of this step before a kill is not done again."""
+        metrics. What was recorded of this step before a kill is not done again."""
         if not self._evaluations:
             self.metrics = self._state.record_evaluation({})
             return

@@ -80,11 +80,12 @@ TAIL = 1 << 20
 
 
 def evaluation_in(records: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
-    """The metrics of this step that the attempt which came to it, or a later one, has recorded, {} if none has."""
+    """The metrics of this step that the attempt which came to it, or a later one, has recorded, {} if none has, or if
+    the code or the machine is another one since."""
     for record in reversed(records):
         if record["kind"] == "eval" and record["step"] == step:
             return {name: value for name, value in record.items() if "/" in name}
-        if record["kind"] == "start" and record["step"] < step:
+        if record["kind"] == "bits" or (record["kind"] == "start" and record["step"] < step):
             break
     return {}
 
