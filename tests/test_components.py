@@ -18,13 +18,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1461,
+    "common": 1481,
     "config": 570,
     "data": 3170,
-    "distributed": 2160,
-    "resilience": 1566,
+    "distributed": 2195,
+    "resilience": 1564,
     "training": 5825,
-    "run": 6482,
+    "run": 6473,
     "tasks": 2191,
     "mirror": 550,
     "launch": 3000,
