@@ -27,6 +27,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/pip install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
+# no restarts by torchrun: a bug ends it at once, and killed ranks start again in place all the same
 train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU processes
 	$(BIN)/python launch/single_node.py --max-restarts 0 -- $(ARGS)
 

@@ -21,7 +21,7 @@ BUDGET = {
     "common": 1481,
     "config": 570,
     "data": 3170,
-    "distributed": 2195,
+    "distributed": 2205,
     "resilience": 1564,
     "training": 5825,
     "run": 6473,

@@ -569,8 +569,8 @@ def test_of_several_ranks_with_a_bug_the_first_prints_its_traceback_and_all_repo
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     line = f"ValueError: invalid literal for int() with base 10: 'x' at {__file__}:{first_line + 2}"
 
-    def fail(rank: str) -> str:
-        file = tmp_path / "attempt_0" / rank / "error.json"
+    def fail(rank: str, attempt: int = 0) -> str:
+        file = tmp_path / f"attempt_{attempt}" / rank / "error.json"
         file.parent.mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         monkeypatch.setenv("RANK", rank)
@@ -583,6 +583,9 @@ def test_of_several_ranks_with_a_bug_the_first_prints_its_traceback_and_all_repo
     first = fail("1").splitlines()
     assert (first[0], first[-1]) == ("Traceback (most recent call last):", f"evenkeel: rank 1 failed: {line}")
     assert fail("0") == ""
+    assert fail("0", attempt=1) == f"evenkeel: rank 0 failed: {line}\n"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    (tmp_path / "attempt_1" / "failed").unlink()
     forget_error()  # as before a restart in place
     assert fail("2").count("Traceback") == 1
 

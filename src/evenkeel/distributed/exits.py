@@ -28,8 +28,8 @@ OTHERS_SPEAK = 10.0
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run a main program and return its exit code.
 
-    A refusal prints one line on stderr and returns 2, another known end one line and 1, a bug a traceback, a line and 1.
-    Of a node's ranks the first to fail prints. A refusal also ends torchrun, which would start the ranks again.
+    A refusal prints one line on stderr and returns 2, another known end a line and 1, a bug a traceback, a line and 1.
+    Of a node's ranks the first to fail prints, a traceback once. A refusal also ends torchrun, which would restart.
     """
     try:
         return main() or 0
@@ -48,11 +48,12 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return REFUSED
     except Exception as error:
         # printed here, so that `leave` can follow: shutting down the interpreter delays a restart by a second
-        line = reason_of(error) + place_of(error.__traceback__)
+        line = reason_of(error).rstrip(".: ") + place_of(error.__traceback__)
         if keeper_link.has_keeper() and is_loss_of_a_rank(error):
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
-        elif fails_first():
-            sys.excepthook(type(error), error, error.__traceback__)
+        elif fails_first(line):
+            if not _failed_before(line):
+                sys.excepthook(type(error), error, error.__traceback__)
             _tell(f"rank {os.environ.get('RANK', '0')} failed: {line}")
         _shorten_report(line, with_traceback=True)
         return FAILED
@@ -61,7 +62,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
 def reason_of(error: BaseException) -> str:
     """What went wrong, in a line."""
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
-    first, *more = f"{name}{error}".strip().removesuffix(":").split("\n")
+    first, *more = f"{name}{error}".strip().split("\n")
     # of an error in a loader process torch names the place first, and the error last
     return more[-1] if more and " in DataLoader worker process " in first else first
 
@@ -77,14 +78,23 @@ def is_loss_of_a_rank(error: BaseException | None) -> bool:
     return False
 
 
-def fails_first() -> bool:
+def fails_first(line: str = "") -> bool:
     """Whether no other rank of this node has failed in this attempt: most errors are the same on all ranks."""
     with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files
         try:
-            _mark(os.environ["TORCHELASTIC_ERROR_FILE"]).touch(exist_ok=False)
+            with _mark(os.environ["TORCHELASTIC_ERROR_FILE"]).open("x") as file:
+                file.write(line)
         except FileExistsError:
             return False
     return True
+
+
+def _failed_before(line: str) -> bool:
+    """Whether an earlier attempt of torchrun on this node has ended with the same line, after its traceback."""
+    with contextlib.suppress(KeyError, OSError):
+        mine = _mark(os.environ["TORCHELASTIC_ERROR_FILE"])
+        return any(other != mine and other.read_text() == line for other in mine.parent.parent.glob(f"*/{mine.name}"))
+    return False
 
 
 def forget_error() -> None:
