@@ -18,11 +18,11 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1475,
+    "common": 1495,
     "config": 570,
     "data": 3170,
-    "distributed": 2160,
-    "resilience": 1566,
+    "distributed": 2205,
+    "resilience": 1564,
     "training": 5825,
     "run": 6484,
     "tasks": 2191,

@@ -106,6 +106,35 @@ def test_the_first_thing_typed(
     assert [path.name for path in tmp_path.iterdir()] == ["tide"]
 
 
+@needs.tools("make")
+def test_make_installs_again_for_another_requirement_and_not_for_another_task(folder: Path) -> None:
+    """The control: with pyproject.toml itself as a prerequisite, as is usual, another task would do as well."""
+
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", *words], capture_output=True, text=True, check=False)
+
+    def edit(file: str, old: str, new: str) -> None:
+        text = (folder / file).read_text()
+        assert text.count(old) == 1
+        (folder / file).write_text(text.replace(old, new))
+
+    assert make("-q", "setup").returncode == 1
+    stamp = folder / make("-n", "setup").stdout.split()[-1]
+    stamp.parent.mkdir()
+    stamp.touch()
+    edit("pyproject.toml", "tide.task:Digits", "tide.task:Mine")
+    edit("pyproject.toml", "line-length = 120", "line-length = 100")
+    future = stamp.stat().st_mtime + 9
+    os.utime("pyproject.toml", (future, future))
+    assert make("-q", "setup").returncode == 0
+
+    edit("Makefile", "$(INSTALLED): $(LOCK)", "$(INSTALLED): pyproject.toml $(LOCK)")
+    assert make("-q", "setup").returncode == 1
+    edit("Makefile", "$(INSTALLED): pyproject.toml $(LOCK)", "$(INSTALLED): $(LOCK)")
+    edit("pyproject.toml", 'dev = ["', 'dev = ["einops", "')
+    assert make("-q", "setup").returncode == 1
+
+
 REFUSED = {
     "new Tide": "Tide: cannot be a Python package's name; use small letters, digits and _, for example tide",
     "new ../tide": "../tide: cannot be a Python package's name; use small letters, digits and _, for example tide",

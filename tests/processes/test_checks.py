@@ -61,7 +61,20 @@ def test_a_mistake_in_the_evaluation_shows_before_the_first_step_and_keeps_its_p
     assert read(tmp_path / "run", "status.json")["step"] == 0
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert "in metrics" in done.stderr
-    assert done.stderr.splitlines()[-1] == "StopIteration"
+    assert re.fullmatch(rf"evenkeel: rank 0 failed: StopIteration at {ODD_TASKS}:\d+", done.stderr.splitlines()[-1])
+
+
+@needs.no_gpu
+@pytest.mark.parametrize(
+    ("task", "tracebacks", "line"),
+    [("BrokenMetrics", 1, "rank . failed: StopIteration at .*"), ("ItemLoss", 0, "loss\\(\\) returned a float: .*")],
+)
+def test_of_two_ranks_one_says_what_is_wrong(tmp_path: Path, task: str, tracebacks: int, line: str) -> None:
+    """Besides torchrun's own traceback and its report, which has a line for each rank."""
+    done = run(torchrun(2, TRAIN, *odd_job(task, tmp_path / "run")), expect=1)
+    assert done.stderr.count("Traceback (most recent call last)") == tracebacks + 1
+    assert len(re.findall(f"^evenkeel: {line}$", done.stderr, re.MULTILINE)) == 1
+    assert len(re.findall("^  traceback : .*(StopIteration at|EndedHere: loss)", done.stderr, re.MULTILINE)) >= 1
 
 
 NO_BEST = "no best checkpoint is stored: the evaluation has no metric 'accuracy', only loss; set the"

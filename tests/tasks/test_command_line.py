@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import json
 import re
 import subprocess
 import sys
@@ -19,11 +20,12 @@ import torch
 
 import train
 from evenkeel.__main__ import subcommands
+from evenkeel.common import arguments
 from evenkeel.common.arguments import flag
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.processes import can_lose_a_node
 from evenkeel.config import GROUPS, Config, saved_options
-from evenkeel.distributed.exits import exit_code
+from evenkeel.distributed.exits import exit_code, forget_error
 from evenkeel.launch.agent import first_error
 from evenkeel.launch.launchers import MultiNode, option_words
 from evenkeel.tasks.classify import Classify
@@ -517,6 +519,31 @@ def test_what_a_run_saves_starts_the_same_run(folder: Path, arguments: list[str]
     assert saved_options(again, task_again.options()) == saved
 
 
+def said_of_nonsense(option: Field[Any], hint: Any) -> str:
+    """What is said of a value that is neither a number nor a choice."""
+    values = ["x!"] * (len(get_args(hint)) if get_origin(hint) is tuple else 1)
+    with pytest.raises(Refusal) as refused:
+        parse([f"{flag(option.name)}=x!"] if hint is bool else [flag(option.name), *values])
+    return str(refused.value)
+
+
+NOT_TEXT = [it for it in fields(Config) if get_type_hints(Config)[it.name] not in (str, Path | None, tuple[str, ...])]
+OURS = r"--[\w-]+( x!)+: (must be|the types must be) [^<>\[\]()']+ \(--help lists all options\)|--[\w-]+=x!: .*"
+
+
+@pytest.mark.parametrize("option", NOT_TEXT, ids=lambda option: option.name)
+def test_a_value_of_the_wrong_type_is_named_with_its_option_and_the_remedy(option: Field[Any]) -> None:
+    said = said_of_nonsense(option, get_type_hints(Config)[option.name])
+    assert said.startswith(flag(option.name))
+    assert re.fullmatch(OURS, said), said
+
+
+def test_the_control_without_the_translation_it_is_tyros_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    option = next(it for it in NOT_TEXT if it.name == "micro_batch")
+    monkeypatch.setattr(arguments, "PLAIN", {})
+    assert not re.fullmatch(OURS, said_of_nonsense(option, int))
+
+
 def test_torchruns_report_of_a_known_end_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -527,6 +554,40 @@ def test_torchruns_report_of_a_known_end_is_a_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert exit_code(main) == 1
     assert first_error([tmp_path]) == "evenkeel.common.errors.Ended: the end"
+
+
+def test_of_several_ranks_with_a_bug_the_first_prints_its_traceback_and_all_report_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main() -> int:
+        return int("x")
+
+    first_line = main.__wrapped__.__code__.co_firstlineno
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    line = f"ValueError: invalid literal for int() with base 10: 'x' at {__file__}:{first_line + 2}"
+
+    def fail(rank: str, attempt: int = 0) -> str:
+        file = tmp_path / f"attempt_{attempt}" / rank / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setenv("RANK", rank)
+        assert exit_code(main) == 1
+        report = json.loads(file.read_text())["message"]["extraInfo"]
+        assert report["py_callstack"] == line
+        assert "in main" in first_error([file.parent])
+        return capsys.readouterr().err
+
+    first = fail("1").splitlines()
+    assert (first[0], first[-1]) == ("Traceback (most recent call last):", f"evenkeel: rank 1 failed: {line}")
+    assert fail("0") == ""
+    assert fail("0", attempt=1) == f"evenkeel: rank 0 failed: {line}\n"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    (tmp_path / "attempt_1" / "failed").unlink()
+    forget_error()  # as before a restart in place
+    assert fail("2").count("Traceback") == 1
 
 
 def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -543,8 +604,10 @@ def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str], monkey
     assert exit_code(lambda: 75) == 75
     assert capsys.readouterr().err == ""
     assert exit_code(lambda: int("x")) == 1
-    assert 'in <lambda>\n    assert exit_code(lambda: int("x")) == 1' in (err := capsys.readouterr().err)
-    assert err.rstrip().endswith("ValueError: invalid literal for int() with base 10: 'x'")
+    *trace, last, line = capsys.readouterr().err.splitlines()
+    assert 'in <lambda>\n    assert exit_code(lambda: int("x")) == 1' in "\n".join(trace)
+    assert last == (error := "ValueError: invalid literal for int() with base 10: 'x'")
+    assert line.startswith(f"evenkeel: rank 0 failed: {error} at {__file__}:")
 
 
 def once(out: Path) -> list[int]:

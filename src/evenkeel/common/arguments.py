@@ -21,6 +21,19 @@ T = TypeVar("T")
 LARGEST_WORLD = "EVENKEEL_LARGEST_WORLD"
 """The environment variable with the maximum number of ranks of an elastic job."""
 
+PLAIN = {
+    r"^Error parsing (\S+): invalid literal for int.*?['\"](.*)['\"]": r"\1 \2: must be INT",
+    r"^Error parsing (\S+): could not convert string to float.*?['\"](.*)['\"]": r"\1 \2: must be FLOAT",
+    r"^Error parsing (\S+): no type matching (\S+) .*? from \[['\"](.*?)['\"]\].*": r"\1 \3: must be \2",
+    r"^Error parsing (\S+): .* \[['\"](.*)['\"]\] into tuple type \S+\[(.*)\]": r"\1 \2: the types must be \3",
+    r"^invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\).*": r"\2 \1: must be \3",
+    r"^Missing value for argument '(\S+)'\. Expected (\d+) values\.": r"\1: a value is missing, it takes \2",
+    r"^Unrecognized options: (?!-)": "no option takes the value ",
+}
+"""What tyro says about a value, and what we say."""
+
+KINDS = {"INT": "a whole number", "FLOAT": "a number"}
+
 
 def flag(name: str) -> str:
     """The command-line spelling of an option."""
@@ -64,13 +77,16 @@ def some_options(words: Sequence[str], *options: Sequence[str]) -> tuple[argpars
 
 
 def refuse_empty(words: Sequence[str], *classes: Any) -> None:
-    """Refuse an empty word, usually from an unset shell variable, unless the option is empty by default.
+    """Refuse an empty word, usually from an unset shell variable, unless the option is empty by default, and a switch
+    with a value.
 
     `classes` are dataclasses with the options; other options on the command line are not checked.
     """
     defaults = {option.name.rstrip("_"): option.default for cls in classes for option in fields(cls)}
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
+        if equals and isinstance(defaults.get(name.lstrip("-").replace("-", "_")), bool):
+            raise Refusal(f"{word}: {name} takes no value; type only that, or leave it out")
         if word and (value or not equals):
             continue
         before = words[number - 1] if number else ""
@@ -126,7 +142,11 @@ def one_line_errors(
     if typed and (not names or typed[1] in synonyms):
         near = difflib.get_close_matches(typed[1].replace("_", "-"), synonyms, n=1, cutoff=0.8)
         names = [synonyms[name] for name in near]
-    for error, kind in (("invalid literal for int", "whole number"), ("could not convert string to float", "number")):
-        message = re.sub(rf"Error parsing (\S+): {error}.*?['\"](.*)['\"]", rf"\1 \2: must be a {kind}", message)
+    for theirs, ours in PLAIN.items():
+        message = re.sub(theirs, ours, message).replace("', '", " ")
+    value, must, kinds = message.rpartition(": must be ")
+    if must:
+        *others, last = [KINDS.get(kind, kind) for kind in re.findall(r"[^|{}',\s]+", kinds)]
+        message = value + must + (f"{', '.join(others)} or {last}" if others else last)
     message += f"; did you mean {' or '.join(names)}?" if names else ""
     raise Refusal(f"{message} ({hint})")

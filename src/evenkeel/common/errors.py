@@ -61,7 +61,7 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
 
 def place_of(trace: TracebackType | None) -> str:
     """The place in the user's code where an error comes from, as " at FILE:LINE"; "" if it is not known."""
-    paths, package = sysconfig.get_paths(), Path(__file__).parents[1]
+    stdlib, package = sysconfig.get_path("stdlib"), Path(__file__).parents[1]
     tasks, ours = f"{package / 'tasks'}{os.sep}", ("<frozen", f"{package}{os.sep}")
     frames = [
         frame
@@ -69,7 +69,7 @@ def place_of(trace: TracebackType | None) -> str:
         if not frame.filename.startswith(ours)
         or (frame.filename.startswith(tasks) and not frame.filename.endswith("registry.py"))
     ]
-    installed = [f for f in frames if f.filename.startswith((paths["purelib"], paths["platlib"]))]
-    theirs = [f for f in frames if f not in installed and not f.filename.startswith(paths["stdlib"])]
+    installed = [f for f in frames if {"site-packages", "dist-packages"} & {*Path(f.filename).parts}]
+    theirs = [f for f in frames if f not in installed and not f.filename.startswith(stdlib)]
     found = theirs or installed  # their own package may be an installed one
     return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""

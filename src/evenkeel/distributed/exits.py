@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ..common import keeper_link
 from ..common.display import say
-from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal
+from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, place_of
 from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
@@ -28,14 +28,14 @@ OTHERS_SPEAK = 10.0
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run a main program and return its exit code.
 
-    A refusal prints one line on stderr and returns 2, another known end one line and 1, a bug a traceback and 1. A
-    refusal also ends torchrun, which would start the ranks again.
+    A refusal prints one line on stderr and returns 2, another known end a line and 1, a bug a traceback, a line and 1.
+    Of a node's ranks the first to fail prints, a traceback once. A refusal also ends torchrun, which would restart.
     """
     try:
         return main() or 0
     except Ended as ended:
         line = " ".join(str(ended).split())
-        if isinstance(ended, EndedHere) or os.environ.get("RANK", "0") == "0":
+        if fails_first() if isinstance(ended, EndedHere) else os.environ.get("RANK", "0") == "0":
             _tell(line)
         _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return FAILED
@@ -48,11 +48,23 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return REFUSED
     except Exception as error:
         # printed here, so that `leave` can follow: shutting down the interpreter delays a restart by a second
+        line = reason_of(error).rstrip(".: ") + place_of(error.__traceback__)
         if keeper_link.has_keeper() and is_loss_of_a_rank(error):
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        elif fails_first(line):
+            if not _failed_before(line):
+                sys.excepthook(type(error), error, error.__traceback__)
+            _tell(f"rank {os.environ.get('RANK', '0')} failed: {line}")
+        _shorten_report(line, with_traceback=True)
+        return FAILED
+
+
+def reason_of(error: BaseException) -> str:
+    """What went wrong, in a line."""
+    name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
+    first, *more = f"{name}{error}".strip().split("\n")
+    # of an error in a loader process torch names the place first, and the error last
+    return more[-1] if more and " in DataLoader worker process " in first else first
 
 
 def is_loss_of_a_rank(error: BaseException | None) -> bool:
@@ -66,12 +78,47 @@ def is_loss_of_a_rank(error: BaseException | None) -> bool:
     return False
 
 
-def _shorten_report(line: str) -> None:
-    """Put the line into torchrun's closing report, in place of the traceback that `record` has written for it."""
+def fails_first(line: str = "") -> bool:
+    """Whether no other rank of this node has failed in this attempt: most errors are the same on all ranks."""
+    with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files
+        try:
+            with _mark(os.environ["TORCHELASTIC_ERROR_FILE"]).open("x") as file:
+                file.write(line)
+        except FileExistsError:
+            return False
+    return True
+
+
+def _failed_before(line: str) -> bool:
+    """Whether an earlier attempt of torchrun on this node has ended with the same line, after its traceback."""
+    with contextlib.suppress(KeyError, OSError):
+        mine = _mark(os.environ["TORCHELASTIC_ERROR_FILE"])
+        return any(other != mine and other.read_text() == line for other in mine.parent.parent.glob(f"*/{mine.name}"))
+    return False
+
+
+def forget_error() -> None:
+    """Forget that this rank has failed, or torchrun would report it at the next end."""
+    with contextlib.suppress(KeyError, OSError):
+        Path(file := os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()
+        _mark(file).unlink()
+
+
+def _mark(error_file: str) -> Path:
+    return Path(error_file).parent.parent / "failed"  # in the attempt's folder, which has one for each rank
+
+
+def _shorten_report(line: str, with_traceback: bool = False) -> None:
+    """Put the line into torchrun's closing report, in place of the traceback that `record` has written for it.
+
+    The traceback goes under another name, for `evenkeel follow`.
+    """
     with contextlib.suppress(KeyError, OSError, ValueError):  # no torchrun, or one that keeps no files
         path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
         report = json.loads(path.read_text())
-        report["message"]["extraInfo"]["py_callstack"] = line
+        known = report["message"]["extraInfo"]
+        known |= {"traceback": known["py_callstack"]} if with_traceback else {}
+        known["py_callstack"] = line
         path.write_text(json.dumps(report))
 
 

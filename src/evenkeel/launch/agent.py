@@ -146,7 +146,8 @@ def first_error(folders: Iterable[Path]) -> str:
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
         try:
             message: Any = json.loads(path.read_text())["message"]
-            return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
+            known = message["extraInfo"] if isinstance(message, dict) else {"traceback": message}
+            return str(known.get("traceback", known.get("py_callstack", "")))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # half-written by a rank that was killed
     return ""

@@ -39,7 +39,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -49,7 +48,7 @@ from ..common.errors import REFUSED
 from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
 from ..config import Config
-from ..distributed.exits import refuse
+from ..distributed.exits import fails_first, forget_error, refuse
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
 from .memory_checkpoint import KeeperMemory, MemoryCheckpoint
 from .peers import Peers, end_store, hold_store, holds_store
@@ -127,8 +126,7 @@ class Keeper:
                 os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
-            with contextlib.suppress(KeyError, OSError):
-                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()  # or torchrun reports it at the next end
+            forget_error()
         end_store()
         name_process("python")
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -268,7 +266,7 @@ class Keeper:
         """Whether the trainer has lost a rank that died; if not, print the error that looked like it."""
         if self._peers.confirm_death(self._stopped_within):
             return True
-        if not self._stop_time:
+        if not self._stop_time and fails_first():
             with contextlib.suppress(OSError, ValueError):
                 print(json.loads(self._messages["lost"]), file=sys.stderr, end="", flush=True)
         return False

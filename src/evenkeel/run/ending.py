@@ -19,7 +19,7 @@ from ..common.memory import is_out_of_memory
 from ..common.naming import shown
 from ..common.phases import CHECKPOINT, activity
 from ..common.processes import ends_with_traceback
-from ..distributed.exits import is_loss_of_a_rank
+from ..distributed.exits import is_loss_of_a_rank, reason_of
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
 from ..training.nonfinite import NonFinite
@@ -174,7 +174,7 @@ class Ending:
         if isinstance(error, Ended | Refusal):
             log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
-            log.log(logging.INFO if lost else logging.ERROR, "failed at step %d", self._state.step, exc_info=error)
+            log.info("failed at step %d", self._state.step, exc_info=error)  # nor is the traceback printed here
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
         return self._end_failed(error, saved, "lost another rank" if lost else "failed")
 
@@ -210,7 +210,7 @@ class Ending:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
     def _end_failed(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> str:
-        self._end("failed", _reason(error), FAILED, **facts)
+        self._end("failed", reason_of(error), FAILED, **facts)
         self._attempt.print(f"{what} at step {self._state.step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(self._attempt.path))}"
@@ -225,11 +225,3 @@ class Ending:
             directory.advance(name, step or directory.status.get("step", 0), reason=reason, **facts)
         tracker.event({"stopped": "stop", "failed": "failure"}[name], step, reason=reason)
         tracker.close(exit_code=exit_code)
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong, in a line."""
-    name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
-    first, *more = f"{name}{error}".strip().split("\n")
-    # of an error in a loader process torch names the place first, and the error last
-    return more[-1] if more and " in DataLoader worker process " in first else first
