@@ -108,8 +108,7 @@ class Sharding:
         self.reduction = ShardedReduction(world)
         self._model, self._optimizers = model, optimizers
         self._mesh = init_device_mesh(world.device.type, (world.world_size,))
-        dtypes = (torch.bfloat16, torch.float32) if precision == "bf16" else ()
-        self._policy = MixedPrecisionPolicy(*dtypes)
+        self._policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if precision == "bf16" else ()))
         names = {id(module): name for name, module in model.named_modules()}
         blocks = sorted({names[id(block)] for block in task.blocks(model)} - {""}, key=lambda name: -name.count("."))
         before = dict(model.named_parameters())
@@ -140,6 +139,7 @@ class Sharding:
             for parameter in whole:  # FSDP2 has copied this rank's rows, but other objects still refer to all of them
                 parameter.data = parameter.new_empty(0)
 
+    @torch.no_grad()  # with gradients, to_local() would be an operation of the graph
     def local(self, live: dict[str, Any]) -> dict[str, Any]:
         """A tree of state with this rank's rows in place of divided tensors, and the list of these under "rows"."""
         of: dict[str, int] = {}

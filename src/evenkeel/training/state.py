@@ -259,8 +259,8 @@ class State:
             step = min(done)
             if len({*done, *begun}) != 1:
                 raise Torn(f"the optimizer step to {max(begun)} has not finished")
-            on_host = "task" in live or any(tensor.device.type == "cpu" for tensor in named_tensors(live).values())
-            if self._seqlock.lags(step, queued) and on_host:
+            lags = self._seqlock.lags(step, queued)
+            if lags and ("task" in live or any(it.device.type == "cpu" for it in named_tensors(live).values())):
                 raise Torn(f"the device is at step {step}, but the task or an optimizer without fused=True is ahead")
             return {"step": step, **captured}
 
