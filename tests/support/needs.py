@@ -26,6 +26,7 @@ CI_LACKS = re.compile(
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 sharding = pytest.mark.skipif(TORCH < (2, 9), reason="--shard on needs torch 2.9")
+recovery = pytest.mark.skipif(TORCH < (2, 15), reason="older releases have none of FSDPModule.reset_iter_state")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
 """For a test of several ranks that compute where they are."""
 

@@ -87,7 +87,7 @@ class PlanCommand:
         from ..training.freezing import freeze
         from ..training.sharded_memory import bytes_of_rank_0
 
-        refuse_old_torch()
+        refuse_old_torch(config)
         from ..training.sharding import refuse_unshardable
 
         freeze(model := build_model(config, task), config.freeze)
