@@ -21,14 +21,14 @@ BUDGET = {
     "common": 1461,
     "config": 570,
     "data": 3170,
-    "distributed": 2160,
+    "distributed": 2189,
     "resilience": 1566,
-    "training": 5825,
-    "run": 6482,
+    "training": 5881,
+    "run": 6510,
     "tasks": 2191,
     "mirror": 550,
     "launch": 3000,
-    "cli": 7450,
+    "cli": 7463,
     "time_travel": 1676,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

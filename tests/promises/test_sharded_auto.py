@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import needs
-from tests.support.processes import TRAIN, finish, finish_all, fork, rank_variables, read
+from tests.support.processes import TRAIN, finish, finish_all, fork, rank_variables, read, start
 from tests.support.small_runs import SUPPORT, job_of, the_line, weights_of
 
 pytestmark = [needs.sharding, needs.no_gpu, needs.recovery]
@@ -82,3 +83,16 @@ def test_with_real_collectives_in_a_trial_they_wait(tmp_path: Path) -> None:
     ends = [finish(it) for it in workers("6000 3900", tmp_path / "none", "control", "forward", 0, "fp32", "all")]
     assert all(it.returncode == 1 for it in ends)
     assert any("Timed out waiting 10000ms" in it.stderr for it in ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [2, 7])  # of 14 samples: 7 and 2 micro-batches, in 4 rounds and in 1
+def test_a_trial_takes_the_memory_of_a_step(tmp_path: Path, micro_batch: int) -> None:
+    """The control, without a reserve for sums, takes less, if there are several rounds."""
+    peaks, exact = {}, {"MALLOC_MMAP_THRESHOLD_": "500000", "MALLOC_ARENA_MAX": "1"}
+    for way in ("step", "trial", "control"):
+        command = [sys.executable, SUPPORT / "auto_peak_worker.py", tmp_path / way, way, micro_batch]
+        finish_all([start(command, env={**it, **exact}) for it in rank_variables(2)])
+        peaks[way] = json.loads((tmp_path / way).read_text())
+    assert 0.98 * peaks["step"] < peaks["trial"] < 1.08 * peaks["step"], peaks
+    assert (peaks["control"] < 0.85 * peaks["step"]) == (micro_batch == 2), peaks

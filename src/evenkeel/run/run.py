@@ -269,6 +269,7 @@ class Run:
         if now_and_then:
             self.attempt.data.refuse_changed()
             self.verification.note()
+            self.step_log.report_memory()
         if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
             state.task_state.compare()
         if directory and directory.fruitless:
