@@ -21,14 +21,14 @@ BUDGET = {
     "common": 1495,
     "config": 570,
     "data": 3170,
-    "distributed": 2205,
+    "distributed": 2233,
     "resilience": 1564,
-    "training": 5825,
-    "run": 6484,
+    "training": 5881,
+    "run": 6510,
     "tasks": 2191,
     "mirror": 550,
     "launch": 3000,
-    "cli": 7441,
+    "cli": 7463,
     "time_travel": 1673,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

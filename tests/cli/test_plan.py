@@ -51,7 +51,7 @@ def test_the_plan_says_how_shard_on_divides_the_state(tmp_path: Path, capsys: py
     assert PlanCommand(world_size=3)([*options, "--optimizer", "adamw"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
     assert line.startswith(
-        f"--shard on, each rank: weights {rows:.2f} MB, gradients {rows:.2f} MB, moments {2 * rows:.2f}"
+        f"--shard on, each rank: weights {rows:.2f} MB, gradients {rows:.2f} MB, optimizer state {2 * rows:.2f}"
     )
     assert f"the largest block gathered {block:.2f} MB;" in line
     assert "average" not in line

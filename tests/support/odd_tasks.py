@@ -366,6 +366,14 @@ class WorseAndWorse(Recorded):
         return {"loss": torch.full((len(batch[1]),), time.time(), dtype=torch.float64)}
 
 
+def bound_memory() -> None:
+    """Let this process have so many MiB more, and no more than that."""
+    here = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert here
+    limit = int(here[1]) * 1024 + int(os.environ.get("ROOM", 3000)) * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
 @dataclass
 class Hungry(Recorded):
     """Each sample takes real memory in a pass, of which this process may have so much and no more."""
@@ -378,10 +386,7 @@ class Hungry(Recorded):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if not self.bounded:  # not before: threads and libraries have taken theirs by now
             self.bounded = True
-            here = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
-            assert here
-            limit = int(here[1]) * 1024 + int(os.environ.get("ROOM", 3000)) * MIB
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            bound_memory()
         greed = 2 if 0 <= self.greedy_at <= self.calls + 1 else 1
         # 4 samples fit, and 8 do not; two take more than the 1 GiB of freed memory that the C library may keep
         room = torch.empty(len(batch[0]) * greed * 550 * MIB, dtype=torch.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ def passes(model: DistributedLoss, step: int, micro_batches: Sequence[MicroBatch
         model.backward(model(batch))
 
 
-def rank_0_writes(found: Callable[[World], Any]) -> None:
-    """Connect, and write as JSON to the first argument what the call has found on rank 0. `--share-gpu` may follow."""
+def rank_0_writes(found: Callable[[World], Any], patience: timedelta = timedelta(minutes=10)) -> None:
+    """Connect, and write as JSON to the first argument what the call has found on rank 0. `--share-gpu` may follow.
+    A rank waits for others at most `patience`."""
     torch.set_num_threads(1)
     world = World.from_environment(share_gpu="--share-gpu" in sys.argv)
-    with world.connected():
+    with world.connected(patience):
         result = found(world)
         if world.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(result))

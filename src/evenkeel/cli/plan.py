@@ -85,9 +85,9 @@ class PlanCommand:
             return
         from ..run.build import build_model, refuse_old_torch
         from ..training.freezing import freeze
-        from ..training.sharded_memory import bytes_of_rank_0
+        from ..training.memory_parts import bytes_of_rank_0
 
-        refuse_old_torch()
+        refuse_old_torch(config)
         from ..training.sharding import refuse_unshardable
 
         freeze(model := build_model(config, task), config.freeze)

@@ -159,7 +159,6 @@ def unshardable(config: Config) -> str:
         "--sync-batchnorm": config.sync_batchnorm,
         "--precision fp16": config.precision == "fp16",
         "--channels-last": config.channels_last,
-        "--micro-batch auto": config.micro_batch == "auto",
         f"--shares {config.shares}": config.shares != "equal",
         "--verify-every": config.verify_every > 0,
         "--optimizer muon": config.optimizer == "muon",

@@ -12,7 +12,8 @@ sends nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,22 @@ class ShardedReduction(Reduction):
         """M of the present step."""
         self.round = 0
         """How many micro-batches this rank has finished."""
+        self.apart = False
+        """Whether this rank computes by itself, see :meth:`trial`."""
+        self.folds: list[Fold[Tensor]] = []
+        """Of all blocks."""
+
+    @contextmanager
+    def trial(self, micro_batches: int) -> Iterator[None]:
+        """One round of a step of so many micro-batches, in which this rank takes as much memory but exchanges nothing:
+        it uses its own part in place of all others. If a pass fails on one rank, no other rank waits for it."""
+        self.micro_batches, self.round, self.apart = min(micro_batches, self.world.world_size), 0, True
+        try:
+            yield
+        finally:
+            self.apart = False
+            for fold in self.folds:  # a pass that failed has left sums
+                fold.sums.clear()
 
     @property
     def present(self) -> range:
@@ -98,10 +115,20 @@ class ShardedReduction(Reduction):
 class Weights(DefaultAllGather):
     """The stock all-gather of a block's weights, allowed within a task's methods, which call no collectives."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
+    def __init__(self, steps: ShardedReduction) -> None:
+        self._steps = steps
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
         """Gather this rank's part, [n], of all ranks, [W * n]."""
+        if self._steps.apart:
+            for rank, part in enumerate(output_tensor.view(group.size(), -1)):
+                if rank != group.rank():  # that one is the input itself
+                    part.copy_(input_tensor)
+            return None
         with no_collectives(""):
-            return super().__call__(*arguments, **options)
+            return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
@@ -111,6 +138,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     def __init__(self, steps: ShardedReduction) -> None:
         self._steps = steps
         self._fold = Fold[Tensor](lambda left, right: right.add_(left))
+        steps.folds.append(self._fold)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -125,7 +153,10 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         received = input_tensor.new_empty(len(present), size)
         sizes = [size] * len(present) + [0] * (ranks - len(present))
         sent = input_tensor if mine else input_tensor[:0]
-        dist.all_to_all_single(received.flatten(), sent, sizes, [size * mine] * ranks, group=group)
+        if self._steps.apart:
+            received.copy_(input_tensor.view(ranks, size)[group.rank()])
+        else:
+            dist.all_to_all_single(received.flatten(), sent, sizes, [size * mine] * ranks, group=group)
         self._add(received, present, output_tensor)
 
     def alone(self, output: Tensor) -> None:

@@ -24,6 +24,7 @@ from ..data.randomness import seed_task
 from ..distributed.placement import place
 from ..distributed.sync_batchnorm import synchronise
 from ..distributed.world import World
+from ..training.batch_size_finder import Probe
 from ..training.checks import check_model, checked_optimizers
 from ..training.compilation import compile_networks, in_place
 from ..training.cut import refuse_single_samples
@@ -146,7 +147,7 @@ def build_state(
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
     if config.shard == "on":
-        refuse_old_torch()
+        refuse_old_torch(config)
         from ..training.sharding import refuse_unshardable  # imports FSDP2, which takes a second
 
         refuse_unshardable(task, model, optimizers)
@@ -163,14 +164,33 @@ def build_state(
 
 
 def shard(state: State, task: Task, world: World, config: Config) -> None:
-    """For --shard: divide a state among the ranks, before it is loaded; the process group exists."""
+    """For --shard: divide a state among the ranks, before it is loaded; the process group exists. If it is divided
+    already, or not to be, nothing happens."""
+    if config.shard == "off" or state.sharding:
+        return
     from ..training.sharding import Sharding
 
     average = state.average.model if state.average else None
     divide(state, Sharding(state.model, average, state.optimizers, task, world, config.precision))
 
 
-def refuse_old_torch() -> None:
-    """Refuse --shard with a torch whose FSDP2 takes no other reduce-scatter."""
+def find_micro_batch(
+    config: Config, task: Task, world: World, train_set: SizedDataset, state: State
+) -> tuple[int, str]:
+    """For --micro-batch auto: see `Probe`. A state to divide is divided before, as in all steps."""
+    shard(state, task, world, config)
+    return Probe(config, task, world, train_set, state)()
+
+
+def refuse_old_torch(config: Config) -> None:
+    """Refuse --shard with a torch whose FSDP2 takes no other reduce-scatter, or does not recover from a failed pass if
+    --micro-batch auto needs that."""
     if numbers(torch.__version__) < TORCH_FOR_SHARDING:
         raise Refusal(f"--shard on: needs torch 2.9 or later, and this is {torch.__version__}")
+    from torch.distributed.fsdp import FSDPModule  # takes a second
+
+    if config.micro_batch == "auto" and not hasattr(FSDPModule, "reset_iter_state"):
+        raise Refusal(
+            "--shard on --micro-batch auto: needs a torch with FSDPModule.reset_iter_state, such as 2.15, and this is "
+            f"{torch.__version__}; give a number"
+        )

@@ -27,7 +27,6 @@ from ..data.plan import Plan
 from ..data.sampler import ElasticSampler, Step, by_step
 from ..resilience.hang import Watch
 from ..resilience.interruption import Interruption
-from ..training.batch_size_finder import Probe
 from ..training.cut import decide_cut, has_batchnorm, refuse_single_samples
 from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss
@@ -38,7 +37,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model, build_state, prepare, shard
+from .build import build_model, build_state, find_micro_batch, prepare, shard
 from .checkpointer import Checkpointer
 from .disk_needed import disk_needed
 from .ending import Ending
@@ -120,15 +119,14 @@ class Run:
             # a collective's time-out explains nothing, so the watch for hangs must come earlier
             longest = max(600, config.hang_timeout) + COMPILE_TIMEOUT * config.compile
             with attempt, world.connected(timedelta(seconds=longest + 300)) as store:
-                finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
+                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
                 workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, workers, world.device))
                 run.finished = finished
                 if finished:
                     yield run
                     return
-                if config.shard == "on":
-                    shard(state, task, world, config)
+                shard(state, task, world, config)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):
@@ -268,6 +266,7 @@ class Run:
         if now_and_then:
             self.attempt.data.refuse_changed()
             self.verification.record()
+            self.step_log.report_memory()
         if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
             state.task_state.compare()
         if directory and directory.fruitless:

@@ -11,6 +11,7 @@ from ..common.naming import TRAIN, in_set
 from ..training.arrivals import Arrivals
 from ..training.distributed_loss import DistributedLoss
 from ..training.flops import per_sample
+from ..training.memory_parts import PEAK, bytes_of_state, peak
 from ..training.shares import Shares
 from ..training.state import State
 from ..training.task import Task
@@ -82,6 +83,15 @@ class StepLog:
         tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
         self._logged = state.step
         self._report_hints()
+
+    def report_memory(self) -> None:
+        """Record how many bytes each part of the state takes on each rank, and the peak so far. All ranks call this."""
+        attempt, state = self._attempt, self._state
+        divided = (attempt.world.rank, attempt.world.world_size) if state.sharding else (0, 1)
+        mine = bytes_of_state(state.model, state.optimizers, bool(state.average), *divided)
+        everywhere = attempt.world.gather(mine | {PEAK: peak(attempt.world.devices)})
+        if attempt.tracker:
+            attempt.tracker.event("memory", state.step, memory=everywhere)
 
     def finish(self) -> None:
         """Take the arrivals of the last steps."""

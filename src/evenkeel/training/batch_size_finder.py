@@ -10,7 +10,7 @@ import copy
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import ElasticSampler
 from ..distributed.data_parallel import parallel
 from ..distributed.world import World
+from .ema import local_rows
 from .evaluation import same_tensors
 from .loss import Loss
 from .oom import OutOfMemory, explained, note_batch
@@ -43,7 +44,10 @@ RESERVE = 0.03
 
 @dataclass
 class Probe:
-    """Finds the micro-batch of a run, with the samples of the first step. Call it once, on all ranks together."""
+    """Finds the micro-batch of a run, with the samples of the first step. Call it once, on all ranks together.
+
+    Each rank tries by itself. With --shard on the ranks exchange nothing meanwhile (`ShardedReduction.trial`).
+    """
 
     config: Config
     """With --micro-batch auto."""
@@ -51,7 +55,7 @@ class Probe:
     world: World
     train_set: SizedDataset
     state: State
-    """Model and optimizers at the start of the run."""
+    """Model and optimizers at the start of the run; with --shard on divided already."""
 
     def __call__(self) -> tuple[int, str]:
         """The largest of --batch-size / world size, half of it, ... that fits on every rank; and a message about it.
@@ -96,6 +100,8 @@ class Probe:
                 raise
             failure = error.with_traceback(None)
             failure.__context__ = failure.__cause__ = None
+            if self.state.sharding:
+                self.state.sharding.recover()
         self.state.clear_gradients()
         gc.collect()
         if self.world.device.type == "cuda":
@@ -110,8 +116,10 @@ class Probe:
         config = self.config
         sampler = ElasticSampler(self.train_set, config.batch_size, size, num_replicas=1, rank=0, seed=config.seed)
         batch = next(iter(loader(self.train_set, sampler, "train", 0, self.world.device)))
+        sharding = self.state.sharding
         try:
-            self._two_passes(batch)
+            with sharding.reduction.trial(self._micro_batches(size)) if sharding else nullcontext():
+                self._two_passes(batch)
         except Exception as error:
             note_batch(error, batch)
             raise
@@ -128,6 +136,8 @@ class Probe:
             if number == 0:
                 for optimizer in self.state.optimizers:
                     optimizer.step()
+                if self.state.sharding:  # its gradient is freed before each pass
+                    self.state.clear_gradients()
 
     def _reserve(self, size: int) -> list[Tensor]:
         """The additional memory of a step with micro-batches of this size, allocated during a trial."""
@@ -139,14 +149,20 @@ class Probe:
         gradients = [p for p in self.state.model.parameters() if p.requires_grad]
         return held + [torch.empty_like(p) for p in gradients for _ in range(self._more_gradients(size))]
 
+    def _micro_batches(self, size: int) -> int:
+        """Of a step, with micro-batches of this size."""
+        return -(-min(self.config.batch_size, positions_in(self.train_set)) // size)
+
     def _more_gradients(self, size: int) -> int:
         """Copies of the whole gradient that a step has at its peak, besides the one of a trial.
 
         DDP has one in its buckets. The tree has one for each bit of the number of this rank's micro-batches, and on
-        several ranks two or three that it exchanges.
+        several ranks two or three that it exchanges. With --shard on it has sums between two rounds, of this rank's
+        rows only.
         """
-        world_size = self.world.world_size
-        micro_batches = -(-min(self.config.batch_size, positions_in(self.train_set)) // size)
+        world_size, micro_batches = self.world.world_size, self._micro_batches(size)
+        if self.state.sharding:
+            return max((done.bit_count() for done in range(world_size, micro_batches, world_size)), default=0)
         levels = (-(-micro_batches // world_size) - 1).bit_length()
         if self.config.reduce == "ring":
             return int(world_size > 1)
@@ -156,8 +172,7 @@ class Probe:
 @contextmanager
 def _no_trace(state: State) -> Iterator[None]:
     """Restore weights, buffers, optimizers and generators afterwards, in every bit."""
-    live = [*state.model.parameters()]
-    values = [tensor.detach().cpu().clone() for tensor in live]
+    values = [tensor.detach().cpu().clone() for tensor in local_rows(state.parameters)]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in state.optimizers]
     with generators_kept(), same_tensors(state.model):
         try:
@@ -165,7 +180,7 @@ def _no_trace(state: State) -> Iterator[None]:
         finally:
             state.clear_gradients()
             with torch.no_grad():
-                for tensor, value in zip(live, values, strict=True):
+                for tensor, value in zip(local_rows(state.parameters), values, strict=True):
                     tensor.copy_(value)
             for optimizer, saved in zip(state.optimizers, optimizers, strict=True):
                 optimizer.load_state_dict(saved)

@@ -38,8 +38,8 @@ class Average:
         """Update with the weights and committed buffers after a step, counted from 1; not if ``skip``, a boolean scalar
         on the device, is true."""
         weight = torch.where(skip, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
-        mean = _local(self._mean)
-        change = torch._foreach_sub(_local(self._live), mean)
+        mean = local_rows(self._mean)
+        change = torch._foreach_sub(local_rows(self._live), mean)
         multiply(change, weight)
         torch._foreach_add_(mean, list(change))
         for mine, committed in self._buffers:
@@ -55,7 +55,7 @@ class Average:
         self.model.load_state_dict({**model, **saved})
 
 
-def _local(tensors: list[Any]) -> list[Tensor]:
+def local_rows(tensors: list[Any]) -> list[Tensor]:
     """This rank's rows of divided ones; asked for at each step, because torch 2.9 replaces them in the first pass."""
     return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
 

@@ -133,11 +133,17 @@ class Sharding:
             divided.set_gradient_divide_factor(1.0)  # the loss has the weights
             divided.set_force_sum_reduction_for_comms(True)
             communication = TreeReduceScatter(self.reduction)
-            divided.set_custom_all_gather(Weights())
+            divided.set_custom_all_gather(Weights(self.reduction))
             divided.set_custom_reduce_scatter(communication)
             divided.set_all_reduce_hook(communication.alone)
             for parameter in whole:  # FSDP2 has copied this rank's rows, but other objects still refer to all of them
                 parameter.data = parameter.new_empty(0)
+
+    def recover(self) -> None:
+        """Free what a pass that failed has gathered, and forget its gradient: the next pass begins anew."""
+        model: Any = self._model
+        if model._get_fsdp_state()._is_root:  # known from the first pass on
+            model.reset_iter_state()
 
     @torch.no_grad()  # with gradients, to_local() would be an operation of the graph
     def local(self, live: dict[str, Any]) -> dict[str, Any]:

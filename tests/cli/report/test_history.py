@@ -145,3 +145,10 @@ def test_durations_that_no_run_has_had_are_left_out(tmp_path: Path, seconds: flo
     history = read(run_dir)
     assert 0 <= sum(history.seconds.values()) < 100
     assert "1970" not in page([history], {})
+
+
+def test_damaged_records_of_memory_are_left_out(tmp_path: Path) -> None:
+    line = {"kind": "memory", "step": 1, "time": 1.0, "memory": [{"weights": 5, "peak": 7}]}
+    bad = [{**line, "memory": [{"weights": "much"}]}, {**line, "memory": 5}, {**line, "memory": [3]}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [line, *bad]))
+    assert read_history(tmp_path, "run").memory == line["memory"]

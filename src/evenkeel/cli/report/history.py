@@ -72,6 +72,7 @@ class History:
         marks: kind of an event -> (time, step) of each.
         again: steps that were done again, as far as the records tell.
         seconds: the ledger, by account.
+        memory: bytes by part of each rank, as last recorded.
         best: (metric, "max" or "min") by which the run keeps its best checkpoint.
     """
 
@@ -85,6 +86,7 @@ class History:
     curves: dict[str, Curve] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
     marks: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    memory: list[dict[str, int]] = field(default_factory=list)
     again: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: ledger([]))
 
@@ -121,6 +123,8 @@ class History:
         kind, step, time = record["kind"], record["step"], record["time"]
         if kind == "start":
             self._start(record)
+        elif kind == "memory":
+            self.memory = record.get("memory", [])
         elif kind != "train":
             self.marks.setdefault(kind, []).append((time, step))
         for name, value in values_of(record).items():

@@ -15,6 +15,7 @@ from ...common.arguments import flag
 from ...common.files import MOST
 from ...common.naming import TRAIN
 from ...run.records import ACCOUNTS, verified
+from ...training.memory_parts import PEAK
 from ..html_page import document, table
 from . import figures
 from .audited import audited
@@ -36,8 +37,8 @@ FACTS = {
 }
 """The key figures of a run and their headings."""
 
-ROWS = 200
-"""Maximum number of listed attempts, the last ones."""
+ROWS, RANKS = 200, 16
+"""Maximum number of listed attempts, the last ones; of ranks, those whose peaks of memory are the greatest."""
 
 
 def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]]:
@@ -63,6 +64,7 @@ def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]
             shares = escape(str(history.status.get("shares", "")))
             more = f'<p class="card">Micro-batches of a step, by rank: {shares} (--shares)</p>' if shares else ""
             sections[f"Ranks{of}"] = cards(figures.rank_spread(ranks), more)
+        sections[f"Memory{of}"] = memory(history)
         for it in read_classified(history.path):
             shown = cards(figures.classified(it)) + confusion_table(it) + mistakes(it)
             sections[f"Predictions for the {it.part} set at step {it.step:,}{of}"] = shown
@@ -157,6 +159,18 @@ def attempts(history: History) -> str:
     ]  # fmt: skip
     heads = ["attempt", "ranks", "steps", "lived", "end"]
     return table(heads, rows, "Table of the attempts")
+
+
+def memory(history: History) -> str:
+    """Bytes of memory by part, of some ranks."""
+    ranks = sorted(enumerate(history.memory), key=lambda it: -it[1].get(PEAK, 0))[:RANKS]
+    parts = [name for name in (ranks[0][1] if ranks else ()) if name != PEAK]
+    rows = []
+    for rank, of in sorted(ranks):
+        known = [of.get(name, 0) for name in parts]
+        shown = [*known, max(0, of.get(PEAK, 0) - sum(known)), of.get(PEAK, 0)]
+        rows.append([str(rank), *(f"{size / 1e6:,.2f} MB" for size in shown)])
+    return table(["rank", *map(escape, parts), "activations, buffers and all else", "peak"], rows)
 
 
 def time_table(histories: Sequence[History]) -> str:
