@@ -127,7 +127,7 @@ class Run:
                 if finished:
                     yield run
                     return
-                if config.shard == "on":
+                if config.shard != "off":
                     shard(state, task, world, config)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()

@@ -86,7 +86,9 @@ def remedy(config: Config) -> str:
         "" if config.checkpoint_activations or config.compile else "try --checkpoint-activations (slower, same bits)"
     )
     divide = ""
-    if config.shard == "off" and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not unshardable(config):
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    among = {"off": 1, "on": ranks}.get(str(config.shard), config.shard)
+    if ranks != among and not unshardable(config):
         divide = "--shard on" if config.reduce == "tree" else "in a new run --reduce tree --shard on"
     if known in ("auto", 1):
         return ", or ".join(
