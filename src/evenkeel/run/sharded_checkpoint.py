@@ -76,7 +76,7 @@ def write_rows(
             _write_once(folder / name, captured, {"kind": kind, "metrics": dict(metrics)}, until)
         publish_if_whole(checkpoints, folder, until)
     except FileNotFoundError:
-        if not (final / MANIFEST).exists():  # else another process of this rank was faster
+        if checkpoints.newest_step() < step:  # else another process with these rows was faster
             raise
 
 
@@ -87,7 +87,8 @@ def _write_once(path: Path, captured: Mapping[str, Any], info: dict[str, Any], u
         if not lock(file, until):
             raise OSError(errno.ETIMEDOUT, "another process is writing these rows", str(path))
         try:
-            if not piece.exists():
+            # a folder that has got its name meanwhile has this file elsewhere, and whole
+            if not piece.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 file.truncate(0)  # of a process that was killed
                 written = dump(dict(captured), file)
                 os.fsync(file.fileno())
