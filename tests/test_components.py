@@ -19,12 +19,12 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1461,
-    "config": 570,
+    "config": 577,
     "data": 3170,
-    "distributed": 2160,
+    "distributed": 2203,
     "resilience": 1566,
-    "training": 5825,
-    "run": 6482,
+    "training": 5834,
+    "run": 6510,
     "tasks": 2191,
     "mirror": 550,
     "launch": 3000,

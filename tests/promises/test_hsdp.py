@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"^--shard 3: 4 ranks are no multiple of it; start 3 or 6 ranks"):
         shard_size(Config(shard=3), 4)
     for words, line in (
-        (["1"], "--shard 1: is how many ranks divide the state, at least 2; or give --shard on"),
+        (["1"], "--shard 1: must be at least 2"),
         (["2", "--replicate", "1"], "--shard 2 --replicate 1: other ranks have each rank's rows already"),
     ):
         with pytest.raises(Refusal, match=line):

@@ -70,6 +70,8 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
         ("2", {}, "or in a new run --reduce tree --shard on"),
         ("1", {"reduce": "tree"}, ""),
         ("2", {"reduce": "tree", "shard": "on"}, ""),
+        ("2", {"reduce": "tree", "shard": 2}, ""),
+        ("4", {"reduce": "tree", "shard": 2}, "or --shard on"),
         ("2", {"reduce": "tree", "precision": "fp16"}, ""),
     ],
 )

@@ -16,7 +16,7 @@ from .checks import (
     shares_of,
     unshardable,
     validate,
-)
+)  # fmt: skip
 from .options import (
     BELOW_1,
     BOUNDS,

@@ -145,8 +145,6 @@ def _check_sharding(config: Config) -> None:
             raise Refusal("--replicate 1: needs --shard on; without it every rank has the whole state")
         return
     given = f"--shard {config.shard}"
-    if isinstance(config.shard, int) and config.shard < 2:
-        raise Refusal(f"{given}: is how many ranks divide the state, at least 2; or give --shard on (all ranks) or off")
     if isinstance(config.shard, int) and config.replicate:
         raise Refusal(f"{given} --replicate 1: other ranks have each rank's rows already; leave --replicate out")
     if config.reduce != "tree":
@@ -156,7 +154,7 @@ def _check_sharding(config: Config) -> None:
 
 
 def shard_size(config: Config, ranks: int) -> int:
-    """S, among how many consecutive ranks --shard divides the state; refused if so many ranks are no multiple of it."""
+    """Among how many consecutive ranks --shard divides the state; refused if that does not divide their number."""
     if isinstance(config.shard, str):
         return ranks
     if ranks % config.shard:

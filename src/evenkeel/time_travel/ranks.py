@@ -24,8 +24,7 @@ def replay_on(ranks: int, asked: Asked, python: str = "") -> Replay:
         Refusal, Ended: as `replay`; with the line of a rank.
     """
     with prepared(asked) as (folder, reason):
-        shard = read_config(folder / "config.toml").get("shard", "off")
-        if shard != "off":  # each rank looks at its own number of passes
+        if (shard := read_config(folder / "config.toml").get("shard", "off")) != "off":  # passes depend on the ranks
             raise Refusal(
                 f"--ranks {ranks}: one process replays a run with --shard {shard}, with the same bits; leave it out"
             )

@@ -87,8 +87,7 @@ def remedy(config: Config) -> str:
     )
     divide = ""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    among = {"off": 1, "on": ranks}.get(str(config.shard), config.shard)
-    if ranks != among and not unshardable(config):
+    if ranks > 1 and config.shard not in ("on", ranks) and not unshardable(config):
         divide = "--shard on" if config.reduce == "tree" else "in a new run --reduce tree --shard on"
     if known in ("auto", 1):
         return ", or ".join(

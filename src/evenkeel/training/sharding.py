@@ -90,11 +90,7 @@ class Sharding:
         task: names the blocks.
         world: the ranks; a process that is alone gets a process group here.
         precision: "bf16" computes with parameters in bfloat16, and adds gradients in float32.
-        ranks: S, the consecutive ranks of a replica; 0: all.
-
-    Attributes:
-        rank: this one's place in its replica.
-        ranks: S.
+        ranks: S, of a replica; 0: all.
     """
 
     def __init__(
