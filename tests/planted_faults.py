@@ -1,4 +1,4 @@
-"""Plant 89 small faults, one at a time, and see whether the tests find them.
+"""Plant 91 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -224,13 +224,23 @@ a process that writes the last step and is killed is not followed by another
 
 sharded gradients are added one after the other, not in the tree
     distributed/sharded_reduction.py | tests/promises/test_shard.py
-    - self._fold.push(Node(0, number), row)
+    - self._fold.push(node, row)
     + self._fold.sums = [(Node(0, 0), sum((value for _, value in self._fold.sums), row))]
 
 a sharded model is left as it is when a trial of --micro-batch auto has run out of memory
     training/sharding.py | tests/promises/test_sharded_auto.py
     - model.reset_iter_state()
     + pass
+
+sums of replicas are added in their order, not in the tree
+    distributed/sharded_reduction.py | tests/promises/test_hsdp.py
+    - nodes = [list(subtrees(each)) for each in replicas]
+    + nodes = [[Node(0, number)] * len(list(subtrees(each))) for number, each in enumerate(replicas)]
+
+a rank that has waited for the same rows writes into the checkpoint that has got its name
+    run/sharded_checkpoint.py | tests/run/test_sharded_checkpoint.py
+    - if not piece.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+    + if not piece.exists():
 
 a sharded evaluation counts a batch that a rank only repeats
     training/evaluation.py | tests/promises/test_shard.py

@@ -57,6 +57,10 @@ def test_the_plan_says_how_shard_on_divides_the_state(tmp_path: Path, capsys: py
     assert "average" not in line
     assert PlanCommand(world_size=3)([*options, "--ema", "0.9", "--optimizer", "sgd", "--momentum", "0"]) == 0
     assert f"gradients {rows:.2f} MB, average {rows:.2f} MB" in capsys.readouterr().out
+    assert PlanCommand(world_size=6)([*options, "--shard", "3"]) == 0
+    assert f"--shard 3, each rank: weights {rows:.2f} MB, gradients {rows:.2f} MB" in capsys.readouterr().out
+    with pytest.raises(Refusal, match="--shard 3: 4 ranks are no multiple of it"):
+        PlanCommand(world_size=4)([*options, "--shard", "3"])
     everything = f"{ROOT / 'tests' / 'support' / 'everything_task.py'}:Everything"
     with pytest.raises(Refusal, match="--shard on"):
         PlanCommand()(["--task", everything, *options[2:]])

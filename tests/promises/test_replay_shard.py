@@ -26,12 +26,12 @@ WORDS = [*SHARD, *QUIET, "--clip-norm", 0.5, "--digest-every", 1, "--checkpoint-
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three ranks, of which one was killed, then two."""
+    """Three ranks, of which one was killed, then a replica of two."""
     folder = tmp_path_factory.mktemp("killed")
     variables = {"PAUSE": "0.03", "STRUCK": str(folder), "STRIKES": "optimizer:1:2"}
     three = start(torchrun(3, TRAIN, *job(folder / "run", *WORDS)), env=variables)
     signal_ranks_at(6, folder / "run", [three], signal.SIGTERM)
-    trained(2, job(folder / "run", *WORDS))
+    trained(2, job(folder / "run", *WORDS, "--shard", 2))
     assert len(starts(folder / "run")) == 3
     return folder / "run"
 
@@ -59,7 +59,7 @@ def test_an_audit_and_a_replay_agree(killed: Path) -> None:
     assert "agrees in every bit" in replayed
     assert "embed.weight" in replayed
     refused = run_forked("-m", "evenkeel", "replay", killed, "--step", 10, "--ranks", 2, expect=2).stderr
-    assert "--ranks 2: one process replays a run with --shard on" in refused
+    assert "--ranks 2: one process replays a run with --shard 2" in refused
 
 
 def test_the_control_one_number_in_the_rows_of_one_rank_is_found(killed: Path, tmp_path: Path) -> None:

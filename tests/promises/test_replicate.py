@@ -41,13 +41,14 @@ def two_nodes(run_dir: Path, *more: object) -> list[subprocess.Popen[str]]:
     return [node(number, port, run_dir, *more) for number in range(2)]
 
 
-def lose_a_node(run_dir: Path, *more: object, held: Path | None = None) -> None:
-    """Start two nodes, and kill the agent, keepers and ranks of the second after step 4, or when there is a file."""
-    first, other = two_nodes(run_dir, *more)
+def lose_a_node(run_dir: Path, *more: object, held: Path | None = None, lost: int = 1) -> None:
+    """Start two nodes, and kill the agent, keepers and ranks of one after step 4, or when there is a file."""
+    nodes = two_nodes(run_dir, *more)
+    other, (first,) = nodes.pop(lost), nodes
     try:
         wait_beside(first, lambda: held.exists() if held else told_step(run_dir) >= 4, "the moment")
         keepers = keepers_of(other)
-        assert sorted(keepers) == [2, 3]
+        assert sorted(keepers) == [2 * lost, 2 * lost + 1]
         for keeper in keepers.values():
             os.killpg(keeper, signal.SIGKILL)  # its trainer is in the same process group
         other.kill()
@@ -57,9 +58,9 @@ def lose_a_node(run_dir: Path, *more: object, held: Path | None = None) -> None:
         kill_group(first)
 
 
-def goes_on_in_the_bits_of_one(run_dir: Path, one_rank: str) -> None:
+def goes_on_in_the_bits_of_one(run_dir: Path, one_rank: str, *more: object) -> None:
     """Two nodes run to the end, no step was done twice, and the weights are those of one rank."""
-    for each in two_nodes(run_dir, "--replicate", 1):
+    for each in two_nodes(run_dir, *(more or ("--replicate", 1))):
         ended(each)
     assert no_step_is_done_twice(run_dir)
     assert weights_of(run_dir) == one_rank

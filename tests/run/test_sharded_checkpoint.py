@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from evenkeel.common.files import lock
 from evenkeel.run.checkpoint import Checkpoints, Damaged, load, read_manifest, step_of, verify
 from evenkeel.run.sharded_checkpoint import await_writers, facts_of, write_rows, write_slots
 from evenkeel.run.sharded_resume import common_step
@@ -113,6 +115,30 @@ def test_ranks_that_write_at_the_same_time_complete_each_step_once(checkpoints: 
     assert [step_of(path) for path in checkpoints.all()] == [28, 29]
     assert all(same(load(path), whole(step_of(path))) for path in checkpoints.all())
     assert not list(checkpoints.folder.glob(".*.tmp"))
+
+
+def test_a_rank_that_waits_for_the_same_rows_leaves_them_when_the_checkpoint_gets_its_name(
+    checkpoints: Checkpoints,
+) -> None:
+    """As replicas do when they are stopped (--shard N)."""
+    save(checkpoints, 5, only=range(2))
+    (folder,) = checkpoints.folder.glob(".step-*.tmp")
+    with (folder / file_of(0, 3)).open() as file:
+        assert lock(file)
+        process = FORK.Process(target=save, args=(checkpoints, 5, 3, range(1)))
+        process.start()
+        opened = Path(f"/proc/{process.pid}/fd")
+        wait_until(lambda: any(same_file(each, folder / file_of(0, 3)) for each in opened.iterdir()), "it waits")
+        written = save(checkpoints, 5, only=range(2, 3)) / file_of(0, 3)
+        before = written.stat().st_mtime_ns
+        fcntl.flock(file, fcntl.LOCK_UN)  # the fork has it too
+    process.join(60)
+    assert process.exitcode == 0
+    assert written.stat().st_mtime_ns == before, "written again, it would be damaged if a kill came"
+
+
+def same_file(one: Path, other: Path) -> bool:
+    return one.exists() and one.samefile(other)
 
 
 @pytest.mark.parametrize("rank", range(3))

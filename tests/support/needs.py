@@ -29,8 +29,6 @@ CI_LACKS = re.compile(
 sharding = pytest.mark.skipif(numbers(torch.__version__) < TORCH_FOR_SHARDING, reason="--shard on needs torch 2.9")
 NO_RECOVERY = "older releases have none of FSDPModule.reset_iter_state"
 recovery = pytest.mark.skipif(numbers(torch.__version__) < (2, 15), reason=NO_RECOVERY)
-    numbers(torch.__version__) < (2, 15), reason="older releases have none of FSDPModule.reset_iter_state"
-)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
 """For a test of several ranks that compute where they are."""
 

@@ -1,6 +1,6 @@
 """Gradients, norms and weights of a small network under FSDP2: ours, and in the usual way. Rank 0 writes fingerprints.
 
-torchrun --nproc_per_node=W sharded_worker.py OUT.json MICRO_BATCHES
+torchrun --nproc_per_node=W sharded_worker.py OUT.json MICRO_BATCHES [RANKS-OF-A-REPLICA]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from sharded_task import LENGTH, VOCABULARY, Sharded
 from steps import rank_0_writes
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
@@ -30,15 +31,23 @@ def sharded(world: World) -> tuple[Sharding, nn.Module]:
     """Ours."""
     torch.manual_seed(0)
     model = Sharded().model().eval()
-    return Sharding(model, None, [], Sharded(), world, "fp32"), model
+    return Sharding(model, None, [], Sharded(), world, "fp32", replica_of(world)), model
 
 
-def stock() -> nn.Module:
+def replica_of(world: World) -> int:
+    return int(sys.argv[3]) if len(sys.argv) > 3 else world.world_size
+
+
+def stock(world: World) -> nn.Module:
     """As FSDP2's tutorial does it."""
     torch.manual_seed(0)
+    size = replica_of(world)
+    several = size < world.world_size  # replicas
+    shape, names = (world.world_size // size, size), ("replica", "shard")
+    mesh = init_device_mesh("cpu", shape[not several :], mesh_dim_names=names[not several :])
     model: Any = Sharded().model().eval()
     for block in [*model.blocks, model]:
-        divided: Any = fully_shard(block)
+        divided: Any = fully_shard(block, mesh=mesh)
         divided.set_gradient_divide_factor(1.0)
         divided.set_force_sum_reduction_for_comms(True)
     return model  # type: ignore[no-any-return]
@@ -80,7 +89,7 @@ def one_step(world: World) -> dict[str, str]:
 
 def usual(world: World, micro_batches: int) -> dict[str, str]:
     """The control: each rank adds up consecutive micro-batches, and the stock reduce-scatter the ranks."""
-    model, each = stock(), micro_batches // world.world_size
+    model, each = stock(world), micro_batches // world.world_size
     for number in range(world.rank * each, (world.rank + 1) * each):
         (Sharded().loss(model, batch(number)) / micro_batches).backward()
     gradients: list[Any] = [parameter.grad for parameter in model.parameters()]

@@ -71,6 +71,8 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
         ("2.8.0+cpu", "2", {"reduce": "tree"}, ""),
         ("2.10.0", "1", {"reduce": "tree"}, ""),
         ("2.10.0", "2", {"reduce": "tree", "shard": "on"}, ""),
+        ("2.10.0", "2", {"reduce": "tree", "shard": 2}, ""),
+        ("2.10.0", "4", {"reduce": "tree", "shard": 2}, "or --shard on"),
         ("2.10.0", "2", {"reduce": "tree", "precision": "fp16"}, ""),
     ],
 )

@@ -83,6 +83,7 @@ class PlanCommand:
         """How --shard on divides the state; a Refusal, as in the job, if it cannot."""
         if config.shard == "off":
             return
+        from ..config import shard_size
         from ..run.build import build_model, refuse_old_torch
         from ..training.freezing import freeze
         from ..training.memory_parts import bytes_of_rank_0
@@ -94,9 +95,10 @@ class PlanCommand:
         optimizers = task.optimizers(model, config)
         refuse_unshardable(task, model, optimizers)
         more = config.ema > 0, config.precision == "bf16"
-        sizes = bytes_of_rank_0(model, optimizers, task.blocks(model), self.world_size, *more)
+        ranks = shard_size(config, self.world_size)
+        sizes = bytes_of_rank_0(model, optimizers, task.blocks(model), ranks, *more)
         parts = ", ".join(f"{part} {size / 1e6:.2f} MB" for part, size in sizes.items() if size)
-        say(f"--shard on, each rank: {parts}; activations come on top")
+        say(f"--shard {config.shard}, each rank: {parts}; activations come on top")
 
     def _decide_cut(self, config: Config, task: Task) -> tuple[Config, str]:
         """The options with the micro-batch filled in, and the reason for its size; no reason if it was typed."""

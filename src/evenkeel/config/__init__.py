@@ -7,7 +7,16 @@
 Not here: options of tasks (fields of the task), reading the command line and --config (`tasks/command_line.py`).
 """
 
-from .checks import check_numbers, devices_per_rank, placed_networks, profile_window, shares_of, unshardable, validate
+from .checks import (
+    check_numbers,
+    devices_per_rank,
+    placed_networks,
+    profile_window,
+    shard_size,
+    shares_of,
+    unshardable,
+    validate,
+)  # fmt: skip
 from .options import (
     BELOW_1,
     BOUNDS,
@@ -30,5 +39,5 @@ from .saved import differences, saved_options
 __all__ = [
     "BELOW_1", "BOUNDS", "CUTTING", "FINITE", "FLOOR", "GROUPS", "HARMLESS", "NAME", "OPTION_NAMES", "SEEDS", "UNSAVED",
     "Config", "Flag", "MaybePath", "check_numbers", "devices_per_rank", "differences", "option", "placed_networks",
-    "profile_window", "saved_options", "shares_of", "unshardable", "validate",
+    "profile_window", "saved_options", "shard_size", "shares_of", "unshardable", "validate",
 ]  # fmt: skip

@@ -144,10 +144,25 @@ def _check_sharding(config: Config) -> None:
         if config.replicate:
             raise Refusal("--replicate 1: needs --shard on; without it every rank has the whole state")
         return
+    given = f"--shard {config.shard}"
+    if isinstance(config.shard, int) and config.replicate:
+        raise Refusal(f"{given} --replicate 1: other ranks have each rank's rows already; leave --replicate out")
     if config.reduce != "tree":
-        raise Refusal(f"--shard on --reduce {config.reduce}: sums gradients in the tree's order; add --reduce tree")
+        raise Refusal(f"{given} --reduce {config.reduce}: sums gradients in the tree's order; add --reduce tree")
     if other := unshardable(config):
-        raise Refusal(f"--shard on {other}: do not work together; leave one of them out")
+        raise Refusal(f"{given} {other}: do not work together; leave one of them out")
+
+
+def shard_size(config: Config, ranks: int) -> int:
+    """Among how many consecutive ranks --shard divides the state; refused if that does not divide their number."""
+    if isinstance(config.shard, str):
+        return ranks
+    if ranks % config.shard:
+        raise Refusal(
+            f"--shard {config.shard}: {ranks} rank{'s are' if ranks > 1 else ' is'} no multiple of it; start "
+            f"{config.shard} or {2 * config.shard} ranks, or give --shard on"
+        )
+    return config.shard
 
 
 def unshardable(config: Config) -> str:

@@ -127,8 +127,8 @@ class ModelOptions:
     """Put networks of the model on different GPUs of each process, e.g. segmenter=0,discriminator=1."""
     model_parallel: int = option(1, 1, 1024, change="free")
     """Split the network over this many GPUs of each process."""
-    shard: Annotated[Literal["off", "on"], NAME] = option("off", change="free")
-    """on: divide weights, gradients and the optimizer's state among the processes (FSDP2). Needs --reduce tree."""
+    shard: Annotated[Literal["off", "on"] | int, tyro.conf.arg(metavar="off|on|N")] = option("off", 2, change="free")
+    """Divide weights, gradients and optimizer state among all ranks, or each N (FSDP2, HSDP). Needs --reduce tree."""
     replicate: int = option(0, 0, 1, change="free")
     """1: with --shard on, copy each rank's state to another node after each step, so that a lost node costs none."""
     strategy: Annotated[Literal["ddp", "dp"], NAME] = option("ddp", change="warned")

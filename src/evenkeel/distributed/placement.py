@@ -85,7 +85,7 @@ def place(model: nn.Module, config: Config, devices: Sequence[torch.device]) -> 
     if config.channels_last:
         channels_last(model)
     # parameters come to the device when they are divided, one block at a time; an evaluation alone divides none
-    if config.shard == "on" and not config.eval_only:
+    if config.shard != "off" and not config.eval_only:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(devices[0]))

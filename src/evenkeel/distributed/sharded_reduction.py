@@ -6,6 +6,11 @@ on the number of ranks. Here micro-batches are dealt round-robin, so ranks compu
 round j has those from j * W on. An all-to-all brings each micro-batch's gradient of a row to the row's owner, who folds
 them as they come. It stores at most log2(M) + 1 partial sums of its rows.
 
+With --shard S each S consecutive ranks are a replica, and the S owners of all rows are in each. An owner adds up what
+the tree adds up within its replica's micro-batches of the round: one subtree if S is a power of two. Then the owners of
+the same rows in all R replicas exchange these subtrees; each folds one R-th of the rows. After the last round they
+gather the sum.
+
 A pass is a collective of all ranks. A rank that has no micro-batch in the last round repeats the step's first one, and
 sends nothing of it.
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from .collectives import no_collectives
 from .reduction import Reduction
-from .tree import Fold, Node
+from .tree import Fold, Node, subtrees
 from .world import World
 
 
@@ -68,6 +74,10 @@ class ShardedReduction(Reduction):
         """The micro-batches of this round: that of rank r is the r-th; further ranks repeat the step's first one."""
         first = self.round * self.world.world_size
         return range(first, min(first + self.world.world_size, self.micro_batches))
+
+    def of_replicas(self, size: int) -> list[range]:
+        """Those of each replica, of so many consecutive ranks."""
+        return [self.present[first : first + size] for first in range(0, self.world.world_size, size)]
 
     @property
     def is_last_round(self) -> bool:
@@ -133,22 +143,28 @@ class Weights(DefaultAllGather):
 
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     """In place of FSDP2's reduce-scatter, for one block: the gradient of each micro-batch goes to the owners of its
-    rows, who fold. The result of any round but the last is not used."""
+    rows, who fold. The result of any round but the last is not used.
 
-    def __init__(self, steps: ShardedReduction) -> None:
-        self._steps = steps
+    Args:
+        steps: of all blocks.
+        owners: the ranks of all replicas that own the same rows; None: there is one replica.
+    """
+
+    def __init__(self, steps: ShardedReduction, owners: dist.ProcessGroup | None = None) -> None:
+        self._steps, self._owners = steps, owners
         self._fold = Fold[Tensor](lambda left, right: right.add_(left))
         steps.folds.append(self._fold)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Exchange the flat gradient of this rank's micro-batch, [W * n], and put this rank's sums, [n], out if this is
+        """Exchange the flat gradient of this rank's micro-batch, [S * n], and put this rank's sums, [n], out if this is
         the last round."""
         if (ranks := group.size()) == 1:  # torch 2.9 calls this with one rank too
             output_tensor.copy_(input_tensor)
             return
-        present, size = self._steps.present, output_tensor.numel()
+        replicas, size = self._steps.of_replicas(ranks), output_tensor.numel()
+        present = replicas[0 if self._steps.apart else self._steps.world.rank // ranks]
         mine = group.rank() < len(present)
         received = input_tensor.new_empty(len(present), size)
         sizes = [size] * len(present) + [0] * (ranks - len(present))
@@ -157,16 +173,41 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
             received.copy_(input_tensor.view(ranks, size)[group.rank()])
         else:
             dist.all_to_all_single(received.flatten(), sent, sizes, [size * mine] * ranks, group=group)
-        self._add(received, present, output_tensor)
+        if self._owners and not self._steps.apart:
+            self._add_replicas(received, present, replicas, output_tensor)
+        else:
+            self._add(received, _leaves(present), output_tensor)
+
+    def _add_replicas(self, rows: Tensor, present: range, replicas: Sequence[range], output: Tensor) -> None:
+        """Send the subtrees of this replica's micro-batches, and fold those of all in one part of the rows."""
+        ranks, size = len(replicas), output.numel()
+        part = -(-size // ranks)
+        here = Fold[Tensor](lambda left, right: right.add_(left))
+        for node, row in zip(_leaves(present), rows, strict=True):
+            here.push(node, row)
+        sums = rows.new_zeros(len(here.sums), ranks * part)
+        for padded, (_, value) in zip(sums, here.sums, strict=True):
+            padded[:size] = value
+        sent = sums.view(-1, ranks, part).transpose(0, 1).flatten()
+        nodes = [list(subtrees(each)) for each in replicas]
+        received = rows.new_empty(sum(map(len, nodes)), part)
+        sizes = [len(each) * part for each in nodes]
+        dist.all_to_all_single(received.flatten(), sent, sizes, [len(sums) * part] * ranks, group=self._owners)
+        mine = rows.new_empty(part)
+        self._add(received, list(chain(*nodes)), mine)
+        if self._steps.is_last_round:
+            every = rows.new_empty(ranks * part)
+            dist.all_gather_into_tensor(every, mine, group=self._owners)
+            output.copy_(every[:size])
 
     def alone(self, output: Tensor) -> None:
         """FSDP2's all-reduce hook, in which one rank adds up: newer versions of torch call no reduce-scatter then."""
         if self._steps.world.world_size == 1:
-            self._add(output.clone().view(1, -1), self._steps.present, output)
+            self._add(output.clone().view(1, -1), _leaves(self._steps.present), output)
 
-    def _add(self, rows: Tensor, numbers: range, output: Tensor) -> None:
-        for number, row in zip(numbers, rows, strict=True):
-            self._fold.push(Node(0, number), row)
+    def _add(self, rows: Tensor, nodes: Sequence[Node], output: Tensor) -> None:
+        for node, row in zip(nodes, rows, strict=True):
+            self._fold.push(node, row)
         if self._steps.is_last_round:
             output.copy_(self._fold.root())
             return
@@ -176,3 +217,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
             (node, value.clone() if value.untyped_storage().data_ptr() == of_this_round else value)
             for node, value in self._fold.sums
         ]
+
+
+def _leaves(micro_batches: range) -> list[Node]:
+    return [Node(0, number) for number in micro_batches]

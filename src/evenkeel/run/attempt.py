@@ -107,7 +107,7 @@ class Attempt:
         facts = fingerprint(task, world.device)
         if (gpus := len(replicas(config.strategy, world.device))) > 1:
             facts["strategy"] = f"dp on {gpus} GPUs"
-        if config.shard == "on":
+        if config.shard != "off":
             facts["shard"] = "on"  # the norm and the optimizer's arithmetic are others
         if config.compile:
             facts |= compilation.facts(world.device)

@@ -15,7 +15,7 @@ from ..common.errors import Refusal
 from ..common.memory import keep_freed_memory
 from ..common.phases import START_UP, activity
 from ..common.versions import TORCH_FOR_SHARDING, numbers
-from ..config import Config, devices_per_rank, validate
+from ..config import Config, devices_per_rank, shard_size, validate
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.order import positions_in
@@ -61,6 +61,8 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     refuse_unequal(task, config)
     refuse_unverifiable(config, task)
     world = prepare_process(config, recorded)
+    if not config.eval_only:
+        shard_size(config, world.world_size)
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)
     refuse_unrefreshable(task, train_set)
@@ -137,7 +139,7 @@ def build_state(
     if config.checkpoint_activations:
         recompute(model, task.blocks(model))
     if config.compile:
-        parts = task.blocks(model) if config.shard == "on" else ()  # weights are gathered between them
+        parts = task.blocks(model) if config.shard != "off" else ()  # weights are gathered between them
         compile_networks(model, world.device, config.exact, config.reduce == "tree", parts)
     scaler = Scaler(world.device, config.loss_scale) if config.precision == "fp16" else None
     every = config.eval_every or plan.steps_per_epoch
@@ -146,7 +148,7 @@ def build_state(
     stopping = Stopping(plan.total_steps, every, best, config.patience, decides)
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
-    if config.shard == "on":
+    if config.shard != "off":
         refuse_old_torch(config)
         from ..training.sharding import refuse_unshardable  # imports FSDP2, which takes a second
 
@@ -171,7 +173,8 @@ def shard(state: State, task: Task, world: World, config: Config) -> None:
     from ..training.sharding import Sharding
 
     average = state.average.model if state.average else None
-    divide(state, Sharding(state.model, average, state.optimizers, task, world, config.precision))
+    ranks = shard_size(config, world.world_size)
+    divide(state, Sharding(state.model, average, state.optimizers, task, world, config.precision, ranks))
 
 
 def find_micro_batch(

@@ -30,7 +30,7 @@ class Checkpointer:
         if config.digest_every and attempt.tracker:
             self._sampler = whole_steps(attempt.sets[TRAINING], config, attempt.plan.micro_batch, attempt.plan.number)
             self._options = options_digest(attempt.options, attempt.harmless)
-        make = ShardedSaver if config.shard == "on" else Saver
+        make = ShardedSaver if config.shard != "off" else Saver
         self.saver = make(attempt.checkpoints, devices, config.grace, self._record_saved, memory)
 
     def after_step(self, metrics: dict[str, float]) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from ..common.deadlines import FOREVER
 from ..common.files import lock, read_json, write_json
@@ -74,17 +73,28 @@ def write_rows(
     name = file_of(rows["rank"], rows["ranks"])
     try:
         with _written_by_this_process(folder):
-            if not (folder / f"{name}.json").exists():  # else this rank, or its keeper, has written them already
-                own = folder / f".{name}.{uuid4().hex}"
-                with own.open("wb") as file:
-                    written = dump(dict(captured), file)
-                    os.fsync(file.fileno())
-                own.replace(folder / name)
-                write_json(folder / f"{name}.json", asdict(written) | {"kind": kind, "metrics": dict(metrics)})
+            _write_once(folder / name, captured, {"kind": kind, "metrics": dict(metrics)}, until)
         publish_if_whole(checkpoints, folder, until)
     except FileNotFoundError:
-        if not (final / MANIFEST).exists():  # else another process of this rank was faster
+        if checkpoints.newest_step() < step:  # else another process with these rows was faster
             raise
+
+
+def _write_once(path: Path, captured: Mapping[str, Any], info: dict[str, Any], until: float) -> None:
+    """Write rows, unless they are written: this rank's keeper and other replicas (--shard N) have the same ones."""
+    piece = path.with_name(f"{path.name}.json")
+    with path.open("ab") as file:
+        if not lock(file, until):
+            raise OSError(errno.ETIMEDOUT, "another process is writing these rows", str(path))
+        try:
+            # a folder that has got its name meanwhile has this file elsewhere, and whole
+            if not piece.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)  # of a process that was killed
+                written = dump(dict(captured), file)
+                os.fsync(file.fileno())
+                write_json(piece, asdict(written) | info)
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # as below
 
 
 def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FOREVER) -> None:

@@ -7,6 +7,7 @@ each has its last two (`training.slots`). If a rank has none, because its node o
 from __future__ import annotations
 
 import logging
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -31,12 +32,12 @@ Found = tuple[Manifest | None, dict[str, Any]]
 def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate: bool = False) -> Found:
     """This rank's rows of the newest step that all ranks can have, and its manifest; None if there is none.
 
-    The saver gets the token of this launch. Every rank must call it.
+    The saver gets the token of this launch, and whether it writes checkpoints. Every rank must call it.
 
     Raises:
         Ended: on all ranks, if one does not see the folder of the others.
     """
-    checkpoints = saver.checkpoints
+    checkpoints, saver.writes = saver.checkpoints, world.rank < sharding.ranks
     _refuse_own_folder(world, checkpoints)
     if world.rank == 0:
         await_writers(checkpoints)
@@ -45,7 +46,7 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     step = common_step(everywhere)
     activity.enter(START_UP, "resuming")
     step *= step >= (on_disk or 0)
-    _replicate(world, saver, step, replicate)
+    _replicate(world, sharding, saver, step, replicate)
     saver.slots.keep_only(step)
     if step:
         saved, facts = saver.slots.read(step)
@@ -56,13 +57,25 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     return _from_disk(world, sharding, checkpoints)
 
 
-def _replicate(world: World, saver: ShardedSaver, step: int, asked: bool) -> None:
+def _replicate(world: World, sharding: Sharding, saver: ShardedSaver, step: int, asked: bool) -> None:
     """Start --replicate if asked for, and log what a lost node costs."""
     done = asked and saver.replicate(world, step)
     why = "; --replicate 1 copies nothing, because one node has more than half of the ranks" * (asked and not done)
+    done |= others_have_each_nodes_rows(world.gather(world.local_rank), sharding.ranks)
     cost = "none either" if done else "those since the last checkpoint"
     if world.rank == 0:
-        log.info("--shard on: killed ranks cost no step; a lost node costs %s%s", cost, why)
+        log.info("--shard: killed ranks cost no step; a lost node costs %s%s", cost, why)
+
+
+def others_have_each_nodes_rows(local_ranks: list[int], size: int) -> bool:
+    """Whether ranks of other nodes have the rows of all ranks of any node, with replicas of so many ranks (--shard N).
+
+    >>> others_have_each_nodes_rows([0, 1, 0, 1], 2), others_have_each_nodes_rows([0, 1, 0, 1], 4)
+    (True, False)
+    """
+    nodes = list(accumulate(local_rank == 0 for local_rank in local_ranks))
+    left = ({rank % size for rank, other in enumerate(nodes) if other != node} for node in set(nodes))
+    return all(len(rows) == size for rows in left)
 
 
 def common_step(everywhere: list[list[int]]) -> int:

@@ -37,9 +37,10 @@ class ShardedSaver(Saver):
 
     Attributes:
         token: the same on all ranks; once the run has been resumed.
+        writes: whether this rank writes planned checkpoints. With --shard N only the first replica does.
     """
 
-    token = ""
+    token, writes = "", True
     _replica: Replica | None = None
 
     @cached_property
@@ -82,6 +83,8 @@ class ShardedSaver(Saver):
         return time.perf_counter() - begun
 
     def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
+        if not self.writes:
+            return
         write_rows(self.checkpoints, captured, metrics, "checkpoint", self.token)
         if captured["rows"]["rank"] == 0:
             await_whole(self.checkpoints, captured["step"], ROWS_TIMEOUT)

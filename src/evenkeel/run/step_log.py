@@ -87,7 +87,7 @@ class StepLog:
     def report_memory(self) -> None:
         """Record how many bytes each part of the state takes on each rank, and the peak so far. All ranks call this."""
         attempt, state = self._attempt, self._state
-        divided = (attempt.world.rank, attempt.world.world_size) if state.sharding else (0, 1)
+        divided = (state.sharding.rank, state.sharding.ranks) if state.sharding else (0, 1)
         mine = bytes_of_state(state.model, state.optimizers, bool(state.average), *divided)
         everywhere = attempt.world.gather(mine | {PEAK: peak(attempt.world.devices)})
         if attempt.tracker:

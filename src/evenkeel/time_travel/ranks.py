@@ -24,9 +24,9 @@ def replay_on(ranks: int, asked: Asked, python: str = "") -> Replay:
         Refusal, Ended: as `replay`; with the line of a rank.
     """
     with prepared(asked) as (folder, reason):
-        if read_config(folder / "config.toml").get("shard") == "on":  # each rank looks at its own number of passes
+        if (shard := read_config(folder / "config.toml").get("shard", "off")) != "off":  # passes depend on the ranks
             raise Refusal(
-                f"--ranks {ranks}: one process replays a run with --shard on, with the same bits; leave it out"
+                f"--ranks {ranks}: one process replays a run with --shard {shard}, with the same bits; leave it out"
             )
         (folder / "asked").write_bytes(pickle.dumps((asked, python)))
         (folder / "__main__.py").write_text(f"from {__name__} import run\nrun()\n")

@@ -119,7 +119,7 @@ def replay_in(folder: Path, asked: Asked, visit: Visit | None = None) -> Replay:
     result = Replay(started=_kept(folder).newest_step())
     Replayed.result, Replayed.asked, Replayed.visit = result, asked, visit
     config, task = parse(["--run-dir", str(folder), *asked.words], base=read_config(folder / "config.toml"))
-    config = replace(config, **OFF)
+    config = replace(config, **OFF, shard="off" if config.shard == "off" else "on")
     newest = _kept(asked.run_dir).newest_manifest()
     with contextlib.redirect_stdout(io.StringIO()), _opened(config, task) as run:
         if newest:

@@ -87,8 +87,8 @@ def remedy(config: Config) -> str:
         "" if config.checkpoint_activations or config.compile else "try --checkpoint-activations (slower, same bits)"
     )
     divide = ""
-    alone, old = os.environ.get("WORLD_SIZE", "1") == "1", numbers(torch.__version__) < TORCH_FOR_SHARDING
-    if config.shard == "off" and not (alone or old or unshardable(config)):
+    ranks, old = int(os.environ.get("WORLD_SIZE", "1")), numbers(torch.__version__) < TORCH_FOR_SHARDING
+    if ranks > 1 and config.shard not in ("on", ranks) and not (old or unshardable(config)):
         divide = "--shard on" if config.reduce == "tree" else "in a new run --reduce tree --shard on"
     if known in ("auto", 1):
         return ", or ".join(

@@ -1,6 +1,7 @@
-"""--shard on: parameters, gradients, moments and averages divided among the ranks by rows, with FSDP2.
+"""--shard: parameters, gradients, moments and averages divided among the ranks by rows, with FSDP2.
 
-Each rank owns some rows (dimension 0) of each parameter, as `torch.chunk` would divide them. A block's parameters are
+Each rank owns some rows (dimension 0) of each parameter, as `torch.chunk` would divide them among all ranks (--shard
+on) or among S consecutive ones (--shard S); then there are W / S replicas, with the same bits. A block's parameters are
 gathered for its forward and backward pass, and freed after each (`torch.distributed.fsdp.fully_shard`; Zhao et al.,
 "PyTorch FSDP", 2023, arXiv 2304.11277; Rajbhandari et al., "ZeRO", 2020, arXiv 1910.02054). The committed state of a
 rank has its rows only, as plain tensors, and says under "rows" which tensors those are.
@@ -90,6 +91,7 @@ class Sharding:
         task: names the blocks.
         world: the ranks; a process that is alone gets a process group here.
         precision: "bf16" computes with parameters in bfloat16, and adds gradients in float32.
+        ranks: S, of a replica; 0: all.
     """
 
     def __init__(
@@ -100,14 +102,20 @@ class Sharding:
         task: Task,
         world: World,
         precision: str,
+        ranks: int = 0,
     ) -> None:
-        self.rank, self.ranks = world.rank, world.world_size
+        self.ranks = ranks or world.world_size
+        self.rank, self._first = world.rank % self.ranks, world.rank == 0
         if not dist.is_initialized():  # torchrun has not started this process; a later run in it takes the same group
             dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
             atexit.register(dist.destroy_process_group)
         self.reduction = ShardedReduction(world)
         self._model, self._optimizers = model, optimizers
-        self._mesh = init_device_mesh(world.device.type, (world.world_size,))
+        replicas = world.world_size // self.ranks
+        self._mesh, self._owners = init_device_mesh(world.device.type, (world.world_size,)), None
+        if replicas > 1:
+            both = init_device_mesh(world.device.type, (replicas, self.ranks), mesh_dim_names=("replica", "shard"))
+            self._mesh, self._owners = both["shard"], both["replica"].get_group()
         self._policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if precision == "bf16" else ()))
         names = {id(module): name for name, module in model.named_modules()}
         blocks = sorted({names[id(block)] for block in task.blocks(model)} - {""}, key=lambda name: -name.count("."))
@@ -132,7 +140,7 @@ class Sharding:
             divided: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._policy)
             divided.set_gradient_divide_factor(1.0)  # the loss has the weights
             divided.set_force_sum_reduction_for_comms(True)
-            communication = TreeReduceScatter(self.reduction)
+            communication = TreeReduceScatter(self.reduction, self._owners)
             divided.set_custom_all_gather(Weights(self.reduction))
             divided.set_custom_reduce_scatter(communication)
             divided.set_all_reduce_hook(communication.alone)
@@ -193,6 +201,6 @@ class Sharding:
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             whole = undivided(tensor)
-            if self.rank == 0:
+            if self._first:
                 found[name] = on_disk(whole.shape, whole.dtype, folder).copy_(whole)
         return found

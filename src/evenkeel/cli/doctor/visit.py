@@ -91,7 +91,7 @@ class Visit:
     def local_checks(self) -> Checks:
         """Of this process; most of them once a node."""
         world, config = self.world, self.config
-        yield "versions", partial(software.versions, config.shard == "on")
+        yield "versions", partial(software.versions, config.shard != "off")
         yield "device", partial(devices.own_device, world)
         yield "limits", host.limits
         if world.local_rank:
@@ -121,7 +121,7 @@ class Visit:
         yield "process group", partial(collectives.connect, world, store, self.timeout)
         yield "comparing devices", partial(collectives.claims, world)
         yield "comparing clocks", partial(collectives.clocks, world)
-        yield "comparing folders", partial(storage.shared, world, self.folder, self.config.shard == "on")
+        yield "comparing folders", partial(storage.shared, world, self.folder, self.config.shard != "off")
         yield "collectives", partial(collectives.collectives, world)
         yield "comparing speeds", partial(collectives.speeds, world)
 
