@@ -14,6 +14,7 @@ changes the state, so between two commits another thread may copy it at any time
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
 - sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks
+- meta_device: a model that has no memory until rank 0 sends its weights then
 - sharded_memory: how many bytes of the state a rank has then
 - state_dicts: weights for a file; file_memory: memory on the disk for those that one process has no room for
 - seqlock, staging: whether a copy of the state is consistent, and the memory that it is copied into
