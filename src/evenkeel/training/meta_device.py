@@ -73,12 +73,14 @@ def _replace(tensor: Tensor, real: Tensor) -> None:
 def _others(known: list[Tensor]) -> list[Tensor]:
     """The tensors of this process on the meta device, except for these."""
     ids = {id(tensor) for tensor in known}
-    if _found(ids):
+    if found := _on_meta(ids):
+        del found
         gc.collect()  # some may only wait to be freed
-    return _found(ids)
+        found = _on_meta(ids)
+    return found
 
 
-def _found(known: set[int]) -> list[Tensor]:
+def _on_meta(without: set[int]) -> list[Tensor]:
     # not isinstance, which runs code of objects that pretend to have another class
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-    return [tensor for tensor in tensors if tensor.is_meta and id(tensor) not in known]
+    return [tensor for tensor in tensors if tensor.is_meta and id(tensor) not in without]
