@@ -4,7 +4,8 @@
     python benchmarks/shard_memory.py --ranks 4
 
 The host's memory stands for a GPU's: each rank reads from /proc by how many bytes the anonymous memory of its process
-has grown since just before it built the model, at its peak until the first step and at its peak during the steps.
+has grown since just before it built the model, at its peak until the first step (on rank 0, which has all of it, and on
+the others) and at its peak during the steps.
 Slots for the keeper are shared memory, which is host memory beside a GPU too; they are not counted, but printed.
 """
 
@@ -33,8 +34,8 @@ SIDES = {
     "ddp, tree": ["--reduce", "tree"],
     "sharded": ["--reduce", "tree", "--shard", "on"],
 }
-ADAMW = 16
-"""Bytes of state for a parameter: weight, gradient and two moments."""
+WEIGHT, ADAMW = 4, 16
+"""Bytes of a parameter, and of its state: weight, gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ class Measured(Task):
 
     def model(self) -> nn.Module:
         """The transformer of `lm`."""
+        from evenkeel.training import sharding  # noqa: F401  # imports FSDP2, and the next line torch's compiler:
+
+        torch.optim.SGD([torch.ones(1)])  # their memory does not count
         peak()
         self.found = {"base": memory()["RssAnon"], "steps": 0}
         return Decoder(self.vocabulary, self.width, heads=4, layers=self.layers, dropout=0.0, end=None)
@@ -133,7 +137,8 @@ def job(options: Options, folder: Path, more: list[str]) -> dict[str, int]:
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(options.ranks)]
-    return {kind: max(each[kind] for each in found) for kind in found[0]}
+    others = max((each["start"] for each in found[1:]), default=0)
+    return {kind: max(each[kind] for each in found) for kind in found[0]} | {"others": others}
 
 
 def main(options: Options) -> None:
@@ -148,12 +153,14 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as folder:
         grown = {side: job(options, Path(folder).resolve() / str(i), SIDES[side]) for i, side in enumerate(SIDES)}
     for side, found in grown.items():
-        figures = ", ".join(f"{kind} {found[kind] / 1e6:.0f} MB" for kind in ("start", "steps", "shared"))
+        figures = ", ".join(f"{kind} {found[kind] / 1e6:.0f} MB" for kind in ("start", "others", "steps", "shared"))
         print(f"{side}: {figures}")
     ours = grown["sharded"]
     for side in ("ddp", "ddp, tree"):
         print(f"growth of the peak, sharded / {side} = {ours['steps'] / grown[side]['steps']:.2f}")
     bound = state / options.ranks + block
+    part = WEIGHT * numbers / options.ranks + block
+    print(f"until the first step, not on rank 0 / (weights / ranks + the largest block) = {ours['others'] / part:.2f}")
     print(f"growth until the first step / (state / ranks + the largest block) = {ours['start'] / bound:.2f}")
 
 

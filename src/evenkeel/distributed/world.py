@@ -105,11 +105,14 @@ class World:
         return World(rank, local_rank, world_size, local_world_size, first, True, tuple(more), share_gpu)
 
     @contextmanager
-    def connected(self, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Store | None]:
+    def connected(
+        self, timeout: timedelta = timedelta(minutes=10), delay: timedelta = timedelta()
+    ) -> Iterator[Store | None]:
         """Keep a process group of this :attr:`backend`.
 
         Args:
             timeout: the longest that a rank waits for the others, at the start and in any collective.
+            delay: by which rank 0 may come later than the others.
 
         Yields:
             A store that all ranks of this attempt share, and no other attempt; None without a process group.
@@ -130,7 +133,7 @@ class World:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store = job_store(self.rank, self.world_size, timeout)
         # while ranks start again in place, torchrun does not notice a lost node
-        patience = min(timeout, RESTART_TIMEOUT) if keeper_link.restarts() else timeout
+        patience = min(timeout, RESTART_TIMEOUT + delay) if keeper_link.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, patience)
         if not keeper_link.has_keeper():
             store.set(UNKEPT, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ from ..training.cut import refuse_single_samples
 from ..training.determinism import fix_arithmetic, threads_of_a_rank
 from ..training.early_stopping import Stopping
 from ..training.freezing import freeze
+from ..training.meta_device import built_on_meta
 from ..training.precision import Scaler
 from ..training.recomputation import recompute
 from ..training.refresh import Refresh, refuse_unrefreshable
@@ -43,6 +45,8 @@ from ..training.task_state import TaskState
 from ..training.whole_batch import refuse_unfit
 from .verification import refuse_unverifiable
 from .weights import read_weights
+
+log = logging.getLogger(__name__)
 
 
 def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[World, dict[str, SizedDataset]]:
@@ -118,6 +122,22 @@ def build_model(config: Config, task: Task) -> nn.Module:
     return in_place(model)
 
 
+def build_model_of_rank(config: Config, task: Task, world: World) -> tuple[nn.Module, str]:
+    """As :func:`build_model`, but with --shard on only rank 0 has memory for weights, and sends them (:func:`shard`).
+
+    Returns:
+        The model; and why this rank has memory for them too, if the task's cannot be built without.
+    """
+    if config.shard == "off" or world.rank == 0:
+        return build_model(config, task), ""
+    seed_task(config.seed, "weights")
+    built = built_on_meta(task, lambda model: task.optimizers(model, config))
+    if isinstance(built, str):
+        return build_model(config, task), built
+    check_model(built, on_meta=True)
+    return in_place(built), ""
+
+
 def build_state(
     config: Config, task: Task, world: World, plan: Plan, model: nn.Module, sets: Mapping[str, SizedDataset]
 ) -> State:
@@ -129,7 +149,7 @@ def build_state(
         Refusal: the weights do not fit, or an option does not fit this model.
     """
     origin = ""
-    if config.init_from:
+    if config.init_from and (world.rank == 0 or config.shard == "off"):
         origin = "--init-from {}: {}".format(*read_weights(model, config.init_from, config.init_partial))
     freeze(model, config.freeze)
     refuse_single_samples(config, task.loss, model, plan, world, sets[TRAINING])
@@ -161,27 +181,34 @@ def build_state(
     refresh = Refresh.of(task, model, config, world)
     return State(
         model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory, refresh,
-        world.devices,
+        world.devices, config.shard != "off",
     )  # fmt: skip
 
 
-def shard(state: State, task: Task, world: World, config: Config) -> None:
-    """For --shard: divide a state among the ranks, before it is loaded; the process group exists. If it is divided
-    already, or not to be, nothing happens."""
+def shard(state: State, task: Task, world: World, config: Config, whole: str) -> None:
+    """For --shard: divide a state among the ranks, before it is loaded; the process group exists. All must call it.
+    If it is divided already, or not to be, nothing happens. ``whole`` is from :func:`build_model_of_rank`."""
     if config.shard == "off" or state.sharding:
         return
     from ..training.sharding import Sharding
 
+    reasons = [f"{why} (rank {rank})" for rank, why in enumerate(world.gather(whole)) if why]
+    if reasons and world.rank == 0:
+        size = sum(parameter.nbytes for parameter in state.parameters) / 1e6
+        log.warning(
+            "--shard on: model() cannot be built without values, so at the start each process has all %.1f MB of the "
+            "weights in the host's memory: %s", size, reasons[0],
+        )  # fmt: skip
     average = state.average.model if state.average else None
     ranks = shard_size(config, world.world_size)
     divide(state, Sharding(state.model, average, state.optimizers, task, world, config.precision, ranks))
 
 
 def find_micro_batch(
-    config: Config, task: Task, world: World, train_set: SizedDataset, state: State
+    config: Config, task: Task, world: World, train_set: SizedDataset, state: State, whole: str
 ) -> tuple[int, str]:
     """For --micro-batch auto: see `Probe`. A state to divide is divided before, as in all steps."""
-    shard(state, task, world, config)
+    shard(state, task, world, config, whole)
     return Probe(config, task, world, train_set, state)()
 
 

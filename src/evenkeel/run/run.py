@@ -37,7 +37,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model, build_state, find_micro_batch, prepare, shard
+from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard
 from .checkpointer import Checkpointer
 from .disk_needed import disk_needed
 from .ending import Ending
@@ -48,6 +48,8 @@ from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss
 
+DRAWN = 2e7
+"""Weights that a slow CPU initialises in a second."""
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
 
 
@@ -106,7 +108,7 @@ class Run:
             recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know more
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
-            model = build_model(config, task)
+            model, whole = build_model_of_rank(config, task, world)
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
             cut_config = cutter(recorded)  # by this node's records of the run; `Attempt.begin` uses those of all nodes
             plan = Plan.of(cut_config, positions_in(sets[TRAINING]), token_batches(sets[TRAINING]))
@@ -118,15 +120,16 @@ class Run:
 
             # a collective's time-out explains nothing, so the watch for hangs must come earlier
             longest = max(600, config.hang_timeout) + COMPILE_TIMEOUT * config.compile
-            with attempt, world.connected(timedelta(seconds=longest + 300)) as store:
-                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
+            alone = sum(it.numel() for it in state.parameters) / DRAWN * (config.shard != "off")  # rank 0, at first
+            with attempt, world.connected(timedelta(seconds=longest + 300), timedelta(seconds=alone)) as store:
+                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state, whole))
                 workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, workers, world.device))
                 run.finished = finished
                 if finished:
                     yield run
                     return
-                shard(state, task, world, config)
+                shard(state, task, world, config, whole)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):

@@ -15,6 +15,7 @@ changes the state, so between two commits another thread may copy it at any time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
 - sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks
 - memory_parts: how many bytes of a rank's memory each part of the state takes
+- meta_device: a model that has no memory until rank 0 sends its weights then
 - state_dicts: weights for a file; file_memory: memory on the disk for those that one process has no room for
 - seqlock, staging: whether a copy of the state is consistent, and the memory that it is copied into
 - replica: a copy of a sharded rank's last steps, on another node

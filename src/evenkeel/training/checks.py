@@ -32,15 +32,16 @@ TAKEN = {"loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "dat
 """Names that are already in a training line of metrics."""
 
 
-def check_model(model: Any, learns: bool = True) -> None:
-    """Refuse what `model()` returned if it cannot be trained, or with ``learns=False`` evaluated."""
+def check_model(model: Any, learns: bool = True, on_meta: bool = False) -> None:
+    """Refuse what `model()` returned if it cannot be trained, or with ``learns=False`` evaluated; ``on_meta``: it was
+    built without values, on purpose."""
     returned = f"model() returned {kind_of(model)}"
     if not isinstance(model, nn.Module):
         raise Refusal(f"{returned}: it must return an nn.Module")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise Refusal(f"{returned} whose {name} has no shape yet: call it once in model() with a batch of zeros")
-        if tensor.is_meta:
+        if tensor.is_meta and not on_meta:
             raise Refusal(f"{returned} whose {name} is on the meta device, without values: build it on the CPU")
         if learns and tensor.requires_grad and tensor.is_complex():
             raise Refusal(

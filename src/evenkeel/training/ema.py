@@ -18,11 +18,14 @@ class Average:
     """A copy of a model with averaged parameters and the model's committed buffers.
 
     It is a separate model, so evaluation does not touch the live one, which another thread may be saving. At step t
-    the decay is at most (1 + t) / (10 + t), so the random initial weights are soon forgotten.
+    the decay is at most (1 + t) / (10 + t), so the random initial weights are soon forgotten. ``on_meta``: it gets its
+    values when it is divided (--shard).
     """
 
-    def __init__(self, model: nn.Module, decay: float, buffers: Buffers) -> None:
-        self.model = frozen_copy(model, "--ema")
+    def __init__(self, model: nn.Module, decay: float, buffers: Buffers, on_meta: bool = False) -> None:
+        whole = model.parameters() if on_meta else ()
+        meta = {id(it): nn.Parameter(torch.empty_like(it, device="meta"), False) for it in whole}
+        self.model = frozen_copy(model, "--ema", meta)
         self.decay, self._model = decay, model
         self._live: list[Tensor] = list(model.parameters())
         self._mean: list[Tensor] = list(self.model.parameters())
@@ -65,14 +68,15 @@ def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {**captured["model"], **captured.get("ema", {})}
 
 
-def frozen_copy(model: nn.Module, what: str) -> nn.Module:
-    """A copy of a model in evaluation mode, whose parameters require no gradient.
+def frozen_copy(model: nn.Module, what: str, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a model in evaluation mode, whose parameters require no gradient. ``memo``: what it has instead
+    of copies, by id of what the model has.
 
     Raises:
         Refusal: the model cannot be copied, which `what` needs: an option or a method of the task.
     """
     try:
-        return copy.deepcopy(model).requires_grad_(False).eval()
+        return copy.deepcopy(model, memo).requires_grad_(False).eval()
     except RuntimeError as error:
         raise Refusal(
             f"{what}: the model cannot be copied ({str(error).split('. ')[0]}); if it uses the old "

@@ -32,6 +32,7 @@ from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter,
 from ..distributed.world import World
 from .cut import has_batchnorm
 from .file_memory import on_disk
+from .meta_device import materialise
 from .staging import dotted, map_tensors, named_tensors
 from .state_dicts import undivided
 from .task import Task, defines
@@ -85,8 +86,9 @@ class Sharding:
     """How the tensors of a run's state are divided among the ranks.
 
     Args:
-        model: its parameters are replaced. It may be on the CPU: one block at a time comes to the device.
-        average: a copy of it, whose parameters are replaced too; None: none.
+        model: its parameters are replaced. Rank 0 has their values, on any device; elsewhere they may be on the meta
+            device. One block at a time comes to the device of each rank.
+        average: a copy of it, whose parameters, also on the meta device, are replaced by equal ones; None: none.
         optimizers: before their first step; they get the new parameters.
         task: names the blocks.
         world: the ranks; a process that is alone gets a process group here.
@@ -104,8 +106,8 @@ class Sharding:
         precision: str,
         ranks: int = 0,
     ) -> None:
-        self.ranks = ranks or world.world_size
-        self.rank, self._first = world.rank % self.ranks, world.rank == 0
+        self.ranks, self._world = ranks or world.world_size, world
+        self.rank = world.rank % self.ranks
         if not dist.is_initialized():  # torchrun has not started this process; a later run in it takes the same group
             dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
             atexit.register(dist.destroy_process_group)
@@ -118,11 +120,15 @@ class Sharding:
             self._mesh, self._owners = both["shard"], both["replica"].get_group()
         self._policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if precision == "bf16" else ()))
         names = {id(module): name for name, module in model.named_modules()}
-        blocks = sorted({names[id(block)] for block in task.blocks(model)} - {""}, key=lambda name: -name.count("."))
+        found = {names[id(block)] for block in task.blocks(model)} - {""}
+        blocks = sorted(found, key=lambda name: (-name.count("."), name))  # the same order on all ranks
         before = dict(model.named_parameters())
+        self._send_buffers(average)
         for each in [model, *([average] if average else [])]:
             self._divide(each, blocks)
         after = dict(model.named_parameters())
+        if average:
+            self._equal(average)
         self.reduction.parameters = list(model.parameters())
         instead = {id(before[name]): after[name] for name in before}
         for optimizer in optimizers:
@@ -131,10 +137,42 @@ class Sharding:
                 group |= {"fused": None, "foreach": True}
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused ones
 
+    def _send_buffers(self, average: nn.Module | None) -> None:
+        """Give all ranks what rank 0 has besides parameters: dense buffers, and what modules add to the state dict."""
+        learned = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        more = {name: it for name, it in self._model.state_dict().items() if name not in learned | buffers.keys()}
+        dense = {name: buffer for name, buffer in buffers.items() if buffer.layout is torch.strided}
+        dense, more = self._world.broadcast_tensors((dense, more))
+        for each in [self._model, *([average] if average else [])] if self._world.rank else []:
+            own = dict(each.named_buffers(remove_duplicate=False))
+            for name, value in dense.items():
+                own[name].copy_(value)
+            if more:
+                each.load_state_dict(more, strict=False)
+
+    @torch.no_grad()
+    def _equal(self, average: nn.Module) -> None:
+        """Set this rank's rows of the average to those of the model."""
+        pairs: Any = zip(average.parameters(), self._model.parameters(), strict=True)
+        for mean, parameter in pairs:
+            mean.to_local().copy_(parameter.to_local())
+
+    def _send(self, parameter: nn.Parameter) -> None:
+        """Bring rank 0's values of a parameter to the device of each rank."""
+        if self._world.world_size > 1:
+            materialise(parameter, self._world.device)
+            parameter.data = parameter.data.to(self._world.device)
+            dist.broadcast(parameter.data.flatten().view(torch.uint8), 0)
+
     def _divide(self, model: nn.Module, blocks: list[str]) -> None:
         """Divide the parameters of the blocks, and as one further block all others."""
         for module in [*map(model.get_submodule, blocks), model]:
             whole = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+            for parameter in whole:
+                if model is self._model:
+                    self._send(parameter)
+                materialise(parameter, self._world.device)  # of the average, which gets rows of the model
             # the rest is freed after forward too: an evaluation has no backward pass that would do so, and the
             # gathered weights would be those of an old step
             divided: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._policy)
@@ -201,6 +239,6 @@ class Sharding:
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             whole = undivided(tensor)
-            if self._first:
+            if self._world.rank == 0:
                 found[name] = on_disk(whole.shape, whole.dtype, folder).copy_(whole)
         return found

@@ -55,6 +55,7 @@ class State:
         task_state: the task's own state, which changes in a commit. The host then waits for each step.
         refresh: the weights from which the task has made the data of the present epoch.
         devices: of this rank; default: where the model is.
+        sharded: it will be divided (:func:`divide`), and the average gets memory only then.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class State:
         task_state: TaskState | None = None,
         refresh: Refresh | None = None,
         devices: Sequence[torch.device] = (),
+        sharded: bool = False,
     ) -> None:
         self.task_state, self.refresh = task_state, refresh
         self.sharding: Sharding | None = None
@@ -89,7 +91,7 @@ class State:
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
-        self.average = Average(model, ema, self.buffers) if ema else None
+        self.average = Average(model, ema, self.buffers, sharded) if ema else None
         # the first one decides whether a step counts
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
         self._devices = list(dict.fromkeys(devices or [it.device for it in tensors])) or [torch.device("cpu")]
@@ -342,6 +344,7 @@ def keep_weights(state: State, refresh: Refresh, epoch: int) -> None:
 def divide(state: State, sharding: Sharding) -> None:
     """Take the divided parameters of --shard, which have replaced the model's, before the first step."""
     state.sharding = sharding
+    state.buffers.accept()  # rank 0 has sent them
     state.parameters[:] = state.model.parameters()
     state._named = dict(state.model.named_parameters(remove_duplicate=False))
     if state.average:
