@@ -62,10 +62,10 @@ def outcomes(tmp_path: Path, rooms: str, *arguments: object) -> list[dict[str, A
 
 @pytest.mark.parametrize("arguments", [("forward", 0.9, "fp32", "all"), ("backward", 0, "bf16", "recompute")])
 def test_trials_leave_no_trace(tmp_path: Path, arguments: tuple[object, ...]) -> None:
-    """Weights, averages and optimizers in every bit, and generators."""
+    """Weights, averages and optimizers in every bit, and generators; and FSDP2 goes on."""
     for rank in outcomes(tmp_path, "6000 3900", "ours", *arguments):
         assert rank["number"] == 4
-        assert (rank["tensors"], rank["generators"], rank["gradients"]) == (True, True, False)
+        assert (rank["tensors"], rank["generators"], rank["gradients"], rank["learns"]) == (True, True, False, True)
 
 
 def test_no_rank_waits_for_one_that_has_no_memory_for_a_single_sample(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def together(reduction: ShardedReduction, micro_batches: int) -> Iterator[None]:
 
 
 def outcome(world: World) -> list[dict[str, Any]]:
-    """Of each rank: the number or the error, and whether state and generators are the same as before."""
+    """Of each rank: the number or the error; whether state and generators are as before; whether a pass still works."""
     os.environ["ROOM"] = os.environ["ROOMS"].split()[world.rank]
     if sys.argv[2] == "control":
         ShardedReduction.trial = together  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ def outcome(world: World) -> list[dict[str, Any]]:
     ).resolved()  # fmt: skip
     task = HungryBlocks(hungry_in=sys.argv[3])  # type: ignore[arg-type]
     train_set = training_set(task, config)
-    state = build_state(config, task, world, Plan(50, 16, 4, 1), build_model(config, task), {TRAINING: train_set})
+    state: Any = build_state(config, task, world, Plan(50, 16, 4, 1), build_model(config, task), {TRAINING: train_set})
     names = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
     torch.manual_seed(5)
     expected, found = torch.rand(3), {}
@@ -61,6 +61,10 @@ def outcome(world: World) -> list[dict[str, Any]]:
     whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in after.items()}
     found["tensors"] = names.keys() == whole.keys() and all(torch.equal(whole[it], names[it]) for it in names)
     found["gradients"] = any(parameter.grad is not None for parameter in state.model.parameters())
+    if "number" in found:
+        state.sharding.reduction.begin([range(world.world_size)])
+        task.loss(state.model, torch.stack([train_set[number] for number in range(found["number"])])).backward()
+        found["learns"] = all(parameter.grad is not None for parameter in state.parameters)
     return world.gather(found)
 
 
