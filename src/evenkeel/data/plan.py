@@ -55,7 +55,7 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
-    """The maximum number of samples that one rank computes at a time."""
+    """The maximum number of samples that one rank computes at a time; in a short last step it may be 3 instead of 2."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0

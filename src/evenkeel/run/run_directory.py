@@ -56,7 +56,8 @@ MIRRORED = "EVENKEEL_MIRROR"  # the run directory whose checkpoints a process of
 def launch_token() -> str:
     """An id of what restarts this process: torchrun's agent, else a keeper; empty without either.
 
-    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler marks a job as the same one.
+    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler marks a job as the same one. Without a token
+    each start counts as typed again, also in a loop of a shell.
     """
     if known_as := os.environ.get("EVENKEEL_LAUNCH"):
         return known_as
@@ -128,7 +129,7 @@ class RunDirectory:
         last_failure, fruitless = self.status.get("last_failure"), self.fruitless
         if fruitless <= MAX_FRUITLESS:
             last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
-        elif not restarted:
+        if not restarted:
             fruitless = 0  # the user has typed the command again
         requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
         if requeues != self.status.get("requeues", "0"):

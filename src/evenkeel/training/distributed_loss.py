@@ -292,7 +292,8 @@ class DistributedLoss:
         """Pack weighted losses and changes of the buffers into one flat float64 tensor, and rewind the buffers."""
         named = [] if self._part_values is None else [(self._part_values * self._weight).double()]
         parts = [self._contribution.double().reshape(1), *named, *self.state.buffers.take_changes(self._weight)]
-        return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
+        placed = [part.to(self.world.device) for part in parts]
+        return torch.cat(placed) if len(placed) > 1 else placed[0]
 
     def _exchange(self) -> Callable[[], Tensor]:
         """Begin to add up the results of :meth:`_collect` over all ranks."""
