@@ -114,11 +114,11 @@ def loader(
         ahead: False: each epoch has loader processes of its own, forked at its beginning.
     """
     if started is not None:  # it has no sampler yet
-        assert isinstance(started.batch_sampler, _Endless)
+        assert isinstance(started.batch_sampler, _AllEpochs)
         started.batch_sampler.sampler = sampler
         return started
-    batches = _Endless(sampler) if purpose == "train" and num_workers and ahead else sampler
-    return _made(Seeded(dataset, sampler.seed, purpose), batches, num_workers, device, persistent=ahead)
+    batches = _AllEpochs(sampler) if purpose == "train" and num_workers and ahead else sampler
+    return _make_loader(Seeded(dataset, sampler.seed, purpose), batches, num_workers, device, persistent=ahead)
 
 
 def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> DataLoader[Any] | None:
@@ -129,12 +129,12 @@ def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: to
     """
     if not num_workers:
         return None
-    made = _made(Seeded(dataset, seed, "train"), _Endless(None), num_workers, device)
+    made = _make_loader(Seeded(dataset, seed, "train"), _AllEpochs(None), num_workers, device)
     made.begin()
     return made
 
 
-def _made(
+def _make_loader(
     dataset: Seeded, sampler: Iterable[Indices], num_workers: int, device: torch.device, persistent: bool = True
 ) -> _Loader:
     return _Loader(
@@ -174,7 +174,7 @@ def _unchanged(batch: Any) -> Any:
     return batch  # `Seeded` has collated it
 
 
-class _Endless:
+class _AllEpochs:
     """The micro-batches from a sampler's position to the end of its epoch, then those of the later epochs.
 
     Loader processes stop at the end of their batch sampler, and the GPU would wait for the first batch of each epoch.
@@ -201,7 +201,7 @@ class _Endless:
 class _Loader(DataLoader[Any]):
     """A `DataLoader` whose workers end with this process, although they ignore SIGTERM.
 
-    With `_Endless` its workers go on from one epoch to the next, if the sampler is set to the next epoch.
+    With `_AllEpochs` its workers go on from one epoch to the next, if the sampler is set to the next epoch.
 
     On Linux they are forks of this process on every version of Python. From 3.14 on the default is a server that forks
     them: a data set would have to be pickled, each start would import torch, and the signals that Slurm sends to all
@@ -219,7 +219,7 @@ class _Loader(DataLoader[Any]):
         super().__init__(dataset, num_workers=num_workers, **options)
 
     def __iter__(self) -> Any:
-        if not isinstance(self.batch_sampler, _Endless):
+        if not isinstance(self.batch_sampler, _AllEpochs):
             return self.begin()
         sampler = self.batch_sampler.sampler
         assert sampler is not None

@@ -172,7 +172,7 @@ class Watch:
             count += 1
             try:
                 store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
-                self._exchange(store, count)
+                self._report_and_read(store, count)
             except RuntimeError as error:  # such as DistStoreError and DistNetworkError
                 log.info("cannot reach the other ranks: %s", str(error).split("\n")[0])
                 with contextlib.suppress(RuntimeError):
@@ -182,7 +182,7 @@ class Watch:
         device = device_name(self.world.device) if self.world.device.type == "cuda" else ""
         return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), node_name(), device)
 
-    def _exchange(self, store: Store, count: int) -> None:
+    def _report_and_read(self, store: Store, count: int) -> None:
         """Report on this rank, and read of checkpoints, compilations and alarms."""
         store.set(f"rank/{self.world.rank}", json.dumps(asdict(self._beat_now(count))))
         if announced := self._announced:

@@ -32,7 +32,7 @@ TRIES = 3
 
 
 class MemoryCheckpoint(NamedTuple):
-    """A whole state in memory."""
+    """A complete state in memory."""
 
     descriptor: int
     facts: dict[str, Any]
@@ -65,7 +65,7 @@ class RankMemory:
         self.descriptor = -1
         """The file to write to; -1: none."""
         self.facts: dict[str, Any] = {}
-        """The facts of the state in that file; empty: the state is not whole."""
+        """The facts of the state in that file; empty: the state is not complete."""
         self._previous: MemoryCheckpoint | None = None
         self._slots: list[int] = []
 
@@ -98,7 +98,7 @@ class RankMemory:
         except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
             self.discard()
             return False
-        keeper_link.send("memory", json.dumps(facts))  # only now: it is whole
+        keeper_link.send("memory", json.dumps(facts))  # only now: it is complete
         self.facts = facts
         return True
 
@@ -189,10 +189,10 @@ class KeeperMemory:
         keeper_link.before_exit(save_orphaned)
 
     def take(self, facts: str) -> None:
-        """Take over what that rank has stored, after its end, if that is whole, and start to write it.
+        """Take over what that rank has stored, after its end, if that is complete, and start to write it.
 
         Args:
-            facts: those it sent last; "": the state is not whole, or there is none.
+            facts: those it sent last; "": the state is not complete, or there is none.
         """
         if facts:
             self.discard()

@@ -210,7 +210,7 @@ class Attempt:
         if self._finished(status):
             return status
         facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
-        facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
+        facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.full_count}
         facts |= {"samples": self.data.samples, "order": self.data.order, "digests": self.data.digests}
         facts["restarts_in_place"] = status.get("restarts_in_place", 0) + (keeper_link.restarts() > 0)
         if wandb_mode(self.config.wandb)[0] != "disabled":

@@ -28,7 +28,9 @@ class Checkpointer:
         """Called with the step of each complete checkpoint, for the other nodes."""
         devices, memory = attempt.world.devices, config.keeper_memory == "on"
         if config.digest_every and attempt.tracker:
-            self._sampler = whole_steps(attempt.sets[TRAINING], config, attempt.plan.micro_batch, attempt.plan.number)
+            self._sampler = whole_steps(
+                attempt.sets[TRAINING], config, attempt.plan.micro_batch, attempt.plan.full_count
+            )
             self._options = options_digest(attempt.options, attempt.harmless)
         make = ShardedSaver if config.shard == "on" else Saver
         self.saver = make(attempt.checkpoints, devices, config.grace, self._record_saved, memory)

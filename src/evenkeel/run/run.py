@@ -152,7 +152,7 @@ class Run:
             raise
 
     def resume(self) -> None:
-        """Load the newest whole state of any node, if there is one; raises as `Resume.load`."""
+        """Load the newest complete state of any node, if there is one; raises as `Resume.load`."""
         resumed = Resume(self.config, self.world, self.attempt.checkpoints)
         resumed.load(self.state, self.checkpointer.saver)
         self._unevaluated = resumed.unevaluated
@@ -164,9 +164,9 @@ class Run:
     def watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
-        patience, logs = self.config.hang_timeout, self.attempt.logs
+        timeout, logs = self.config.hang_timeout, self.attempt.logs
         on_hang = partial(interruption.end, "a hang", self.ending.hung, FAILED)
-        watch = Watch(patience, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
+        watch = Watch(timeout, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
         self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
         return watch
 
@@ -209,7 +209,7 @@ class Run:
         train_set = self.attempt.sets[TRAINING]
         sampler = ElasticSampler(
             train_set, config.batch_size, plan.micro_batch, num_replicas=world.world_size, rank=world.rank,
-            seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
+            seed=config.seed, micro_batches=plan.full_count, drop_last=config.drop_last,
             epochs=-(-plan.total_steps // plan.steps_per_epoch),
         )  # fmt: skip
         sampler.assignment = "dealt" if state.sharding else "share"

@@ -181,7 +181,7 @@ class DistributedLoss:
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.task_state:
-            self._exchange()  # while the norm is computed; not earlier, because a backward pass may change buffers too
+            self._begin_sum()  # while the norm is computed; not earlier, because a backward pass may change buffers too
 
     def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers. Returns its batch on the device."""
@@ -295,7 +295,7 @@ class DistributedLoss:
         placed = [part.to(self.world.device) for part in parts]
         return torch.cat(placed) if len(placed) > 1 else placed[0]
 
-    def _exchange(self) -> Callable[[], Tensor]:
+    def _begin_sum(self) -> Callable[[], Tensor]:
         """Begin to add up the results of :meth:`_collect` over all ranks."""
         if self._await_total is None:
             numel = 1 + len(self._part_names or ()) + self.state.buffers.numel
@@ -304,7 +304,7 @@ class DistributedLoss:
 
     def _sums(self) -> Tensor:
         if self._total is None:
-            self._total = self._exchange()()
+            self._total = self._begin_sum()()
         return self._total
 
     def _has_all(self) -> bool:
