@@ -20,10 +20,10 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1495,
     "config": 570,
-    "data": 3170,
+    "data": 3161,
     "distributed": 2205,
     "resilience": 1564,
-    "training": 5825,
+    "training": 5834,
     "run": 6484,
     "tasks": 2191,
     "mirror": 550,

@@ -210,12 +210,3 @@ def shares(count: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[r
         ends = [0, *accumulate(counts)]
         return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
     return tuple(share(count, rank, world_size) for rank in range(world_size))
-
-
-def next_smaller(micro_batch: int, batch: int) -> int:
-    """The next micro-batch to try when one does not fit: a half, or a little less if that divides the batch.
-
-    A divisor leaves no remainder, which might be a single sample, on which BatchNorm cannot train.
-    """
-    half = max(1, micro_batch // 2)
-    return next((size for size in range(half, half // 2, -1) if batch % size == 0), half)
