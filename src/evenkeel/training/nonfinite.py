@@ -25,10 +25,7 @@ class NonFinite(Ended):
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can skip a step without the host; fused ones can.
-
-    SGD with dampening cannot: :func:`_begin_momentum` would change its first step.
-    """
+    """Whether an optimizer can skip a step without the host: a fused one, but not SGD with dampening."""
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     return fused and not any(group.get("dampening") for group in optimizer.param_groups)
 

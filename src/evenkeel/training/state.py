@@ -90,7 +90,7 @@ class State:
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
         self.average = Average(model, ema, self.buffers) if ema else None
-        # the first one decides whether a step counts
+        # the first device decides whether a step is skipped
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
         self._devices = list(dict.fromkeys(devices or [it.device for it in tensors])) or [torch.device("cpu")]
         self._seqlock = Seqlock(*self._devices)
@@ -140,6 +140,8 @@ class State:
         """
         self.settle()
         norm = norm.to(self._devices[0])
+        # nonfinite: nothing is applied. overflow: only float16's scale was too large. failed: nonfinite, no overflow.
+        # skip: nonfinite, on the device or as a bool
         nonfinite = failed = ~norm.isfinite()
         overflow = None
         if self.scaler:
@@ -233,9 +235,9 @@ class State:
         Raises:
             Torn: the state is that of half a step, because a commit hangs or has failed.
         """
-        return self.hold(until, staging, final)()
+        return self.begin_capture(until, staging, final)()
 
-    def hold(
+    def begin_capture(
         self, until: float = FOREVER, staging: Staging | None = None, final: bool = False
     ) -> Callable[[], dict[str, Any]]:
         """Block commits until the returned function has captured the state. Any thread may call that function, once.
@@ -248,6 +250,7 @@ class State:
             if self.schedulers and self.schedulers.broken:
                 raise Torn("a scheduler has failed in the middle of its step")
             queued, live = self._seqlock.queued, self._live()
+            # `done` first and `begun` last, as seqlock.py requires
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             locked = stack.pop_all()
 
