@@ -188,7 +188,7 @@ class Attempt:
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
         present = [manifest for manifest in manifests if manifest and not self.config.fresh]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
-        Resume(self.config, self.world, self.checkpoints).compare_bits(newest)
+        Resume(self.config, self.world, self.checkpoints).record_bits(newest)
 
     def _record_start(self, before: Records) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""

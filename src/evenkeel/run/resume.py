@@ -58,7 +58,7 @@ class Resume:
 
         Raises:
             Ended: it does not fit this model.
-            Refusal: on all ranks, with --strict-bits, as :meth:`compare_bits`, if the newest checkpoint was damaged.
+            Refusal: on all ranks, with --strict-bits, as :meth:`record_bits`, if the newest checkpoint was damaged.
         """
         if state.sharding:
             from .sharded_resume import newest_rows  # imports FSDP2
@@ -67,7 +67,7 @@ class Resume:
             found, saved = newest_rows(self._world, state.sharding, saver, self._config.replicate > 0)
         else:
             found, saved = self._newest()
-        self._other_bits = self.compare_bits(found)
+        self._other_bits = self.record_bits(found)
         if found:
             self._restore(state, saved)
             self.unevaluated = not found.metrics
@@ -83,7 +83,7 @@ class Resume:
         while True:
             on_disk = self._checkpoints.newest_named_step() if self._world.local_rank == 0 else 0
             everywhere = self._world.gather((rank_memory.offer(self._checkpoints.place), on_disk))
-            newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
+            newest = max(max(offer.step if offer else 0, step) for offer, step in everywhere)
             if newest == 0:
                 return None, {}
             activity.enter(START_UP, "resuming")
@@ -95,10 +95,10 @@ class Resume:
             if found:
                 return found, saved
 
-    def compare_bits(self, found: Manifest | None) -> Differences:
+    def record_bits(self, found: Manifest | None) -> Differences:
         """Return why this attempt's bits might differ from those of an undisturbed run; the same on all ranks.
 
-        Later checkpoints record what rank 0 has.
+        Also sets what later manifests say: rank 0's fingerprint, and the step from which bits may differ.
 
         Args:
             found: of the checkpoint that is continued.
@@ -110,7 +110,7 @@ class Resume:
         step, void_from = (found.step, found.bits_void_from) if found else (0, None)
         other_bits: Differences = {}
         if found:
-            # a checkpoint that is older than this part was made in the same pieces: no others were let in
+            # a manifest from before this fact was recorded: other cuts were refused then, so the cut is the present one
             cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and found.fingerprint}
             other_bits = differences(cut | found.fingerprint, present[0])
         other_bits |= differences_among_ranks(present)

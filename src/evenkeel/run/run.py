@@ -76,7 +76,7 @@ class Run:
         finished: whether the run has no more steps.
     """
 
-    def __init__(self, attempt: Attempt, task: Task, state: State, workers: DataLoader[Any] | None = None) -> None:
+    def __init__(self, attempt: Attempt, task: Task, state: State, started: DataLoader[Any] | None = None) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
         self.finished = False
@@ -87,7 +87,9 @@ class Run:
         self.ending = Ending(attempt, state, self.checkpointer, self.step_log)
         self.verification = Verification(attempt, state, self.checkpointer)
         attempt.data.watch()
-        self._workers, self._unevaluated, self._steps_here = workers, False, 0
+        self._started_loader = started
+        self._unevaluated = False  # the state that was loaded has no evaluation yet
+        self._steps_here = 0  # steps of this attempt
 
     @classmethod
     @contextmanager
@@ -104,12 +106,14 @@ class Run:
         config = config.resolved()  # it may not come from `parse`
         interruption = interruption or Interruption(config.grace)  # handles signals from here on
         with no_exit():
-            recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know more
+            # this node's copy of the run; `Attempt.begin` compares those of all nodes
+            recorded = {} if config.fresh else recorded_options(config.run_dir)
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
             model = build_model(config, task)
+            # options and what is recorded -> options with the cut decided (training/cut.py)
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
-            cut_config = cutter(recorded)  # by this node's records of the run; `Attempt.begin` uses those of all nodes
+            cut_config = cutter(recorded)
             plan = Plan.of(cut_config, positions_in(sets[TRAINING]), token_batches(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
@@ -117,12 +121,12 @@ class Run:
             # the last refusals; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
-            # a collective's time-out explains nothing, so the watch for hangs must come earlier
+            # in seconds: a collective's time-out explains nothing, so the watch for hangs must come 300 s earlier
             longest = max(600, config.hang_timeout) + COMPILE_TIMEOUT * config.compile
             with attempt, world.connected(timedelta(seconds=longest + 300)) as store:
                 finished = attempt.begin(Probe(config, task, world, sets[TRAINING], state))
-                workers = 0 if finished or state.refresh else config.num_workers
-                run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, workers, world.device))
+                num_workers = 0 if finished or state.refresh else config.num_workers
+                run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, num_workers, world.device))
                 run.finished = finished
                 if finished:
                     yield run
@@ -213,11 +217,12 @@ class Run:
             epochs=-(-plan.total_steps // plan.steps_per_epoch),
         )  # fmt: skip
         sampler.assignment = "dealt" if state.sharding else "share"
-        batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
+        batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._started_loader)
         self.evaluator.begin()
         if state.owes_evaluation or (self._unevaluated and state.evaluation_is_due()):
             self._evaluate_and_save()
-        steps = self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
+        # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError
+        steps = self._steps(batches, sampler)
         if not config.profile:
             return steps
         from .profiling import profiled  # imports torch's profiler
@@ -258,7 +263,7 @@ class Run:
         """
         state, directory = self.state, self.attempt.directory
         if self.verification.again:
-            return
+            return  # --verify-every found a difference: this step was not committed, and is computed again
         self.checkpointer.saver.after_step(state)
         self._steps_here += 1
         if self._steps_here == 1:
