@@ -8,7 +8,7 @@ count restarts separately, and a change of membership is not counted. So they ag
 1. *call*: rank 0 writes a random nonce under a fixed key, over whatever is there.
 2. *here*: each other rank answers every call that it sees, by writing a random name under ``NONCE/here/RANK``.
 3. *go*: when all ranks have answered, rank 0 writes ``NONCE/go/NAME`` for each name, all in one request. A rank that
-   finds its own name may use the namespace.
+   finds its own name may use the namespace. The ranks that met under one nonce are a *generation*.
 
 No dead attempt has written below the nonce, because only a rank that has read the call can. A rank that finds its go
 knows that rank 0 was alive after it came; the call of a dead rank 0 gets answers but never a go. One name is let in for
@@ -98,11 +98,9 @@ def refuse_together(text: str) -> None:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # rank 0's store may still come; an agent's that is not there is gone
-    connect_limit = 0 if _agent_hosts() else REFUSAL_TIMEOUT
+    limit = 0 if _agent_hosts() else REFUSAL_TIMEOUT
     with contextlib.suppress(EndedHere, DistError):
-        namespace = _namespace(
-            job_store(rank, world_size, timedelta(seconds=REFUSAL_TIMEOUT), connect_limit), world_size
-        )
+        namespace = _namespace(job_store(rank, world_size, timedelta(seconds=REFUSAL_TIMEOUT), limit), world_size)
         namespace.add("refused", 1)
         deadline = time.monotonic() + REFUSAL_TIMEOUT
         while time.monotonic() < deadline:
