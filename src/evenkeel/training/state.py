@@ -141,7 +141,6 @@ class State:
         self.settle()
         norm = norm.to(self._devices[0])
         # nonfinite: nothing is applied. overflow: only float16's scale was too large. failed: nonfinite, no overflow.
-        # skip: nonfinite, on the device or as a bool
         nonfinite = failed = ~norm.isfinite()
         overflow = None
         if self.scaler:
@@ -152,7 +151,7 @@ class State:
         # a CPU knows the answer; if the host must wait for a GPU, it does so before it takes the lock, because a
         # rescue would wait too
         on_device = nonfinite.device.type != "cpu" and all(map(decides_on_device, self.optimizers))
-        skip = nonfinite if on_device and not self.task_state else bool(nonfinite)
+        skip = nonfinite if on_device and not self.task_state else bool(nonfinite)  # on the device or a bool
         activity.enter(CHECKPOINT)  # the lock waits if a checkpoint is being copied
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else failed):
             activity.enter(COMMIT)
