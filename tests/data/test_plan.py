@@ -19,7 +19,7 @@ def plans(draw: st.DrawFn) -> Plan:
     global_batch = draw(st.integers(1, 200))
     samples, cut, epochs = draw(st.integers(1, 2_000)), draw(st.integers(1, global_batch)), draw(st.integers(1, 3))
     by_number = draw(st.booleans())
-    return (Plan.by_number if by_number else Plan)(samples, global_batch, cut, epochs)
+    return (Plan.by_count if by_number else Plan)(samples, global_batch, cut, epochs)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
 )
 def test_the_epoch_is_told_as_far_as_it_is_true(samples: int, max_steps: int, told: list[str]) -> None:
     plan = Plan(samples, global_batch=8, micro_batch=8, epochs=3, max_steps=max_steps)
-    assert [plan.epoch_at(step) for step in (0, 2, 3, 5) if step <= plan.total_steps] == told
+    assert [plan.epoch_label(step) for step in (0, 2, 3, 5) if step <= plan.total_steps] == told
 
 
 @patient
@@ -96,7 +96,7 @@ def test_micro_batches_cut_every_epoch_into_consecutive_positions(plan: Plan) ->
             pieces = plan.micro_batches(step)
             assert [piece.step for piece in pieces] == [step] * len(pieces)
             assert [piece.id for piece in pieces] == list(range(len(pieces)))
-            if plan.number:
+            if plan.full_count:
                 assert max(piece.size for piece in pieces) - min(piece.size for piece in pieces) <= 1
             else:
                 assert all(piece.size == plan.micro_batch for piece in pieces[:-1])
@@ -124,7 +124,9 @@ def test_micro_batches_do_not_depend_on_the_world_size_and_further_ranks_have_no
 @patient
 @given(plan=plans())
 def test_a_cut_reads_as_the_option_that_makes_it(plan: Plan) -> None:
-    assert read_cut(plan.cut) == (("micro_batches", plan.number) if plan.number else ("micro_batch", plan.micro_batch))
+    assert read_cut(plan.cut) == (
+        ("micro_batches", plan.full_count) if plan.full_count else ("micro_batch", plan.micro_batch)
+    )
 
 
 @patient
@@ -132,17 +134,17 @@ def test_a_cut_reads_as_the_option_that_makes_it(plan: Plan) -> None:
 def test_a_cut_by_number(samples: int, batch: int, number: int) -> None:
     """All ranks have work in a full step, and in a short one that is large enough; no sample is alone if it can be."""
     batch = min(batch, samples)
-    plan = Plan.by_number(samples, batch, max(1, min(number, batch // 2)), epochs=1)
+    plan = Plan.by_count(samples, batch, max(1, min(number, batch // 2)), epochs=1)
     for step in range(plan.steps_per_epoch):
         sizes = [piece.size for piece in plan.micro_batches(step)]
         total = plan.step_samples(step)
         assert total == 1 or 1 not in sizes
-        if total == batch or total >= 2 * plan.number:
-            assert len(sizes) >= plan.number
+        if total == batch or total >= 2 * plan.full_count:
+            assert len(sizes) >= plan.full_count
         # a sample more than in a full step, where one would be alone otherwise
         assert max(sizes) <= plan.micro_batch + 1
         if total == batch:
-            assert (len(sizes), max(sizes)) == (plan.number, plan.micro_batch)
+            assert (len(sizes), max(sizes)) == (plan.full_count, plan.micro_batch)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_a_cut_by_number(samples: int, batch: int, number: int) -> None:
     ],
 )
 def test_a_cut_by_number_in_numbers(samples: int, batch: int, number: int, full: list[int], tail: list[int]) -> None:
-    plan = Plan.by_number(samples, batch, number, epochs=1)
+    plan = Plan.by_count(samples, batch, number, epochs=1)
     last = plan.steps_per_epoch - 1
     assert [[piece.size for piece in plan.micro_batches(step)] for step in (0, last)] == [full, tail]
     assert plan.max_world_size == number

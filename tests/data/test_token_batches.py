@@ -57,7 +57,7 @@ def test_each_sample_comes_once_an_epoch_and_no_step_has_too_much(
 ) -> None:
     of = np.array(lengths)
     batches = TokenBatches(of, tokens, samples, parts, seed=3)
-    plan = Plan(len(of), samples, -(-samples // parts), epochs=99, number=parts, batches=batches)
+    plan = Plan(len(of), samples, -(-samples // parts), epochs=99, full_count=parts, batches=batches)
     order = batches.shuffled(np.arange(len(of), dtype=np.uint64), 3, epoch)
     assert sorted(order.tolist()) == list(range(len(of)))
     at = 0
@@ -122,7 +122,7 @@ def test_padding_is_small_and_a_fixed_number_of_samples_pads_or_overflows() -> N
 def test_a_step_has_the_gradient_of_the_mean_over_all_its_samples() -> None:
     lengths = np.array([5] * 3 + [9] * 10 + [20] * 13)
     batches = TokenBatches(lengths, tokens=240, samples=16, parts=3, seed=1)
-    plan = Plan(26, 16, 6, epochs=1, number=3, batches=batches)
+    plan = Plan(26, 16, 6, epochs=1, full_count=3, batches=batches)
     sizes = [[piece.size for piece in plan.micro_batches(step)] for step in range(plan.steps_per_epoch)]
     assert any(len(set(parts)) > 1 for parts in sizes), sizes
     data, model = TinyTask().train_dataset(), nn.Linear(6, 3)

@@ -511,6 +511,19 @@ def test_a_restart_by_torchrun_does_not_start_over_again(path: Path, launches: l
     assert attempts == (1 if moved else len(launches))
 
 
+@pytest.mark.parametrize(("token", "counted"), [("", [1] * 5), ("agent", [1, 2, 3, 4, 5])], ids=["typed", "restarted"])
+def test_a_command_that_is_typed_again_begins_a_new_count(path: Path, token: str, counted: list[int]) -> None:
+    """Its user may have repaired the code; a restart of the same launch (the control) has not."""
+    fruitless = []
+    for _ in range(5):
+        directory = claim(path, OPTIONS, fresh=False)
+        directory.begin(OPTIONS, [token])
+        fruitless.append(directory.fruitless)
+        directory.update("failed", reason="a bug")
+        del directory
+    assert fruitless == counted
+
+
 def test_a_launch_is_known_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launch_token() == ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from evenkeel.config import Config
-from evenkeel.training.nonfinite import NonFinite
+from evenkeel.training.nonfinite import NonFinite, step_unless
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.state import State
 from evenkeel.training.state_dicts import sha256
@@ -62,6 +64,19 @@ def test_a_skipped_step_changes_nothing_but_the_count(optimizer: str, bad: float
     for state in (with_bad, without):
         take(state, 0.25)
     assert everything(with_bad) == everything(without), "nor does anything of it come back later"
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_fused_sgd_takes_the_steps_that_torch_takes(dampening: float) -> None:
+    """torch does not dampen the first gradient of a parameter, but would add it to a momentum of zero."""
+    ours, torchs = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    kwargs: dict[str, Any] = {"lr": 0.25, "momentum": 0.5, "dampening": dampening, "fused": True}
+    for parameter, take_step in ((ours, partial(step_unless, False)), (torchs, SGD.step)):
+        optimizer = SGD([parameter], **kwargs)
+        for gradient in (1.0, 3.0):
+            parameter.grad = torch.full_like(parameter, gradient)
+            take_step(optimizer)
+    assert torch.equal(ours, torchs)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -15,11 +15,10 @@ from torch import nn
 from evenkeel.common.phases import CHECKPOINT, COMMIT, COMPUTING, activity
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
-from evenkeel.data.plan import next_smaller
 from evenkeel.distributed.world import World
 from evenkeel.training.batch_size_finder import Probe
 from evenkeel.training.evaluation import Evaluation
-from evenkeel.training.oom import OutOfMemory, _others, explained, explaining, note_batch, remedy
+from evenkeel.training.oom import OutOfMemory, _others, explained, explaining, next_smaller, note_batch, remedy
 from evenkeel.training.optimization import build_optimizer
 from evenkeel.training.state import State
 from evenkeel.training.task import Classification

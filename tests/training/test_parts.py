@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,18 @@ def trained(task: Tops, model: nn.Module, plan: Plan) -> DistributedLoss:
     passes(learner, 0, micro_batches, batches)
     learner.step(clip_grad_norm(model.parameters(), 0.0))
     return learner
+
+
+@pytest.mark.parametrize("task", [Tops, OnlyTheLoss])
+def test_a_loss_on_another_device_is_added_up_on_the_ranks_own(task: type[Tops]) -> None:
+    """The rank's device is "meta" here: without a GPU the only other one."""
+    made, plan = task(), Plan(SAMPLES, global_batch=8, micro_batch=8, epochs=1)
+    model = made.model()
+    loss = made.loss if task is Tops else lambda network, batch: made.loss(network, batch)[0]
+    learner = DistributedLoss(loss, State(model, []), ALONE, plan)
+    learner.world = replace(ALONE, device=torch.device("meta"))
+    passes(learner, 0, plan.micro_batches(0), [made.train_dataset().__getitems__(list(range(8)))])
+    assert learner.loss.device.type == "meta"
 
 
 def test_parts_are_means_over_the_global_batch_of_uneven_micro_batches() -> None:

@@ -20,7 +20,7 @@ from evenkeel.training.shares import EVERY, Shares, apportioned
 
 def divided(text: str, ranks: int = 2, micro_batches: int = 8) -> Shares:
     """On rank 0."""
-    plan = Plan.by_number(samples=64, global_batch=64, micro_batches=micro_batches, epochs=1)
+    plan = Plan.by_count(samples=64, global_batch=64, micro_batches=micro_batches, epochs=1)
     world = World(0, 0, ranks, ranks, torch.device("cpu"), launched=True)
     return Shares(Config(shares=text), plan, world)
 

@@ -95,7 +95,7 @@ def test_a_held_state_stays_as_it_is_until_it_is_captured_and_only_the_commit_wa
     state = State(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
     advance(state)
     expected = state.capture()
-    held = state.hold()
+    held = state.begin_capture()
     state.model(torch.randn(2, 3)).sum().backward()  # the next step's work goes on
     commit = threading.Thread(target=advance, args=(state,))
     commit.start()

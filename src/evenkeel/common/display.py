@@ -182,7 +182,7 @@ class Display:
             rate = (plan.samples_seen(last) - plan.samples_seen(first)) / (now - then)
             left = (plan.total_steps - last) * (now - then) / (last - first)
             speed = [eta(left), *rates({f"{TRAIN}/samples_per_s": rate})]
-        now_in = plan.epoch_at(min(step + 1, plan.total_steps))
+        now_in = plan.epoch_label(min(step + 1, plan.total_steps))
         return [*speed, *self.metrics, now_in, *(self.more if speed else [])]
 
 

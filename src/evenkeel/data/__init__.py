@@ -13,7 +13,7 @@
 - `streams`: `Streams`, data that can only be read in order, as numbered samples; `substream`: an open substream.
 - `loader`: a `DataLoader` whose samples have their own random numbers, in this process or in workers.
 - `batch`: batches of any structure: collated, moved to a device; why samples do not collate.
-- `data_digest`: a few samples of each set, compared among ranks and with earlier starts of the run.
+- `data_digest`: a few samples of each set, read before the training, compared among ranks and with earlier starts.
 - `changes`: the same samples read again while the job runs, because a data set must not change.
 
 Not here: the built-in data sets, downloads and augmentation (`tasks/`), the choice of the micro-batch (`training/`),

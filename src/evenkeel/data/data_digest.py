@@ -25,7 +25,7 @@ from ..common.naming import TRAIN
 from ..config import Config
 from .batch import dense, with_parts
 from .dataset import SizedDataset
-from .loader import Seeded, in_order
+from .loader import Loader, Seeded, outlive_signals, unchanged
 from .plan import MicroBatch
 from .randomness import generators_kept
 from .sampler import Indices
@@ -47,6 +47,28 @@ SIGNS = 8  # projections on random signs; different data agree in all of them on
 TOLERANCE, WEIGHT = 0.25, 4
 CLOSE = 0.02
 """The same for data that a model has made twice: more than the arithmetic of another device, less than a few steps."""
+
+
+def in_order(dataset: Dataset[Any], numbers: Sequence[int], in_worker: bool) -> list[Any]:
+    """Read these items of a data set, here or in one loader process."""
+    options: dict[str, Any] = {"collate_fn": unchanged, "worker_init_fn": outlive_signals}
+    return list(Loader(dataset, batch_size=None, sampler=numbers, num_workers=int(in_worker), **options))
+
+
+def one_sample(dataset: SizedDataset, seed: int, in_worker: bool) -> Any:
+    """A batch of the first sample only, for checks before the training. Read as in :func:`in_order`."""
+    (batch,) = in_order(_First(Seeded(dataset, seed, "train")), [0], in_worker)
+    return batch
+
+
+class _First(Dataset[Any]):
+    def __init__(self, seeded: Seeded) -> None:
+        self._seeded = seeded
+
+    def __getitem__(self, _number: int) -> Any:
+        if first := getattr(self._seeded.dataset, "first_samples", None):  # a stream must not be read through
+            return self._seeded.collated(first()[:1])
+        return self._seeded.__getitems__(Indices([0], 0, MicroBatch(0, 0, 0, 1)))
 
 
 def digest_samples(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[Digests, list[str]]:

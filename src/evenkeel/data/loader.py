@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from types import TracebackType
@@ -25,7 +25,6 @@ from ..common.processes import STOP_SIGNALS, die_with_parent
 from .batch import collate, collated_by
 from .dataset import Collated, Rows, SizedDataset, tell_epoch, whole_fetch
 from .order import Ordered
-from .plan import MicroBatch
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
 
@@ -114,11 +113,11 @@ def loader(
         ahead: False: each epoch has loader processes of its own, forked at its beginning.
     """
     if started is not None:  # it has no sampler yet
-        assert isinstance(started.batch_sampler, _Endless)
+        assert isinstance(started.batch_sampler, _AllEpochs)
         started.batch_sampler.sampler = sampler
         return started
-    batches = _Endless(sampler) if purpose == "train" and num_workers and ahead else sampler
-    return _made(Seeded(dataset, sampler.seed, purpose), batches, num_workers, device, persistent=ahead)
+    batches = _AllEpochs(sampler) if purpose == "train" and num_workers and ahead else sampler
+    return _make_loader(Seeded(dataset, sampler.seed, purpose), batches, num_workers, device, persistent=ahead)
 
 
 def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> DataLoader[Any] | None:
@@ -129,52 +128,31 @@ def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: to
     """
     if not num_workers:
         return None
-    made = _made(Seeded(dataset, seed, "train"), _Endless(None), num_workers, device)
+    made = _make_loader(Seeded(dataset, seed, "train"), _AllEpochs(None), num_workers, device)
     made.begin()
     return made
 
 
-def _made(
+def _make_loader(
     dataset: Seeded, sampler: Iterable[Indices], num_workers: int, device: torch.device, persistent: bool = True
-) -> _Loader:
-    return _Loader(
+) -> Loader:
+    return Loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_unchanged,
+        collate_fn=unchanged,
         pin_memory=device.type == "cuda",
         persistent_workers=persistent and num_workers > 0,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=outlive_signals,
     )
 
 
-def in_order(dataset: Dataset[Any], numbers: Sequence[int], in_worker: bool) -> list[Any]:
-    """Read these items of a data set, here or in one loader process."""
-    options: dict[str, Any] = {"collate_fn": _unchanged, "worker_init_fn": _outlive_signals}
-    return list(_Loader(dataset, batch_size=None, sampler=numbers, num_workers=int(in_worker), **options))
-
-
-def one_sample(dataset: SizedDataset, seed: int, in_worker: bool) -> Any:
-    """A batch of the first sample only, for checks before the training. Read as in :func:`in_order`."""
-    (batch,) = in_order(_First(Seeded(dataset, seed, "train")), [0], in_worker)
+def unchanged(batch: Any) -> Any:
+    """The batch itself: `Seeded` has collated it."""
     return batch
 
 
-class _First(Dataset[Any]):
-    def __init__(self, seeded: Seeded) -> None:
-        self._seeded = seeded
-
-    def __getitem__(self, _number: int) -> Any:
-        if first := getattr(self._seeded.dataset, "first_samples", None):  # a stream must not be read through
-            return self._seeded.collated(first()[:1])
-        return self._seeded.__getitems__(Indices([0], 0, MicroBatch(0, 0, 0, 1)))
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch  # `Seeded` has collated it
-
-
-class _Endless:
+class _AllEpochs:
     """The micro-batches from a sampler's position to the end of its epoch, then those of the later epochs.
 
     Loader processes stop at the end of their batch sampler, and the GPU would wait for the first batch of each epoch.
@@ -198,10 +176,10 @@ class _Endless:
         return len(self.sampler or ())
 
 
-class _Loader(DataLoader[Any]):
+class Loader(DataLoader[Any]):
     """A `DataLoader` whose workers end with this process, although they ignore SIGTERM.
 
-    With `_Endless` its workers go on from one epoch to the next, if the sampler is set to the next epoch.
+    With `_AllEpochs` its workers go on from one epoch to the next, if the sampler is set to the next epoch.
 
     On Linux they are forks of this process on every version of Python. From 3.14 on the default is a server that forks
     them: a data set would have to be pickled, each start would import torch, and the signals that Slurm sends to all
@@ -219,7 +197,7 @@ class _Loader(DataLoader[Any]):
         super().__init__(dataset, num_workers=num_workers, **options)
 
     def __iter__(self) -> Any:
-        if not isinstance(self.batch_sampler, _Endless):
+        if not isinstance(self.batch_sampler, _AllEpochs):
             return self.begin()
         sampler = self.batch_sampler.sampler
         assert sampler is not None
@@ -266,7 +244,7 @@ def _kill(workers: Iterable[BaseProcess]) -> None:
         worker.kill()
 
 
-def _outlive_signals(_worker: int) -> None:
+def outlive_signals(_worker: int) -> None:
     """Make a loader process live exactly as long as its training process.
 
     Slurm signals every process of a step, and Ctrl-C every process of a terminal; without loaders the step in progress

@@ -9,9 +9,9 @@ differ at every step.
     >>> plan = Plan(samples=10, global_batch=8, micro_batch=3, epochs=2)
     >>> plan.total_steps, [m.size for m in plan.micro_batches(0)], [m.size for m in plan.micro_batches(1)]
     (4, [3, 3, 2], [2])
-    >>> [m.size for m in Plan.by_number(samples=10, global_batch=8, micro_batches=3, epochs=2).micro_batches(0)]
+    >>> [m.size for m in Plan.by_count(samples=10, global_batch=8, micro_batches=3, epochs=2).micro_batches(0)]
     [3, 3, 2]
-    >>> share(3, rank=0, world_size=2), share(3, rank=1, world_size=2)
+    >>> share(3, index=0, parts=2), share(3, index=1, parts=2)
     (range(0, 2), range(2, 3))
 """
 
@@ -55,12 +55,12 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
-    """The maximum number of samples that one rank computes at a time."""
+    """The maximum number of samples that one rank computes at a time; in a short last step it may be 3 instead of 2."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0
     """Stop after this many steps in all; 0 means after the last epoch."""
-    number: int = 0
+    full_count: int = 0
     """M, if a full step is cut into this many micro-batches whose counts differ by at most one; 0: cut by size."""
     left_out: int = 0
     """Positions at the end of each epoch that --drop-last drops; `samples` does not include them."""
@@ -74,15 +74,15 @@ class Plan:
         While the cut is open, as with --micro-batch auto, a step is one micro-batch.
         """
         left_out = length % config.batch_size if config.drop_last else 0
-        steps = length - left_out, config.batch_size
+        sizes = length - left_out, config.batch_size
         if isinstance(config.micro_batch, int) and config.micro_batch:
-            plan = Plan(*steps, config.micro_batch, config.epochs, config.max_steps)
+            plan = Plan(*sizes, config.micro_batch, config.epochs, config.max_steps)
         else:
-            plan = Plan.by_number(*steps, config.micro_batches or 1, config.epochs, config.max_steps)
+            plan = Plan.by_count(*sizes, config.micro_batches or 1, config.epochs, config.max_steps)
         return replace(plan, left_out=left_out, batches=batches)
 
     @staticmethod
-    def by_number(samples: int, global_batch: int, micro_batches: int, epochs: int, max_steps: int = 0) -> Plan:
+    def by_count(samples: int, global_batch: int, micro_batches: int, epochs: int, max_steps: int = 0) -> Plan:
         """A plan with this many micro-batches in each full step."""
         largest = -(-global_batch // micro_batches)
         return Plan(samples, global_batch, largest, epochs, max_steps, micro_batches)
@@ -90,9 +90,9 @@ class Plan:
     @property
     def cut(self) -> str:
         """A description of the cut, for comparison with another start's."""
-        if self.number == 1:
+        if self.full_count == 1:
             return "a whole step"
-        return f"1/{self.number} of a step" if self.number else str(self.micro_batch)
+        return f"1/{self.full_count} of a step" if self.full_count else str(self.micro_batch)
 
     @property
     def length(self) -> int:
@@ -120,7 +120,7 @@ class Plan:
         """Whether there are epochs; a stream has none."""
         return self.samples < ENDLESS // 2
 
-    def epoch_at(self, step: int) -> str:
+    def epoch_label(self, step: int) -> str:
         """The epoch of the last finished step, for display; empty for a stream."""
         epoch, _ = self.locate(max(0, step - 1))
         whole = self.total_steps == self.epochs * self.steps_per_epoch
@@ -147,7 +147,7 @@ class Plan:
         first, size, mine = bounds[0], bounds[-1] - bounds[0], shares(count, world_size, counts)[rank]
         if self.batches:
             return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in mine]
-        if self.number:
+        if self.full_count:
             parts = ((i, share(size, i, count)) for i in mine)
             return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
         each = self.micro_batch
@@ -174,11 +174,11 @@ class Plan:
             return len(self._bounds(step)) - 1
         samples = self.step_samples(step)
         at_least = -(-samples // self.micro_batch)
-        if not self.number or self.micro_batch == 1:
+        if not self.full_count or self.micro_batch == 1:
             return at_least
         if samples == self.global_batch:
-            return self.number
-        return min(max(1, samples // 2), max(at_least, self.number))
+            return self.full_count
+        return min(max(1, samples // 2), max(at_least, self.full_count))
 
 
 def read_cut(text: str) -> tuple[str, int]:
@@ -193,14 +193,14 @@ def read_cut(text: str) -> tuple[str, int]:
     return "micro_batches", 1 if number == "a whole step" else int(number)
 
 
-def share(count: int, rank: int, world_size: int) -> range:
-    """This rank's contiguous range of ``count`` micro-batches.
+def share(total: int, index: int, parts: int) -> range:
+    """The contiguous range of ``total`` items that part number ``index`` of ``parts`` gets: samples or micro-batches.
 
     Sizes differ by at most one, and the larger ranges come first, so rank 0 always has work.
     """
-    each, rest = divmod(count, world_size)
-    start = rank * each + min(rank, rest)
-    return range(start, start + each + (rank < rest))
+    each, rest = divmod(total, parts)
+    start = index * each + min(index, rest)
+    return range(start, start + each + (index < rest))
 
 
 @lru_cache(maxsize=8)
@@ -210,12 +210,3 @@ def shares(count: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[r
         ends = [0, *accumulate(counts)]
         return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
     return tuple(share(count, rank, world_size) for rank in range(world_size))
-
-
-def next_smaller(micro_batch: int, batch: int) -> int:
-    """The next micro-batch to try when one does not fit: a half, or a little less if that divides the batch.
-
-    A divisor leaves no remainder, which might be a single sample, on which BatchNorm cannot train.
-    """
-    half = max(1, micro_batch // 2)
-    return next((size for size in range(half, half // 2, -1) if batch % size == 0), half)

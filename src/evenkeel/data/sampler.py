@@ -86,7 +86,7 @@ class ElasticSampler(DistributedSampler[Any]):
         length = positions_in(dataset) if self.order else len(dataset)
         length -= length % global_batch * drop_last
         batches = self.order if isinstance(self.order, TokenBatches) else None
-        self.plan = Plan(length, global_batch, micro_batch, epochs=1, number=micro_batches, batches=batches)
+        self.plan = Plan(length, global_batch, micro_batch, epochs=1, full_count=micro_batches, batches=batches)
         self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
         self.counts: tuple[int, ...] = ()
         """The number of micro-batches of a full step that each rank computes; empty: equally many."""

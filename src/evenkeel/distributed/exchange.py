@@ -44,7 +44,7 @@ class Exchange:
         """Begin to send each rank its chunk of this rank's sums (`rows`, each of shape [n]); returns a handle."""
         mine = self.chunks[self.world.rank]
         if shares is not self._shares:  # few differ between steps, and on a thousand ranks this takes milliseconds
-            nodes = [list(subtrees(run)) for run in shares]
+            nodes = [list(subtrees(leaves)) for leaves in shares]
             self._shares, self._counts = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
         received = self._reused("received", len(self._nodes) * mine)

@@ -180,7 +180,7 @@ class Tree(Reduction):
         for kind, parameters in kinds.items():
             flat = self._reused(kind, parameters[0], sum(p.numel() for p in parameters))
             sums = [[gradients[self._place[p]] for p in parameters] for _, gradients in fold.sums]
-            exchange = self._exchange(kind, flat)
+            exchange = self._exchange_for(kind, flat)
             exchange.send_chunks(self._rows(kind, flat, parameters, sums), self._shares).wait()
             exchange.send_sums(flat).wait()
             totals.update(zip(parameters, _views(flat, parameters), strict=True))
@@ -206,7 +206,7 @@ class Tree(Reduction):
         key = bucket.index(), buffer.numel()
         rows = self._rows(key, buffer, parameters, [values for _, values in fold.sums])
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
-        exchange = self._exchange(key, buffer)
+        exchange = self._exchange_for(key, buffer)
         self._pipeline.put(Job(exchange, rows, self._shares, buffer, ready, future, bucket.is_last()))
         return future
 
@@ -215,7 +215,7 @@ class Tree(Reduction):
         if self.world.world_size == 1:
             return fold.root
         total = torch.empty(numel, dtype=torch.float64, device=self.world.device)
-        exchange = self._exchange("small", total)
+        exchange = self._exchange_for("small", total)
         handle = exchange.send_chunks([value for _, value in fold.sums], self._shares)
 
         def wait() -> Tensor:
@@ -227,12 +227,12 @@ class Tree(Reduction):
 
     def _fold(self, last: list[Tensor], earlier: Sequence[tuple[Node, list[Tensor]]]) -> Fold[list[Tensor]]:
         """This rank's nodes with the last micro-batch's gradients; none on an idle rank."""
-        fold, run = Fold(_add), self._shares[self.world.rank]
-        if run:
+        fold, leaves = Fold(_add), self._shares[self.world.rank]
+        if leaves:
             if self.unused:
                 torch._foreach_add_(last, 0.0)
             fold.sums = list(earlier)
-            fold.push(Node(0, run[-1]), last)
+            fold.push(Node(0, leaves[-1]), last)
         return fold
 
     def _rows(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
@@ -249,7 +249,7 @@ class Tree(Reduction):
             self._memory[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
         return self._memory[key]
 
-    def _exchange(self, key: Any, like: Tensor) -> Exchange:
+    def _exchange_for(self, key: Any, like: Tensor) -> Exchange:
         if key not in self._exchanges:
             self._exchanges[key] = Exchange(self.world, like.numel(), like)
         return self._exchanges[key]

@@ -8,7 +8,7 @@ count restarts separately, and a change of membership is not counted. So they ag
 1. *call*: rank 0 writes a random nonce under a fixed key, over whatever is there.
 2. *here*: each other rank answers every call that it sees, by writing a random name under ``NONCE/here/RANK``.
 3. *go*: when all ranks have answered, rank 0 writes ``NONCE/go/NAME`` for each name, all in one request. A rank that
-   finds its own name may use the namespace.
+   finds its own name may use the namespace. The ranks that met under one nonce are a *generation*.
 
 No dead attempt has written below the nonce, because only a rank that has read the call can. A rank that finds its go
 knows that rank 0 was alive after it came; the call of a dead rank 0 gets answers but never a go. One name is let in for
@@ -56,7 +56,7 @@ ANSWER_TIMEOUT = 1.0
 """Seconds in which all ranks must answer a call, else it is repeated. Doubled each time for slow stores."""
 
 
-def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | None = None) -> Store:
+def job_store(rank: int, world_size: int, timeout: timedelta, connect_limit: float | None = None) -> Store:
     """Connect to the job's store at MASTER_ADDR and MASTER_PORT, and report the waiting.
 
     torch's own `env://` gives the same store, but there rank 0 waits for all others without knowing which are missing.
@@ -65,7 +65,7 @@ def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | 
         rank: this worker's rank.
         world_size: the number of ranks.
         timeout: for the store's operations.
-        patience: seconds to wait for the store; None: `timeout`.
+        connect_limit: seconds to wait for the store; None: `timeout`.
 
     Raises:
         EndedHere: it did not appear.
@@ -78,7 +78,7 @@ def job_store(rank: int, world_size: int, timeout: timedelta, patience: float | 
     # who is at the other end, takes ten seconds for localhost
     name = "localhost" if hosts or (here and reach(host, port, 2.0, who)) else host
     if not hosts:
-        seconds = timeout.total_seconds() if patience is None else patience
+        seconds = timeout.total_seconds() if connect_limit is None else connect_limit
         if reason := reach(name, port, seconds, f"{who} waits for rank 0 at {where}"):
             remedy = "start rank 0 on that host, and every rank with the same two values"
             raise EndedHere(f"{who}: no answer at {where} for {seconds:g} s ({reason}); {remedy}")
@@ -98,9 +98,9 @@ def refuse_together(text: str) -> None:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # rank 0's store may still come; an agent's that is not there is gone
-    patience = 0 if _agent_hosts() else REFUSAL_TIMEOUT
+    limit = 0 if _agent_hosts() else REFUSAL_TIMEOUT
     with contextlib.suppress(EndedHere, DistError):
-        namespace = _namespace(job_store(rank, world_size, timedelta(seconds=REFUSAL_TIMEOUT), patience), world_size)
+        namespace = _namespace(job_store(rank, world_size, timedelta(seconds=REFUSAL_TIMEOUT), limit), world_size)
         namespace.add("refused", 1)
         deadline = time.monotonic() + REFUSAL_TIMEOUT
         while time.monotonic() < deadline:
@@ -155,7 +155,7 @@ def generation_store(store: Store, world_size: int, nonce: str) -> Store:
 
 def _call(namespace: Store, world_size: int, timeout: timedelta) -> str:
     """Rank 0's part; returns the nonce that all ranks have answered."""
-    patience, waiting = ANSWER_TIMEOUT, Waiting()
+    answer_timeout, waiting = ANSWER_TIMEOUT, Waiting()
     nonce, here, called = _new_call(namespace, world_size)
     for _ in _polls(world_size, timeout):
         waiting.tell(lambda: _describe(namespace, here))  # noqa: B023  (it is called at once)
@@ -165,12 +165,12 @@ def _call(namespace: Store, world_size: int, timeout: timedelta) -> str:
             raise RuntimeError("another rank 0 has called the ranks since: the attempt of this one is over")
         if not namespace.check(here):
             continue
-        if time.monotonic() - called <= patience:
+        if time.monotonic() - called <= answer_timeout:
             names = [name.decode() for name in namespace.multi_get(here)]
             go = [f"{nonce}/go/{name}" for name in names]
             cast("Any", namespace).multi_set(go, [""] * len(names))  # not in the stub
             return nonce
-        patience *= 2
+        answer_timeout *= 2
         nonce, here, called = _new_call(namespace, world_size)
     raise EndedHere(
         f"{_describe(namespace, here)}; gave up after {timeout.total_seconds():g} s; see their logs; if they are only "

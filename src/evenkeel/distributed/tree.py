@@ -27,11 +27,11 @@ class Node(NamedTuple):
     place: int
 
 
-def subtrees(run: range) -> Iterator[Node]:
+def subtrees(leaves: range) -> Iterator[Node]:
     """Yield the maximal subtrees within a run of leaves, from left to right; at most two for each level."""
-    start = run.start
-    while start < run.stop:
-        level = (run.stop - start).bit_length() - 1  # the largest that fits
+    start = leaves.start
+    while start < leaves.stop:
+        level = (leaves.stop - start).bit_length() - 1  # the largest that fits
         if start:
             level = min(level, (start & -start).bit_length() - 1)  # and that may begin here
         yield Node(level, start >> level)

@@ -133,8 +133,8 @@ class World:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store = job_store(self.rank, self.world_size, timeout)
         # while ranks start again in place, torchrun does not notice a lost node
-        patience = min(timeout, RESTART_TIMEOUT + delay) if keeper_link.restarts() else timeout
-        store = fresh_store(store, self.rank, self.world_size, patience)
+        start_timeout = min(timeout, RESTART_TIMEOUT + delay) if keeper_link.restarts() else timeout
+        store = fresh_store(store, self.rank, self.world_size, start_timeout)
         if not keeper_link.has_keeper():
             store.set(UNKEPT, "")
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)

@@ -51,6 +51,7 @@ minutes with thousands of ranks while the restart waits for this process."""
 
 class Watch:
     """A context in which this rank beats, and watches for a hang of any rank. All ranks enter it together.
+    After an alarm: diagnose, explain, is_within_reach, kill_frozen, write_collectives, compare_collectives.
 
     Args:
         timeout: seconds without any change on this rank that count as a hang. 0: beat, but do not watch.
@@ -78,8 +79,9 @@ class Watch:
         self._alarmed, self._saved = alarmed, saved
         self._store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
-        self._announced, self._seen, self._compiling = 0, 0, b""
-        self._first_beats, self._frozen = list[Beat](), list[Beat]()
+        self._announced, self._seen = 0, 0  # steps of checkpoints: one to announce (0: none), the last one read of
+        self._compiling = b""  # the last value read at COMPILING
+        self._first_beats, self._frozen = list[Beat](), list[Beat]()  # all ranks at the start; those to kill
         self.outlook: Outlook | None = None
         self._diagnosing = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
 
@@ -116,7 +118,7 @@ class Watch:
         self._diagnosing.join(STORE_TIMEOUT + 3 * self.interval)
         me = self.world.rank
         here = describe({me: self._beat_now(0)}, [])
-        # with our launchers rank 0 has the store, so suspect rank 0 if the store does not answer
+        # the store is on rank 0's node, so suspect rank 0 if it does not answer
         silent = "rank 0 does not answer any more, or the network is down" if me else "the job's store does not answer"
         found = self.outlook or Outlook(f"{silent}; {here}", me, self._first_beats[:1] if me else [], [])
         self._frozen = found.frozen
@@ -128,8 +130,7 @@ class Watch:
     def write_collectives(self) -> None:
         """Write the last collectives. Must come last, because torch may hang in this too."""
         with contextlib.suppress(Exception):
-            path = self.logs / f"rank-{self.world.rank}.collectives.json"
-            path.write_bytes(flight_recorder.as_json())
+            (self.logs / f"rank-{self.world.rank}.collectives.json").write_bytes(flight_recorder.as_json())
             flight_recorder.write(self.logs / FLIGHT, self.world.rank)
 
     def compare_collectives(self) -> None:
@@ -172,7 +173,7 @@ class Watch:
             count += 1
             try:
                 store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
-                self._exchange(store, count)
+                self._report_and_read(store, count)
             except RuntimeError as error:  # such as DistStoreError and DistNetworkError
                 log.info("cannot reach the other ranks: %s", str(error).split("\n")[0])
                 with contextlib.suppress(RuntimeError):
@@ -182,7 +183,7 @@ class Watch:
         device = device_name(self.world.device) if self.world.device.type == "cuda" else ""
         return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), node_name(), device)
 
-    def _exchange(self, store: Store, count: int) -> None:
+    def _report_and_read(self, store: Store, count: int) -> None:
         """Report on this rank, and read of checkpoints, compilations and alarms."""
         store.set(f"rank/{self.world.rank}", json.dumps(asdict(self._beat_now(count))))
         if announced := self._announced:

@@ -107,7 +107,7 @@ class Interruption:
             if number not in STOP_SIGNALS:
                 continue  # torch has a handler for SIGCHLD
             if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
-                _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", patience=1.0)
+                _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", output_timeout=1.0)
             first, name = first or time.monotonic(), signal.Signals(number).name
             if keeper_link.has_keeper() and os.getppid() != self._parent:
                 name = "the death of its keeper"
@@ -124,7 +124,7 @@ class Interruption:
     def _give_up(self, code: int) -> None:
         time.sleep(self.grace)
         what = f"not finished within --grace {self.grace:g} s after {self.reason}"
-        _exit_now(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", patience=1.0)
+        _exit_now(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", output_timeout=1.0)
 
 
 class Resident(Interruption):
@@ -146,10 +146,10 @@ def _take(number: signal.Signals) -> None:
     signal.siginterrupt(number, False)
 
 
-def _exit_now(code: int, last_line: str = "", patience: float | None = None) -> NoReturn:
+def _exit_now(code: int, last_line: str = "", output_timeout: float | None = None) -> NoReturn:
     """Print a last line and end the process, without waiting for the main thread, which may be stuck.
 
-    A stopped reader or a slow disk can block the output for ever, so it is limited to `patience` seconds.
+    A stopped reader or a slow disk can block the output for ever, so it is limited to `output_timeout` seconds.
     """
 
     def tidy_up() -> None:
@@ -164,5 +164,5 @@ def _exit_now(code: int, last_line: str = "", patience: float | None = None) -> 
 
     tidying = threading.Thread(target=tidy_up, name="last", daemon=True)
     tidying.start()
-    tidying.join(patience)
+    tidying.join(output_timeout)
     os._exit(code)

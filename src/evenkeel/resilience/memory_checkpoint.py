@@ -32,7 +32,7 @@ TRIES = 3
 
 
 class MemoryCheckpoint(NamedTuple):
-    """A whole state in memory."""
+    """A complete state in memory."""
 
     descriptor: int
     facts: dict[str, Any]
@@ -65,7 +65,7 @@ class RankMemory:
         self.descriptor = -1
         """The file to write to; -1: none."""
         self.facts: dict[str, Any] = {}
-        """The facts of the state in that file; empty: the state is not whole."""
+        """The facts of the state in that file; empty: the state is not complete."""
         self._previous: MemoryCheckpoint | None = None
         self._slots: list[int] = []
 
@@ -98,7 +98,7 @@ class RankMemory:
         except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
             self.discard()
             return False
-        keeper_link.send("memory", json.dumps(facts))  # only now: it is whole
+        keeper_link.send("memory", json.dumps(facts))  # only now: it is complete
         self.facts = facts
         return True
 
@@ -162,26 +162,26 @@ class KeeperMemory:
     def __init__(self, save: Callable[[MemoryCheckpoint], object]) -> None:
         self._save = save
         self._checkpoint: MemoryCheckpoint | None = None
-        self._next, self._slots = -1, list[int]()
+        self._trainer_descriptor, self._slots = -1, list[int]()  # a file for the present trainer; -1: none
         self._writers: dict[int, tuple[MemoryCheckpoint, int]] = {}
         """What each child writes, by its pid, and how many tries are left."""
 
     def prepare(self) -> None:
-        """Allocate the memory of the rank that is forked next."""
-        with contextlib.suppress(OSError):  # a sandbox may forbid it; then the rank writes to the disk
-            self._next = os.memfd_create("state")
+        """Allocate the memory of the trainer that is forked next."""
+        with contextlib.suppress(OSError):  # a sandbox may forbid it; then the trainer writes to the disk
+            self._trainer_descriptor = os.memfd_create("state")
             self._slots = self._slots or rank_memory.slots()
 
     def enter(self) -> None:
-        """Give that rank the memory to write to, and what the keeper has; called in the rank."""
+        """Give the trainer its memory to write to, and its predecessor's state; called in the trainer."""
         being_written = {found.descriptor for found, _ in self._writers.values()}
         for descriptor in being_written - {self._checkpoint and self._checkpoint.descriptor}:
             os.close(descriptor)
-        rank_memory.enter(self._next, self._checkpoint, self._slots)
+        rank_memory.enter(self._trainer_descriptor, self._checkpoint, self._slots)
         keeper = os.getppid()
 
         def save_orphaned() -> None:
-            if rank_memory.facts and os.getppid() != keeper:  # it died before it could save it
+            if rank_memory.facts and os.getppid() != keeper:  # the keeper died before it could write the state
                 self._save(MemoryCheckpoint(rank_memory.descriptor, rank_memory.facts))
             elif os.getppid() != keeper and (left := self._in_slots()):
                 self._save(left)
@@ -189,21 +189,20 @@ class KeeperMemory:
         keeper_link.before_exit(save_orphaned)
 
     def take(self, facts: str) -> None:
-        """Take over what that rank has stored, after its end, if that is whole, and start to write it.
+        """Take over what the trainer has stored, after its end, and start to write it.
 
-        Args:
-            facts: those it sent last; "": the state is not whole, or there is none.
+        `facts`: those it sent last; "": the state is not complete, or there is none.
         """
         if facts:
             self.discard()
-            self._checkpoint = MemoryCheckpoint(self._next, json.loads(facts))
+            self._checkpoint = MemoryCheckpoint(self._trainer_descriptor, json.loads(facts))
             self._write(self._checkpoint, TRIES)
-        elif self._next >= 0:
-            os.close(self._next)
-        self._next = -1
+        elif self._trainer_descriptor >= 0:
+            os.close(self._trainer_descriptor)
+        self._trainer_descriptor = -1
 
     def save_slots(self) -> None:
-        """Start to write what is in the slots, because no rank will be forked that could."""
+        """Start to write what is in the slots, because no trainer will be forked that could."""
         if found := self._in_slots():
             self._write(found, TRIES)
 
@@ -223,7 +222,7 @@ class KeeperMemory:
         os._exit(0)
 
     def discard(self) -> None:
-        """Free it, because the run has come further. What is still being written is freed afterwards."""
+        """Free the stored state: the run has come further. What is still being written is freed afterwards."""
         found, self._checkpoint = self._checkpoint, None
         self._close_unused(found)
 

@@ -188,7 +188,7 @@ class Attempt:
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
         present = [manifest for manifest in manifests if manifest and not self.config.fresh]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
-        Resume(self.config, self.world, self.checkpoints).compare_bits(newest)
+        Resume(self.config, self.world, self.checkpoints).record_bits(newest)
 
     def _record_start(self, before: Records) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
@@ -210,7 +210,7 @@ class Attempt:
         if self._finished(status):
             return status
         facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
-        facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.number}
+        facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.full_count}
         facts |= {"samples": self.data.samples, "order": self.data.order, "digests": self.data.digests}
         facts["restarts_in_place"] = status.get("restarts_in_place", 0) + (keeper_link.restarts() > 0)
         if wandb_mode(self.config.wandb)[0] != "disabled":

@@ -185,14 +185,14 @@ def build_state(
     )  # fmt: skip
 
 
-def shard(state: State, task: Task, world: World, config: Config, whole: str) -> None:
+def shard(state: State, task: Task, world: World, config: Config, no_meta: str) -> None:
     """For --shard: divide a state among the ranks, before it is loaded; the process group exists. All must call it.
-    If it is divided already, or not to be, nothing happens. ``whole`` is from :func:`build_model_of_rank`."""
+    If it is divided already, or not to be, nothing happens. ``no_meta`` is from :func:`build_model_of_rank`."""
     if config.shard == "off" or state.sharding:
         return
     from ..training.sharding import Sharding
 
-    reasons = [f"{why} (rank {rank})" for rank, why in enumerate(world.gather(whole)) if why]
+    reasons = [f"{why} (rank {rank})" for rank, why in enumerate(world.gather(no_meta)) if why]
     if reasons and world.rank == 0:
         size = sum(parameter.nbytes for parameter in state.parameters) / 1e6
         log.warning(
@@ -205,10 +205,10 @@ def shard(state: State, task: Task, world: World, config: Config, whole: str) ->
 
 
 def find_micro_batch(
-    config: Config, task: Task, world: World, train_set: SizedDataset, state: State, whole: str
+    config: Config, task: Task, world: World, train_set: SizedDataset, state: State, no_meta: str
 ) -> tuple[int, str]:
     """For --micro-batch auto: see `Probe`. A state to divide is divided before, as in all steps."""
-    shard(state, task, world, config, whole)
+    shard(state, task, world, config, no_meta)
     return Probe(config, task, world, train_set, state)()
 
 

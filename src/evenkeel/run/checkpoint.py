@@ -209,7 +209,7 @@ class Checkpoints:
                 yield path, read_manifest(path)
 
     def load_newest(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole; damaged ones are reported and set aside, not deleted."""
+        """The newest checkpoint that is complete and undamaged; damaged ones are reported and set aside."""
         clean(self.folder)
         for path in reversed(step_folders(self.folder)):
             try:

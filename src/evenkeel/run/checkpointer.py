@@ -22,13 +22,13 @@ class Checkpointer:
     """Saves the state while training goes on: on rank 0, or in a sharded run on all. Others have no tracker."""
 
     def __init__(self, attempt: Attempt, state: State) -> None:
-        config = attempt.config
+        config, plan = attempt.config, attempt.plan
         self._attempt, self._state, self._compilations = attempt, state, -1
         self.announce: Callable[[int], None] = lambda _step: None
         """Called with the step of each complete checkpoint, for the other nodes."""
         devices, memory = attempt.world.devices, config.keeper_memory == "on"
         if config.digest_every and attempt.tracker:
-            self._sampler = whole_steps(attempt.sets[TRAINING], config, attempt.plan.micro_batch, attempt.plan.number)
+            self._sampler = whole_steps(attempt.sets[TRAINING], config, plan.micro_batch, plan.full_count)
             self._options = options_digest(attempt.options, attempt.harmless)
         make = ShardedSaver if config.shard != "off" else Saver
         self.saver = make(attempt.checkpoints, devices, config.grace, self._record_saved, memory)

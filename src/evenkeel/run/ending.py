@@ -7,6 +7,7 @@ import logging
 import shlex
 import time
 from collections import Counter
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -142,13 +143,13 @@ class Ending:
 
     def stopped(self, reason: str) -> None:
         """Save the last finished step after a stop signal. Any thread may call it at any time."""
-        going_on = reason == REGROUPING
-        saved = self._rescue(in_place=going_on)
+        regroups = reason == REGROUPING
+        saved = self._rescue(in_place=regroups)
         if self.watch:
             self.watch.end()
         self._step_log.await_last_line()
-        self._end("stopped", reason, STOPPED, **({} if going_on else {"fruitless": 0}))
-        if going_on:
+        self._record_end("stopped", reason, STOPPED, **({} if regroups else {"fruitless": 0}))
+        if regroups:
             self._attempt.print(f"another rank died; {saved}; this rank starts again")
             return
         more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
@@ -165,18 +166,18 @@ class Ending:
         """
         if is_out_of_memory(error):
             device, config = self._world.device, self._attempt.config
-            saved = self._failed(OutOfMemory(explained(error, device, config)))
+            saved = self._save_and_record_failure(OutOfMemory(explained(error, device, config)))
             raise OutOfMemory(explained(error, device, config, saved)) from error
-        self._failed(error)
+        self._save_and_record_failure(error)
 
-    def _failed(self, error: BaseException) -> str:
-        lost = keeper_link.has_keeper() and is_loss_of_a_rank(error)  # its keeper reports more
+    def _save_and_record_failure(self, error: BaseException) -> str:
+        lost = keeper_link.has_keeper() and is_loss_of_a_rank(error)  # then its keeper decides and reports
         if isinstance(error, Ended | Refusal):
             log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # nor is the traceback printed here
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
-        return self._end_failed(error, saved, "lost another rank" if lost else "failed")
+        return self._record_failure(error, saved, "lost another rank" if lost else "failed")
 
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
@@ -189,35 +190,37 @@ class Ending:
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()
         self.watch.kill_frozen()
-        self._end_failed(Ended(explanation), saved, wrong_nodes=self._wrong_nodes(explanation))
+        self._record_for_frozen_rank_0(explanation)
+        known = self._attempt.directory.status if self._attempt.directory else {}
+        self._record_failure(Ended(explanation), saved, wrong_nodes=self._wrong_nodes(known))
         self.watch.write_collectives()
         self.watch.compare_collectives()
 
-    def _wrong_nodes(self, explanation: str) -> dict[str, int]:
-        """How often which node was wrong, with this hang. If rank 0 is frozen, the lowest live rank records the end."""
-        directory, outlook, me = self._attempt.directory, self.watch and self.watch.outlook, self._world.rank
-        file, status = self._attempt.path / "status.json", directory.status if directory else {}
-        if not directory and outlook and me == outlook.lowest:
+    def _wrong_nodes(self, status: Mapping[str, Any]) -> dict[str, int]:
+        """How often which node was wrong, with this hang."""
+        outlook = self.watch and self.watch.outlook
+        return dict(Counter(status.get("wrong_nodes", {})) + Counter(outlook.blamed if outlook else ()))
+
+    def _record_for_frozen_rank_0(self, explanation: str) -> None:
+        """If rank 0 is frozen, the lowest live rank records the end in its place."""
+        outlook, file = self.watch and self.watch.outlook, self._attempt.path / "status.json"
+        if outlook and self._world.rank == outlook.lowest != 0:
             with contextlib.suppress(OSError):  # the file system may be the cause
-                status = read_facts(file)[0]
-        wrong = dict(Counter(status.get("wrong_nodes", {})) + Counter(outlook.blamed if outlook else ()))
-        if outlook and me == outlook.lowest != 0 and status.get("state") == "running":
-            with contextlib.suppress(OSError):
-                mark_failed(file, explanation, wrong_nodes=wrong)
-        return wrong
+                if (status := read_facts(file)[0]).get("state") == "running":
+                    mark_failed(file, explanation, wrong_nodes=self._wrong_nodes(status))
 
     def _rescue(self, in_place: bool) -> str:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
-    def _end_failed(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> str:
-        self._end("failed", reason_of(error), FAILED, **facts)
+    def _record_failure(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> str:
+        self._record_end("failed", reason_of(error), FAILED, **facts)
         self._attempt.print(f"{what} at step {self._state.step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(self._attempt.path))}"
             self._attempt.print(f"to look into that step: {command} --step {self._state.step + 1}")
         return saved
 
-    def _end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
+    def _record_end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
         directory, tracker, step = self._attempt.directory, self._attempt.tracker, self._state.step
         if not (directory and tracker) or directory.status.get("state") == "finished":
             return  # a signal after the end has no effect

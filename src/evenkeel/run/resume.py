@@ -1,4 +1,4 @@
-"""How a run continues: the newest whole state of any node is loaded on all ranks, and reported."""
+"""How a run continues: the newest complete state of any node is loaded on all ranks, and reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Resume:
-    """Loads the newest whole state of any node. Every rank makes one; the holder of the state reads, all receive.
+    """Loads the newest complete state of any node. Every rank makes one; the holder of the state reads, all receive.
 
     Args:
         config: the options.
@@ -58,7 +58,7 @@ class Resume:
 
         Raises:
             Ended: it does not fit this model.
-            Refusal: on all ranks, with --strict-bits, as :meth:`compare_bits`, if the newest checkpoint was damaged.
+            Refusal: on all ranks, with --strict-bits, as :meth:`record_bits`, if the newest checkpoint was damaged.
         """
         if state.sharding:
             from .sharded_resume import newest_rows  # imports FSDP2
@@ -67,7 +67,7 @@ class Resume:
             found, saved = newest_rows(self._world, state.sharding, saver, self._config.replicate > 0)
         else:
             found, saved = self._newest()
-        self._other_bits = self.compare_bits(found)
+        self._other_bits = self.record_bits(found)
         if found:
             self._restore(state, saved)
             self.unevaluated = not found.metrics
@@ -79,26 +79,26 @@ class Resume:
         activity.enter(START_UP, "first step")
 
     def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
-        """The newest whole state of any node, and its manifest; None if there is none. The same on all ranks."""
+        """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         while True:
             on_disk = self._checkpoints.newest_named_step() if self._world.local_rank == 0 else 0
             everywhere = self._world.gather((rank_memory.offer(self._checkpoints.place), on_disk))
-            newest = max(max(offer.step if offer else 0, on_disk) for offer, on_disk in everywhere)
+            newest = max(max(offer.step if offer else 0, step) for offer, step in everywhere)
             if newest == 0:
                 return None, {}
             activity.enter(START_UP, "resuming")
             in_memory = [offer if offer and offer.step == newest else None for offer, _ in everywhere]
             if any(in_memory):
-                found, saved = self._receive(in_memory)
+                found, saved = self._from_memory(in_memory)
             else:
-                found, saved = self._read(newest, [step for _, step in everywhere].index(newest))
+                found, saved = self._from_disk(newest, [step for _, step in everywhere].index(newest))
             if found:
                 return found, saved
 
-    def compare_bits(self, found: Manifest | None) -> Differences:
+    def record_bits(self, found: Manifest | None) -> Differences:
         """Return why this attempt's bits might differ from those of an undisturbed run; the same on all ranks.
 
-        Later checkpoints record what rank 0 has.
+        Also sets what later manifests say: rank 0's fingerprint, and the step from which bits may differ.
 
         Args:
             found: of the checkpoint that is continued.
@@ -110,7 +110,7 @@ class Resume:
         step, void_from = (found.step, found.bits_void_from) if found else (0, None)
         other_bits: Differences = {}
         if found:
-            # a checkpoint that is older than this part was made in the same pieces: no others were let in
+            # a manifest from before this fact was recorded: other cuts were refused then, so the cut is the present one
             cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and found.fingerprint}
             other_bits = differences(cut | found.fingerprint, present[0])
         other_bits |= differences_among_ranks(present)
@@ -124,15 +124,15 @@ class Resume:
         self._checkpoints.fingerprint, self._checkpoints.bits_void_from = present[0], void_from
         return other_bits
 
-    def _read(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
+    def _from_disk(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
         """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
         saved = self._checkpoints.load_newest() if self._world.rank == holder else None
         # a damaged one has been set aside by now, and another node may hold the next best
-        whole = saved and saved["step"] == newest
-        found = self._world.broadcast(self._checkpoints.newest_manifest() if whole else None, holder)
+        complete = saved and saved["step"] == newest
+        found = self._world.broadcast(self._checkpoints.newest_manifest() if complete else None, holder)
         return found, self._world.broadcast_tensors(saved, holder) if found else {}
 
-    def _receive(self, in_memory: Sequence[Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
+    def _from_memory(self, in_memory: Sequence[Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
         """The state that ranks have stored in memory, and its manifest. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)

@@ -77,7 +77,7 @@ class Run:
         finished: whether the run has no more steps.
     """
 
-    def __init__(self, attempt: Attempt, task: Task, state: State, workers: DataLoader[Any] | None = None) -> None:
+    def __init__(self, attempt: Attempt, task: Task, state: State, started: DataLoader[Any] | None = None) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
         self.finished = False
@@ -88,7 +88,9 @@ class Run:
         self.ending = Ending(attempt, state, self.checkpointer, self.step_log)
         self.verification = Verification(attempt, state, self.checkpointer)
         attempt.data.watch()
-        self._workers, self._unevaluated, self._steps_here = workers, False, 0
+        self._started_loader = started
+        self._unevaluated = False  # the state that was loaded has no evaluation yet
+        self._steps_here = 0  # steps of this attempt
 
     @classmethod
     @contextmanager
@@ -105,12 +107,14 @@ class Run:
         config = config.resolved()  # it may not come from `parse`
         interruption = interruption or Interruption(config.grace)  # handles signals from here on
         with no_exit():
-            recorded = {} if config.fresh else recorded_options(config.run_dir)  # another node may know more
+            # this node's copy of the run; `Attempt.begin` compares those of all nodes
+            recorded = {} if config.fresh else recorded_options(config.run_dir)
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
-            model, whole = build_model_of_rank(config, task, world)
+            model, no_meta = build_model_of_rank(config, task, world)
+            # options and what is recorded -> options with the cut decided (training/cut.py)
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
-            cut_config = cutter(recorded)  # by this node's records of the run; `Attempt.begin` uses those of all nodes
+            cut_config = cutter(recorded)
             plan = Plan.of(cut_config, positions_in(sets[TRAINING]), token_batches(sets[TRAINING]))
             if (window := profile_window(config)) and window.start >= plan.total_steps:
                 raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
@@ -118,18 +122,18 @@ class Run:
             # the last refusals; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
-            # a collective's time-out explains nothing, so the watch for hangs must come earlier
+            # in seconds: a collective's time-out explains nothing, so the watch for hangs must come 300 s earlier
             longest = max(600, config.hang_timeout) + COMPILE_TIMEOUT * config.compile
             alone = sum(it.numel() for it in state.parameters) / DRAWN * (config.shard != "off")  # rank 0, at first
             with attempt, world.connected(timedelta(seconds=longest + 300), timedelta(seconds=alone)) as store:
-                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state, whole))
-                workers = 0 if finished or state.refresh else config.num_workers
-                run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, workers, world.device))
+                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state, no_meta))
+                num_workers = 0 if finished or state.refresh else config.num_workers
+                run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, num_workers, world.device))
                 run.finished = finished
                 if finished:
                     yield run
                     return
-                shard(state, task, world, config, whole)
+                shard(state, task, world, config, no_meta)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):
@@ -153,7 +157,7 @@ class Run:
             raise
 
     def resume(self) -> None:
-        """Load the newest whole state of any node, if there is one; raises as `Resume.load`."""
+        """Load the newest complete state of any node, if there is one; raises as `Resume.load`."""
         resumed = Resume(self.config, self.world, self.attempt.checkpoints)
         resumed.load(self.state, self.checkpointer.saver)
         self._unevaluated = resumed.unevaluated
@@ -165,9 +169,9 @@ class Run:
     def watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
-        patience, logs = self.config.hang_timeout, self.attempt.logs
+        timeout, logs = self.config.hang_timeout, self.attempt.logs
         on_hang = partial(interruption.end, "a hang", self.ending.hung, FAILED)
-        watch = Watch(patience, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
+        watch = Watch(timeout, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
         self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
         return watch
 
@@ -210,15 +214,16 @@ class Run:
         train_set = self.attempt.sets[TRAINING]
         sampler = ElasticSampler(
             train_set, config.batch_size, plan.micro_batch, num_replicas=world.world_size, rank=world.rank,
-            seed=config.seed, micro_batches=plan.number, drop_last=config.drop_last,
+            seed=config.seed, micro_batches=plan.full_count, drop_last=config.drop_last,
             epochs=-(-plan.total_steps // plan.steps_per_epoch),
         )  # fmt: skip
         sampler.assignment = "dealt" if state.sharding else "share"
-        batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._workers)
+        batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._started_loader)
         self.evaluator.begin()
         if state.owes_evaluation or (self._unevaluated and state.evaluation_is_due()):
             self._evaluate_and_save()
-        steps = self._steps(batches, sampler)  # a generator of its own: it would change a StopIteration of the above
+        # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError
+        steps = self._steps(batches, sampler)
         if not config.profile:
             return steps
         from .profiling import profiled  # imports torch's profiler
@@ -259,7 +264,7 @@ class Run:
         """
         state, directory = self.state, self.attempt.directory
         if self.verification.again:
-            return
+            return  # --verify-every found a difference: this step was not committed, and is computed again
         self.checkpointer.saver.after_step(state)
         self._steps_here += 1
         if self._steps_here == 1:

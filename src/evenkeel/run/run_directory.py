@@ -50,13 +50,15 @@ BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d
 
 MAX_FRUITLESS = 3
 """Maximum consecutive attempts that die before their first step."""
-MIRRORED = "EVENKEEL_MIRROR"  # the run directory whose checkpoints a process of this node copies (--mirror)
+MIRRORED = "EVENKEEL_MIRROR"
+"""The environment variable with the run directory whose checkpoints a process of this node copies (--mirror)."""
 
 
 def launch_token() -> str:
     """An id of what restarts this process: torchrun's agent, else a keeper; empty without either.
 
-    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler marks a job as the same one.
+    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler marks a job as the same one. Without a token
+    each start counts as typed again, also in a loop of a shell.
     """
     if known_as := os.environ.get("EVENKEEL_LAUNCH"):
         return known_as
@@ -82,11 +84,11 @@ class RunDirectory:
     _lock: IO[bytes]
     trouble: str = ""
     """A description of what is wrong with the existing status.json, or ""."""
-    _options: dict[str, Any] = field(default_factory=dict)
-    _over: bool = False
-    _claimed: float = field(default_factory=time.monotonic)
-    _seconds_before: float = 0.0
-    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+    _options: dict[str, Any] = field(default_factory=dict)  # of this attempt; empty before `begin`
+    _over: bool = False  # an end is recorded: nothing changes after it
+    _claimed: float = field(default_factory=time.monotonic)  # when it was
+    _seconds_before: float = 0.0  # of earlier attempts
+    _updating: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def attempts(self) -> int:
@@ -128,11 +130,10 @@ class RunDirectory:
         last_failure, fruitless = self.status.get("last_failure"), self.fruitless
         if fruitless <= MAX_FRUITLESS:
             last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
-        elif not restarted:
-            fruitless = 0  # the user has typed the command again
         requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
-        if requeues != self.status.get("requeues", "0"):
-            fruitless = 0  # a requeue is not the job's fault; --max-requeues limits requeues
+        # the user has typed the command again; or a requeue, which is not the job's fault (--max-requeues limits these)
+        if not restarted or requeues != self.status.get("requeues", "0"):
+            fruitless = 0
         facts |= {"launch": sorted(launch), "world_sizes": [*self.status.get("world_sizes", []), len(tokens)]}
         facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
         self._over, self._seconds_before = False, self.status.get("seconds", 0.0)
@@ -145,7 +146,7 @@ class RunDirectory:
 
         After an end nothing changes: the training may still be going on while another thread ends the process.
         """
-        with self._one_at_a_time:
+        with self._updating:
             if self._over:
                 return
             if reason := facts.get("reason"):  # may name a file that is not in UTF-8

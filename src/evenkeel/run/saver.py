@@ -28,14 +28,14 @@ RANK_DELAY = 0.05
 
 
 class Saver:
-    """Copies the state beside the next step and writes it in a thread. The next commit waits for the copy only.
+    """Copies the state while the next step is computed, and writes it in a thread. The next commit waits for the copy.
 
     Args:
         checkpoints: the run's folder of them.
         devices: where the state is.
         grace: seconds that a process has after a signal.
         written: is called with the step of each checkpoint, in the thread that has written it.
-        memory: have the keeper hold what is not on the disk yet.
+        memory: share what is not on the disk yet with the keeper, in memory.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether :meth:`result` has something to tell."""
+        """Whether a checkpoint was started whose :meth:`result` has not been taken."""
         return self._work is not None
 
     @property
@@ -86,7 +86,7 @@ class Saver:
         with activity.during(CHECKPOINT):
             self._staging.take()
         try:
-            capture = state.hold(staging=self._staging)
+            capture = state.begin_capture(staging=self._staging)
         except BaseException:
             self._staging.give_back()
             raise
@@ -126,7 +126,7 @@ class Saver:
         as text. From any thread.
 
         Args:
-            state: the live one, which must not change any more.
+            state: the live one. No further step is committed on the host.
             local_rank: this rank's.
             in_place: ranks are about to start again in place; then memory is enough, if there is a keeper.
         """
@@ -136,14 +136,14 @@ class Saver:
         begun, grace = time.monotonic(), self._grace
         taken = self._staging.take(begun + grace / 4)
         try:
-            # new memory if the writer does not return the other; on a CPU none, because no more steps are committed
-            # there, while a GPU that hangs may still commit one
+            # New memory if the writer still has the other. On a CPU no copy is needed, because capture(final=True) lets
+            # no more steps be committed; a GPU that hangs may still commit one.
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(begun + grace / 2, staging, final=True)
             new = captured["step"] > self.checkpoints.newest_step()
             if in_place and taken and new and self._store_in_memory(captured, {}, "snapshot"):
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
-                return f"step {captured['step']} is kept in memory"
+                return f"step {captured['step']} is stored in memory"
             # wait after the capture, because small steps go on meanwhile
             time.sleep(min(RANK_DELAY * local_rank, grace / 8))
             path = self.checkpoints.save_if_new(captured, begun + grace / 2)

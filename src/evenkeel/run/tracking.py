@@ -140,7 +140,7 @@ class Tracker:
             # the display computes speed and remaining time itself
             self._display.more = rates(values | {f"{TRAIN}/samples_per_s": None}) + shares(values, productive)
         else:
-            words = self.plan.epoch_at(step), *self._latest(), *rates(values), eta(left), *shares(values, productive)
+            words = self.plan.epoch_label(step), *self._latest(), *rates(values), eta(left), *shares(values, productive)
             self.say(progress(step, self.plan.total_steps, *words))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:

@@ -102,7 +102,7 @@ class VerifiedLoss(DistributedLoss):
             found = self._loss(self._transfer(cloned(batch)))
             loss, self._part_values = found if isinstance(found, tuple) else (found, None)
             self._weight = micro_batch.size / self.plan.step_samples(self._loss.step)
-            gradients = torch.autograd.grad(loss, self._learning, self._slope(loss), allow_unused=True)
+            gradients = torch.autograd.grad(loss, self._learning, self._gradient_factor(loss), allow_unused=True)
             collected = super()._collect()
         if self._flips:
             self._flips.strike(self._learning, gradients, again=True)

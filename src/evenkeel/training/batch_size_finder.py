@@ -24,7 +24,6 @@ from ..data.batch import to_device
 from ..data.dataset import SizedDataset
 from ..data.loader import loader
 from ..data.order import positions_in
-from ..data.plan import next_smaller
 from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import ElasticSampler
 from ..distributed.data_parallel import parallel
@@ -32,7 +31,7 @@ from ..distributed.world import World
 from .ema import local_rows
 from .evaluation import same_tensors
 from .loss import Loss
-from .oom import OutOfMemory, explained, note_batch
+from .oom import OutOfMemory, explained, next_smaller, note_batch
 from .state import State
 from .task import Task
 

@@ -22,8 +22,8 @@ from ..common.arguments import LARGEST_WORLD, number_in
 from ..common.errors import Refusal
 from ..config import Config
 from ..data.batch import to_device
+from ..data.data_digest import one_sample
 from ..data.dataset import SizedDataset
-from ..data.loader import one_sample
 from ..data.plan import Plan
 from ..data.randomness import generators_kept
 from ..distributed.data_parallel import chunks, replicas

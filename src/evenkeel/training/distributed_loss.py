@@ -151,17 +151,19 @@ class DistributedLoss:
             if self._synced:
                 self._synced.begin(_working_ranks(shares))
             batches = self._embedded(self._whole, step, shares) if self._whole else step.batches
+            # at the yield the loop of train.py runs forward and backward; the rest runs when it asks for the next batch
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 placed, self._last = self._begin(micro_batch, batch), number == len(step.micro_batches)
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
                 with nullcontext() if self._last else self._no_reduction():
                     yield placed
                 collected = self._collect()
+                # with --shard an idle rank repeats another's micro-batch, which must not count twice
                 if not self.reduction.repeats(micro_batch.id):
                     self._collected.push(Node(0, micro_batch.id), collected)
                 if not self._last:
                     self.reduction.accumulate(micro_batch.id)
-                if not (self._last and self.reduction.hooked):  # otherwise the hook has done so
+                if not (self._last and self.reduction.hooked):  # else the hook has
                     self._arrivals.mark(BACKWARD)
                 activity.enter(DATA)
             activity.enter(REDUCTION)
@@ -181,7 +183,7 @@ class DistributedLoss:
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.task_state:
-            self._exchange()  # while the norm is computed; not earlier, because a backward pass may change buffers too
+            self._begin_sum()  # while the norm is computed; not earlier, because a backward pass may change buffers too
 
     def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers. Returns its batch on the device."""
@@ -241,21 +243,21 @@ class DistributedLoss:
         The last micro-batch's pass also reduces the gradients over all ranks.
         """
         self._arrivals.mark(FORWARD)
-        slope = self._slope(loss)
+        factor = self._gradient_factor(loss)
         if self._last:
             activity.enter(REDUCTION)
         try:
-            loss.backward(slope)  # type: ignore[no-untyped-call]
+            loss.backward(factor)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._explain(error)
             raise
 
-    def _slope(self, loss: Tensor) -> Tensor:
+    def _gradient_factor(self, loss: Tensor) -> Tensor:
         """What `backward` multiplies the gradient of this micro-batch's loss by: its share of the step's samples, times
         the loss scale. NaN if the loss is not finite: its gradient could be finite, and all ranks must notice."""
         self._contribution = part = loss.detach() * self._weight
         scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
-        return scale * (1.0 if self._whole else self._weight) + 0 * part
+        return scale * (1.0 if self._whole else self._weight) + 0 * part  # a whole-batch loss has its weight already
 
     def step(self, norm: Tensor | None = None) -> None:
         """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks have the same state.
@@ -292,9 +294,10 @@ class DistributedLoss:
         """Pack weighted losses and changes of the buffers into one flat float64 tensor, and rewind the buffers."""
         named = [] if self._part_values is None else [(self._part_values * self._weight).double()]
         parts = [self._contribution.double().reshape(1), *named, *self.state.buffers.take_changes(self._weight)]
-        return torch.cat([part.to(self.world.device) for part in parts]) if len(parts) > 1 else parts[0]
+        placed = [part.to(self.world.device) for part in parts]
+        return torch.cat(placed) if len(placed) > 1 else placed[0]
 
-    def _exchange(self) -> Callable[[], Tensor]:
+    def _begin_sum(self) -> Callable[[], Tensor]:
         """Begin to add up the results of :meth:`_collect` over all ranks."""
         if self._await_total is None:
             numel = 1 + len(self._part_names or ()) + self.state.buffers.numel
@@ -303,7 +306,7 @@ class DistributedLoss:
 
     def _sums(self) -> Tensor:
         if self._total is None:
-            self._total = self._exchange()()
+            self._total = self._begin_sum()()
         return self._total
 
     def _has_all(self) -> bool:

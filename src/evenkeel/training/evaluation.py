@@ -128,18 +128,18 @@ class Evaluation:
     def _evaluate(self) -> dict[str, float]:
         sums = self._sums()
         mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
-        shares = [share for share in self.world.gather(mine) if share] or [{}]
-        shapes = [{name: rows.shape[1:] for name, rows in share.items()} for share in shares]
+        gathered = [of_rank for of_rank in self.world.gather(mine) if of_rank] or [{}]
+        shapes = [{name: rows.shape[1:] for name, rows in of_rank.items()} for of_rank in gathered]
         for others in shapes:
             check_alike(shapes[0], others)
-        rows = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+        rows = {name: torch.cat([of_rank[name] for of_rank in gathered]) for name in gathered[0]}
         return self._summary({name: values.sum(0) for name, values in rows.items()}, self.samples)
 
     def _summary(self, sums: dict[str, Tensor], samples: int) -> dict[str, float]:
         seed_task(self.sampler.seed, "summarize")
         means = {name: values / samples for name, values in sums.items()}
-        told = {"samples": samples} if takes(self.task.summarize, "samples") else {}
-        return checked_summary(self.task.summarize(means, **told))
+        arguments = {"samples": samples} if takes(self.task.summarize, "samples") else {}
+        return checked_summary(self.task.summarize(means, **arguments))
 
     def _sums(self) -> dict[str, list[Tensor]]:
         """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""

@@ -41,9 +41,9 @@ class Loss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = network or model
-        self._whole = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
+        self._full_model = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
         self._loss, self._precision, self._collectives = loss, precision, collectives
-        self._told = takes(loss, "step")
+        self._takes_step = takes(loss, "step")
         self.step = 0
         """The number of the step, from 0."""
         self.parts: list[tuple[str, ...]] = []
@@ -67,7 +67,7 @@ class Loss(nn.Module):
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
         with self.computing("loss()") as model:  # here, so that every replica has it
-            loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._told else {})))
+            loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._takes_step else {})))
         if not self.parts:
             self.parts.append(tuple(parts))
         same_parts(self.parts[0], tuple(parts))
@@ -78,4 +78,4 @@ class Loss(nn.Module):
     def computing(self, what: str) -> Iterator[nn.Module]:
         """The context of a forward pass in a task's method; yields the model."""
         with autocast(self._precision, self._device_type), no_collectives("" if self._collectives else what):
-            yield self._whole[0] if self._whole else self.model
+            yield self._full_model[0] if self._full_model else self.model

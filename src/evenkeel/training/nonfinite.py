@@ -25,8 +25,9 @@ class NonFinite(Ended):
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can skip a step without the host; fused ones can."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
+    """Whether an optimizer can skip a step without the host: a fused one, but not SGD with dampening."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return fused and not any(group.get("dampening") for group in optimizer.param_groups)
 
 
 def step_unless(skip: Tensor | bool, optimizer: Optimizer) -> None:
@@ -42,7 +43,7 @@ def step_unless(skip: Tensor | bool, optimizer: Optimizer) -> None:
 
 
 def _begin_momentum(optimizer: SGD) -> None:
-    """Give parameters with their first gradient a momentum of zero, which does not change the first step.
+    """Give parameters with their first gradient a momentum of zero; without dampening the first step is the same.
 
     torch's fused SGD leaves it unset in a skipped step, and fails if only some parameters have one.
     """

@@ -20,7 +20,6 @@ from ..common.phases import CHECKPOINT, EVALUATION, activity
 from ..common.versions import TORCH_FOR_SHARDING, numbers
 from ..config import Config, unshardable
 from ..data.batch import tensors_in
-from ..data.plan import next_smaller
 from ..distributed.devices import GIB, describe, own_device
 
 T = TypeVar("T")
@@ -99,6 +98,15 @@ def remedy(config: Config) -> str:
         "with the same batches, in smaller pieces (--micro-batch auto finds the largest that fits when a run starts)"
         + "".join(f"; or {each}" for each in (again, divide) if each)
     )
+
+
+def next_smaller(micro_batch: int, batch: int) -> int:
+    """The next micro-batch to try when one does not fit: a half, or a little less if that divides the batch.
+
+    A divisor leaves no remainder, which might be a single sample, on which BatchNorm cannot train.
+    """
+    half = max(1, micro_batch // 2)
+    return next((size for size in range(half, half // 2, -1) if batch % size == 0), half)
 
 
 def _held_on_gpu(device: torch.device) -> str:

@@ -92,7 +92,7 @@ class State:
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
-        # the first one decides whether a step counts
+        # the first device decides whether a step is skipped
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
         self._devices = list(dict.fromkeys(devices or [it.device for it in tensors])) or [torch.device("cpu")]
         self._seqlock = Seqlock(*self._devices)
@@ -142,6 +142,7 @@ class State:
         """
         self.settle()
         norm = norm.to(self._devices[0])
+        # nonfinite: nothing is applied. overflow: only float16's scale was too large. failed: nonfinite, no overflow.
         nonfinite = failed = ~norm.isfinite()
         overflow = None
         if self.scaler:
@@ -152,7 +153,7 @@ class State:
         # a CPU knows the answer; if the host must wait for a GPU, it does so before it takes the lock, because a
         # rescue would wait too
         on_device = nonfinite.device.type != "cpu" and all(map(decides_on_device, self.optimizers))
-        skip = nonfinite if on_device and not self.task_state else bool(nonfinite)
+        skip = nonfinite if on_device and not self.task_state else bool(nonfinite)  # on the device or a bool
         activity.enter(CHECKPOINT)  # the lock waits if a checkpoint is being copied
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else failed):
             activity.enter(COMMIT)
@@ -235,9 +236,9 @@ class State:
         Raises:
             Torn: the state is that of half a step, because a commit hangs or has failed.
         """
-        return self.hold(until, staging, final)()
+        return self.begin_capture(until, staging, final)()
 
-    def hold(
+    def begin_capture(
         self, until: float = FOREVER, staging: Staging | None = None, final: bool = False
     ) -> Callable[[], dict[str, Any]]:
         """Block commits until the returned function has captured the state. Any thread may call that function, once.
@@ -250,6 +251,7 @@ class State:
             if self.schedulers and self.schedulers.broken:
                 raise Torn("a scheduler has failed in the middle of its step")
             queued, live = self._seqlock.queued, self._live()
+            # `done` first and `begun` last, as seqlock.py requires
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             locked = stack.pop_all()
 

@@ -97,7 +97,7 @@ class WholeBatch:
 
     def __init__(self, embed: Callable[..., Any], batch_loss: Callable[..., Losses]) -> None:
         self._embed, self._batch_loss = embed, batch_loss
-        self._told = takes(batch_loss, "step")
+        self._takes_step = takes(batch_loss, "step")
         self._layout: Layout | None = None
         self._agreed = False  # whether the ranks have exchanged the layout
         self._rows = slice(0)  # the samples, within the step, of the micro-batch in its second pass
@@ -184,7 +184,7 @@ class WholeBatch:
         seed_computation(derive(seed, "batch_loss", step), world.devices)
         try:
             with torch.enable_grad(), no_collectives("batch_loss()"):
-                returned = self._batch_loss(given, **({"step": step} if self._told else {}))
+                returned = self._batch_loss(given, **({"step": step} if self._takes_step else {}))
                 loss, parts = checked_losses(returned, of="batch_loss()")
                 found = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
         except Exception as error:
