@@ -53,7 +53,7 @@ def outcome(world: World) -> list[dict[str, Any]]:
     expected, found = torch.rand(3), {}
     torch.manual_seed(5)
     try:
-        found["number"], found["said"] = find_micro_batch(config, task, world, train_set, state)
+        found["number"], found["said"] = find_micro_batch(config, task, world, train_set, state, "")
     except Ended as error:
         found["error"] = str(error)
     found["generators"] = torch.equal(torch.rand(3), expected)
