@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2284,
     "resilience": 1564,
     "training": 6032,
-    "run": 6572,
+    "run": 6576,
     "tasks": 2191,
     "mirror": 548,
     "launch": 2987,

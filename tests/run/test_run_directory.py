@@ -292,6 +292,10 @@ def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
     )
     longer = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
     assert refusal(path, OPTIONS | {"max_steps": 3}).endswith(longer)
+    path.with_name("stepless").mkdir()
+    claim(path.with_name("stepless"), OPTIONS, fresh=False).begin(OPTIONS, [""])
+    nothing = refusal(path.with_name("stepless"), OPTIONS | {"max_steps": 3})
+    assert nothing.endswith("or start over with --fresh (it has not finished a step)")
     assert "--task was digits and is now mine.py:Mine" in refusal(path, OPTIONS | {"task": "mine.py:Mine"})
     assert "--width was unset and is now 3" in refusal(path, OPTIONS | {"width": 3})
     started(path.with_name("other"), width=3)

@@ -20,7 +20,7 @@ def why_not(name: str, taken: Iterable[str] = (), path: Iterable[str] = ()) -> s
         path: folders with installed modules, besides `sys.path`.
     """
     if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
-        near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789")
+        near = re.sub(r"[^a-z0-9]+", "_", name.lower().rstrip("/").rpartition("/")[2]).strip("_0123456789")
         near = "mytrainer" if not near or keyword.iskeyword(near) else near
         return f"cannot be a Python package's name; use small letters, digits and _, for example {near}"
     if keyword.issoftkeyword(name) or name in dir(builtins):

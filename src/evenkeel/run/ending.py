@@ -177,7 +177,7 @@ class Ending:
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # nor is the traceback printed here
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
-        return self._record_failure(error, saved, "lost another rank" if lost else "failed")
+        return self._record_failure(error, saved, "another rank has died" if lost else "failed")
 
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""

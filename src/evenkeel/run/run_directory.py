@@ -348,18 +348,21 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
             f"--run-dir {path}: has a run without its config.toml, which identifies it; restore that file, "
             "name another folder, or start over with --fresh"
         )
+    status, _ = read_facts(path / "status.json")
     before = read_config(config) if config.exists() else run.options
     if changed := differences({**run.earlier, **before}, {**run.earlier, **run.options}, run.harmless):
         shown = ", ".join(
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
             for name, old, new in changed
         )
-        longer = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
+        more = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
+        more *= bool({"epochs", "max_steps"} & {name for name, *_ in changed})
+        if not (status.get("step") or step_folders(folder)):
+            more = " (it has not finished a step)"
         raise Refusal(
             f"--run-dir {path}: has another run: {shown}; continue it with the old values, name another folder, "
-            "or start over with --fresh" + longer * bool({"epochs", "max_steps"} & {name for name, *_ in changed})
+            f"or start over with --fresh{more}"
         )
-    status, _ = read_facts(path / "status.json")
     refuse_other_data(path, status.get("samples", {}), run.samples)
     if run.order is not None:
         refuse_other_order(path, status, run.order)

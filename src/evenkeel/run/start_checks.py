@@ -33,9 +33,10 @@ def refuse_unmirrored(config: Config) -> None:
 def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[str, SizedDataset]) -> Iterator[str]:
     """Each in a line; "" for those that do not apply."""
     if (idle := world.world_size - plan.max_world_size) > 0:
+        smaller = "a smaller --micro-batch or " * (plan.micro_batch > 1)
         yield (
-            f"{idle} of {world.world_size} ranks have nothing to do: the batch of {config.batch_size} is cut into "
-            f"{plan.max_world_size} parts; a smaller --micro-batch or a larger --batch-size uses more ranks"
+            f"{idle} of {world.world_size} ranks have nothing to do: micro-batches in a batch of {config.batch_size}: "
+            f"{plan.max_world_size}; {smaller}a larger --batch-size uses more ranks"
         )
     yield substitute(config.precision, world.device)
     yield explain_unused()
