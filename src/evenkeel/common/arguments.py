@@ -146,7 +146,7 @@ def one_line_errors(
         message = re.sub(theirs, ours, message).replace("', '", " ")
     value, must, kinds = message.rpartition(": must be ")
     if must:
-        *others, last = [KINDS.get(kind, kind) for kind in re.findall(r"[^|{}',\s]+", kinds)]
+        *others, last = [KINDS.get(kind, kind) for kind in re.findall(r"[^|{}',\s]+", kinds) if kind != "None"]
         message = value + must + (f"{', '.join(others)} or {last}" if others else last)
     message += f"; did you mean {' or '.join(names)}?" if names else ""
     raise Refusal(f"{message} ({hint})")
