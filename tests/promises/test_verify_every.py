@@ -90,7 +90,8 @@ def test_a_flip_in_a_gradient_is_found_and_changes_no_bit(
 
 
 def test_the_control_without_the_option_it_goes_into_the_weights(tmp_path: Path, right: str) -> None:
-    done = with_fault(tmp_path / "run", recipe_job(tmp_path / "run", *TREE), step=13, seed=4)
+    # in each step, because one low bit may be lost in the optimizer's rounding, on some CPUs
+    done = with_fault(tmp_path / "run", recipe_job(tmp_path / "run", *TREE), step=13, seed=5, sticky=True)
     assert [it.returncode for it in done] == [0, 0, 0]
     assert weights_of(tmp_path / "run") != right
 

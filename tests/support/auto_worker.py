@@ -24,7 +24,8 @@ from evenkeel.data.data_digest import TRAINING
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.sharded_reduction import ShardedReduction
 from evenkeel.distributed.world import World
-from evenkeel.run.build import build_model, build_state, find_micro_batch
+from evenkeel.run.build import build_model, build_state, find_micro_batch, shard
+from evenkeel.training.state_dicts import undivided
 from evenkeel.training.task_data import training_set
 
 
@@ -48,7 +49,8 @@ def outcome(world: World) -> list[dict[str, Any]]:
     task = HungryBlocks(hungry_in=sys.argv[3])  # type: ignore[arg-type]
     train_set = training_set(task, config)
     state: Any = build_state(config, task, world, Plan(50, 16, 4, 1), build_model(config, task), {TRAINING: train_set})
-    names = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
+    shard(state, task, world, config, "")  # before it, the average has no values
+    names = {name: undivided(tensor).clone() for name, tensor in state.tensors().items()}
     torch.manual_seed(5)
     expected, found = torch.rand(3), {}
     torch.manual_seed(5)
@@ -58,7 +60,7 @@ def outcome(world: World) -> list[dict[str, Any]]:
         found["error"] = str(error)
     found["generators"] = torch.equal(torch.rand(3), expected)
     after = state.tensors()
-    whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in after.items()}
+    whole = {name: undivided(tensor) for name, tensor in after.items()}
     found["tensors"] = names.keys() == whole.keys() and all(torch.equal(whole[it], names[it]) for it in names)
     found["gradients"] = any(parameter.grad is not None for parameter in state.model.parameters())
     if "number" in found:
