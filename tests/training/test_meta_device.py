@@ -23,7 +23,9 @@ def built(change: Callable[[Any], object] = lambda _: None, optimize: Callable[[
             change(model)
             return model
 
-    return built_on_meta(Changed(), optimize)
+    model, reason = built_on_meta(Changed(), optimize, Changed().model)
+    assert reason == "" or not any(parameter.is_meta for parameter in model.parameters())
+    return reason or model
 
 
 def test_tied_parameters_stay_one_object_and_get_memory_in_place() -> None:

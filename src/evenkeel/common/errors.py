@@ -37,7 +37,7 @@ class Unfit(Ended):
 
 
 class EndedHere(Ended):
-    """Ended on some ranks only; each prints its line."""
+    """Ended on some ranks only; the first of each node prints its line, and rank 0 if it has another one."""
 
 
 class EndedByData(EndedHere):

@@ -34,8 +34,9 @@ def exit_code(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except Ended as ended:
-        line = " ".join(str(ended).split())
-        if fails_first() if isinstance(ended, EndedHere) else os.environ.get("RANK", "0") == "0":
+        line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
+        # rank 0 may know more than the first one, such as which ranks are missing
+        if fails_first(line, or_otherwise=rank_0) if isinstance(ended, EndedHere) else rank_0:
             _tell(line)
         _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return FAILED
@@ -78,22 +79,24 @@ def is_loss_of_a_rank(error: BaseException | None) -> bool:
     return False
 
 
-def fails_first(line: str = "") -> bool:
-    """Whether no other rank of this node has failed in this attempt: most errors are the same on all ranks."""
+def fails_first(line: str = "", or_otherwise: bool = False) -> bool:
+    """Whether no other rank of this node has failed in this attempt: most errors are the same on all ranks.
+    ``or_otherwise``: or the first one has failed with another line."""
     with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files
+        mark, text = _mark(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
         try:
-            with _mark(os.environ["TORCHELASTIC_ERROR_FILE"]).open("x") as file:
-                file.write(line)
+            with mark.open("xb") as file:
+                file.write(text)
         except FileExistsError:
-            return False
+            return or_otherwise and mark.read_bytes() != text
     return True
 
 
 def _failed_before(line: str) -> bool:
     """Whether an earlier attempt of torchrun on this node has ended with the same line, after its traceback."""
     with contextlib.suppress(KeyError, OSError):
-        mine = _mark(os.environ["TORCHELASTIC_ERROR_FILE"])
-        return any(other != mine and other.read_text() == line for other in mine.parent.parent.glob(f"*/{mine.name}"))
+        mine, text = _mark(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
+        return any(other != mine and other.read_bytes() == text for other in mine.parent.parent.glob(f"*/{mine.name}"))
     return False
 
 
@@ -102,6 +105,10 @@ def forget_error() -> None:
     with contextlib.suppress(KeyError, OSError):
         Path(file := os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()
         _mark(file).unlink()
+
+
+def _bytes(line: str) -> bytes:
+    return line.encode("utf-8", "backslashreplace")  # a path need not be UTF-8
 
 
 def _mark(error_file: str) -> Path:

@@ -173,7 +173,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
             received.copy_(input_tensor.view(ranks, size)[group.rank()])
         else:
             dist.all_to_all_single(received.flatten(), sent, sizes, [size * mine] * ranks, group=group)
-        if self._owners and not self._steps.apart:
+        if self._owners:
             self._add_replicas(received, present, replicas, output_tensor)
         else:
             self._add(received, _leaves(present), output_tensor)
@@ -192,12 +192,18 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         nodes = [list(subtrees(each)) for each in replicas]
         received = rows.new_empty(sum(map(len, nodes)), part)
         sizes = [len(each) * part for each in nodes]
-        dist.all_to_all_single(received.flatten(), sent, sizes, [len(sums) * part] * ranks, group=self._owners)
+        if self._steps.apart:
+            received.copy_(sent[:part])
+        else:
+            dist.all_to_all_single(received.flatten(), sent, sizes, [len(sums) * part] * ranks, group=self._owners)
         mine = rows.new_empty(part)
         self._add(received, list(chain(*nodes)), mine)
         if self._steps.is_last_round:
             every = rows.new_empty(ranks * part)
-            dist.all_gather_into_tensor(every, mine, group=self._owners)
+            if self._steps.apart:
+                every.view(ranks, part).copy_(mine)
+            else:
+                dist.all_gather_into_tensor(every, mine, group=self._owners)
             output.copy_(every[:size])
 
     def alone(self, output: Tensor) -> None:

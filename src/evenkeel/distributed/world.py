@@ -131,10 +131,10 @@ class World:
             # or NCCL's watchdog aborts a process that has lost its peer before it has saved; torchrun's SIGTERM and the
             # watch for hangs end it instead
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        store = job_store(self.rank, self.world_size, timeout)
+        store = job_store(self.rank, self.world_size, timeout + delay)
         # while ranks start again in place, torchrun does not notice a lost node
-        start_timeout = min(timeout, RESTART_TIMEOUT + delay) if keeper_link.restarts() else timeout
-        store = fresh_store(store, self.rank, self.world_size, start_timeout)
+        start_timeout = min(timeout, RESTART_TIMEOUT) if keeper_link.restarts() else timeout
+        store = fresh_store(store, self.rank, self.world_size, start_timeout + delay)
         if not keeper_link.has_keeper():
             store.set(UNKEPT, "")
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)

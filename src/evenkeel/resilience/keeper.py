@@ -118,6 +118,7 @@ class Keeper:
                     self._memory.save_slots()
                 self._end(code)
             self._forks += 1
+            forget_error()
             if self._changed():
                 self._memory.save_slots()
                 written = self._await_written()
@@ -126,7 +127,6 @@ class Keeper:
                 os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
-            forget_error()
         end_store()
         name_process("python")
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

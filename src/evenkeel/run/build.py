@@ -131,11 +131,13 @@ def build_model_of_rank(config: Config, task: Task, world: World) -> tuple[nn.Mo
     if config.shard == "off" or world.rank == 0:
         return build_model(config, task), ""
     seed_task(config.seed, "weights")
-    built = built_on_meta(task, lambda model: task.optimizers(model, config))
-    if isinstance(built, str):
-        return build_model(config, task), built
-    check_model(built, on_meta=True)
-    return in_place(built), ""
+    model, no_meta = built_on_meta(
+        task, lambda model: task.optimizers(model, config), lambda: build_model(config, task)
+    )
+    if no_meta:
+        return model, no_meta
+    check_model(model, on_meta=True)
+    return in_place(model), ""
 
 
 def build_state(

@@ -130,10 +130,10 @@ class Run:
                 num_workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, num_workers, world.device))
                 run.finished = finished
+                shard(state, task, world, config, no_meta)
                 if finished:
                     yield run
                     return
-                shard(state, task, world, config, no_meta)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):

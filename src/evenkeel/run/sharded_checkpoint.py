@@ -85,7 +85,7 @@ def _write_once(path: Path, captured: Mapping[str, Any], info: dict[str, Any], u
     piece = path.with_name(f"{path.name}.json")
     with path.open("ab") as file:
         if not lock(file, until):
-            raise OSError(errno.ETIMEDOUT, "another process is writing these rows", str(path))
+            return  # another process is writing the same rows, and publishes them
         try:
             # a folder that has got its name meanwhile has this file elsewhere, and whole
             if not piece.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -113,7 +113,8 @@ def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FORE
     files = {piece.stem: WrittenFile(info["bytes"], info["sha256"]) for piece, info in zip(pieces, infos, strict=True)}
     final = checkpoints.folder / f"step-{step:08d}"
     with checkpoints.locked(until):
-        if folder.exists():
+        # look again: another rank may have published it, and one more begun to write a new folder
+        if folder.exists() and all(read_json(piece) == info for piece, info in zip(pieces, infos, strict=True)):
             write_json(folder / MANIFEST, asdict(replace(checkpoints.manifest(step, metrics, kind), files=files)))
             publish(checkpoints, folder, final, kind)
             for piece in pieces:

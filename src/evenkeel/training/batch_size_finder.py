@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.errors import Ended
 from ..common.memory import is_out_of_memory
 from ..common.naming import name_ranks
 from ..config import Config
@@ -84,7 +85,7 @@ class Probe:
         if last is not None:
             raise OutOfMemory(explained(last, self.world.device, self.config)) from last
         if not found:
-            raise OutOfMemory("--micro-batch auto: another rank does not have the memory for even one sample")
+            raise Ended("--micro-batch auto: another rank does not have the memory for even one sample")
         bound = name_ranks([rank for rank, fits in enumerate(sizes) if fits == found])
         more = f", on {bound} no more" if max(sizes) > found else f", not {failed[-1]}" if failed else ""
         return found, f"--micro-batch auto: {found} samples fit{more}, tried with real ones; the run keeps that number"

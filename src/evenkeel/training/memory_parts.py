@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .ema import local_rows
+from .staging import named_tensors
 
 PEAK = "peak"
 """Beside the parts: the most that was in use so far."""
@@ -67,8 +67,8 @@ def _rows(parameter: Tensor, rank: int, ranks: int) -> int:
 def _bytes_of(optimizer: Optimizer, of: dict[nn.Parameter, int]) -> int:
     """Of an optimizer's state: this rank's as it is, before the first step as it will be."""
     if optimizer.state:
-        tensors: list[Any] = [it for values in optimizer.state.values() for it in values.values()]
-        return sum(it.nbytes for it in local_rows([it for it in tensors if isinstance(it, Tensor)]))
+        tensors = named_tensors(dict(enumerate(optimizer.state.values()))).values()
+        return sum(it.nbytes for it in local_rows([*tensors]))
     return sum(_moments(group) * sum(of[p] for p in group["params"]) for group in optimizer.param_groups)
 
 

@@ -17,24 +17,33 @@ from ..common.errors import Refusal
 from .task import Task
 
 
-def built_on_meta(task: Task, optimize: Callable[[nn.Module], object]) -> nn.Module | str:
-    """The task's model with its parameters on the meta device and buffers of zeros; or why it cannot be built so.
+def built_on_meta(
+    task: Task, optimize: Callable[[nn.Module], object], build: Callable[[], nn.Module]
+) -> tuple[nn.Module, str]:
+    """The task's model with its parameters on the meta device and buffers of zeros.
 
     Args:
         task: whose `model` is called.
         optimize: is called with the model, because optimizers may read values too.
+        build: is called if the model cannot be built so, and returns it with values.
+
+    Returns:
+        The model; and why it has values, if it has.
 
     Raises:
-        Refusal: `model` stores tensors outside of the model, where a second call would find them.
+        Refusal: `model` stores tensors outside of the model, and a second call does not replace them.
     """
     before = _others([])
     built = _built(task, optimize, before)
-    if isinstance(built, str) and (left := _others(before)):
+    if not isinstance(built, str):
+        return built, ""
+    model = build()
+    if left := _others(before):
         raise Refusal(
             f"--shard on: model() of {type(task).__name__} stores a tensor of shape {list(left[0].shape)} outside of "
             "the model (in a cache?), where it would have no values; make it anew in each call"
         )
-    return built
+    return model, built
 
 
 def _built(task: Task, optimize: Callable[[nn.Module], object], before: list[Tensor]) -> nn.Module | str:

@@ -114,10 +114,15 @@ class Sharding:
         self.reduction = ShardedReduction(world)
         self._model, self._optimizers = model, optimizers
         replicas = world.world_size // self.ranks
-        self._mesh, self._owners = init_device_mesh(world.device.type, (world.world_size,)), None
-        if replicas > 1:
+        self._owners: dist.ProcessGroup | None = None
+        if replicas == 1:
+            self._mesh = init_device_mesh(world.device.type, (world.world_size,))
+        else:
             both = init_device_mesh(world.device.type, (replicas, self.ranks), mesh_dim_names=("replica", "shard"))
             self._mesh, self._owners = both["shard"], both["replica"].get_group()
+            limit = dist.group.WORLD._get_backend(world.device).options._timeout  # type: ignore[union-attr]
+            for part in (self._mesh.get_group(), self._owners):  # else torch's default: before the watch for hangs
+                dist.distributed_c10d._set_pg_timeout(limit, part)
         self._policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if precision == "bf16" else ()))
         names = {id(module): name for name, module in model.named_modules()}
         found = {names[id(block)] for block in task.blocks(model)} - {""}
