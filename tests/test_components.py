@@ -23,7 +23,7 @@ BUDGET = {
     "data": 3160,
     "distributed": 2297,
     "resilience": 1564,
-    "training": 6047,
+    "training": 6052,
     "run": 6579,
     "tasks": 2191,
     "mirror": 548,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, read, records
+from tests.support import needs
+from tests.support.processes import ROOT, TRAIN, finish, finish_all, fork, fork_ranks, rank_variables, read, records
 from tests.support.small_runs import signal_ranks_at
 
 GAN = ROOT / "examples" / "gan.py"
@@ -60,6 +61,15 @@ def test_in_a_turn_only_one_network_of_the_gan_learns(tmp_path: Path) -> None:
         changed = {name.split(".")[1] for name in parameters if before[name] != after[name]}
         assert len(changed) == 1, changed
     assert {"generator", "critic"} == {name.split(".")[1] for name in digests[0] if name.startswith("model.")}
+
+
+@needs.sharding
+def test_the_norm_of_torch_is_refused_when_the_gradient_is_divided(tmp_path: Path) -> None:
+    """With the example's own loop; evenkeel's norm is the same on any number of ranks."""
+    options = ["--batch-size", 32, "--max-steps", 3, "--lr", 1e-3, "--reduce", "tree", "--shard", "on"]
+    done = [finish(it) for it in [fork(GPT, *options, "--run-dir", tmp_path / "run", env=v) for v in rank_variables(2)]]
+    assert [it.returncode for it in done] == [1, 1]
+    assert "use the one of evenkeel: norm = clip_grad_norm(run.state.parameters, 1.0)" in done[0].stderr
 
 
 def test_nanogpt_takes_twenty_lines() -> None:

@@ -266,6 +266,11 @@ class DistributedLoss:
             norm: the gradient's norm, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
+        if hasattr(norm, "full_tensor"):
+            raise Ended(
+                "--shard: this norm, of torch's clip_grad_norm_, depends on the number of ranks; use the one of "
+                "evenkeel: norm = clip_grad_norm(run.state.parameters, 1.0)"
+            )
         if self.state.task_state:
             self.state.task_state.check()
             named = zip(("loss", *(self._part_names or ())), self._sums().tolist(), strict=False)
