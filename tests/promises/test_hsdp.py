@@ -38,7 +38,10 @@ pytestmark = needs.sharding
 TWO = [*RARE, "--shard", 2]
 
 
-@pytest.mark.parametrize(("ranks", "size", "micro_batches"), [(4, 2, 7), (4, 2, 12), (6, 3, 7)])
+@pytest.mark.parametrize(
+    ("ranks", "size", "micro_batches"),
+    [(4, 2, 7), pytest.param(4, 2, 12, marks=pytest.mark.slow), pytest.param(6, 3, 7, marks=pytest.mark.slow)],
+)
 def test_a_step_has_the_bits_of_one_rank(tmp_path: Path, ranks: int, size: int, micro_batches: int) -> None:
     """With 7 micro-batches some ranks of a replica are idle, or all; three ranks send two sums of theirs."""
     found = results_of(ranks, "sharded_worker.py", tmp_path, micro_batches, size)
@@ -49,7 +52,10 @@ def test_a_step_has_the_bits_of_one_rank(tmp_path: Path, ranks: int, size: int, 
         assert found["control: gradients"] != one["gradients"], "FSDP2's own HSDP"
 
 
-@pytest.mark.parametrize(("ranks", "size", "micro_batches"), [(4, 2, 7), (4, 2, 5), (6, 2, 7)])
+@pytest.mark.parametrize(
+    ("ranks", "size", "micro_batches"),
+    [(4, 2, 7), pytest.param(4, 2, 5, marks=pytest.mark.slow), pytest.param(6, 2, 7, marks=pytest.mark.slow)],
+)
 def test_a_step_sends_as_many_bytes_as_the_docs_say(tmp_path: Path, ranks: int, size: int, micro_batches: int) -> None:
     found = results_of(ranks, "sharded_bytes_worker.py", tmp_path, micro_batches, "bf16", size)
     assert len(found) == ranks

@@ -32,7 +32,7 @@ def devices(folder: Path, ranks: int) -> list[str]:
     return [(folder / str(rank)).read_text() for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ema", [0, 0.9])
+@pytest.mark.parametrize("ema", [0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_other_ranks_than_0_have_their_rows_and_a_block_in_memory(tmp_path: Path, ema: float) -> None:
     found = results_of(3, "host_memory_worker.py", tmp_path, ema, "meta")
     most = found["model"] / 3 * (2 if ema else 1) + found["block"] + SMALL
@@ -47,10 +47,11 @@ def test_other_ranks_than_0_have_their_rows_and_a_block_in_memory(tmp_path: Path
     "more",
     [
         ["--ema", 0.9],
-        pytest.param(["--checkpoint-activations", "--freeze", "blocks.1.up"], marks=pytest.mark.slow),
-        pytest.param(["--precision", "bf16", "--optimizer", "sgd"], marks=pytest.mark.slow),
+        ["--checkpoint-activations", "--freeze", "blocks.1.up"],
+        ["--precision", "bf16", "--optimizer", "sgd"],
     ],
 )
+@pytest.mark.slow
 def test_all_have_rank_0_s_values(tmp_path: Path, more: list[Any]) -> None:
     """By torchrun, whose ranks do not order sets alike."""
     for ranks in (1, 3):
@@ -72,7 +73,11 @@ def test_so_has_a_run_that_begins_with_weights_of_a_file(tmp_path: Path) -> None
 def test_what_only_rank_0_refuses_ends_all_in_a_line(tmp_path: Path) -> None:
     torch.save({"other": torch.ones(3)}, tmp_path / "file.pt")
     words = torchrun(2, TRAIN, *job(tmp_path / "run", "--init-from", tmp_path / "file.pt"))
-    assert the_line(checked(finish(start(words)), -signal.SIGALRM).stderr).startswith("--init-from ")
+    said = checked(finish(start(words)), -signal.SIGALRM).stderr.splitlines()
+    lines = [
+        line for line in said if "[c10d] The hostname of the client socket" not in line
+    ]  # torch, without a resolver
+    assert the_line("\n".join(lines)).startswith("--init-from ")
     assert not (tmp_path / "run").exists()
 
 

@@ -60,7 +60,10 @@ def outcomes(tmp_path: Path, rooms: str, *arguments: object) -> list[dict[str, A
     return json.loads((tmp_path / "found.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("arguments", [("forward", 0.9, "fp32", "all"), ("backward", 0, "bf16", "recompute")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("forward", 0.9, "fp32", "all"), pytest.param(("backward", 0, "bf16", "recompute"), marks=pytest.mark.slow)],
+)
 def test_trials_leave_no_trace(tmp_path: Path, arguments: tuple[object, ...]) -> None:
     """Weights, averages and optimizers in every bit, and generators; and FSDP2 goes on."""
     for rank in outcomes(tmp_path, "6000 3900", "ours", *arguments):
