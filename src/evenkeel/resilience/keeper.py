@@ -48,7 +48,7 @@ from ..common.errors import REFUSED
 from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
 from ..config import Config
-from ..distributed.exits import fails_first, forget_error, refuse
+from ..distributed.exits import forget_error, refuse
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
 from .memory_checkpoint import KeeperMemory, MemoryCheckpoint
 from .peers import Peers, end_store, hold_store, holds_store
@@ -266,7 +266,7 @@ class Keeper:
         """Whether the trainer has lost a rank that died; if not, print the error that looked like it."""
         if self._peers.confirm_death(self._stopped_within):
             return True
-        if not self._stop_time and fails_first():
+        if not self._stop_time:  # of all ranks: the first one may only have lost the one whose error it is
             with contextlib.suppress(OSError, ValueError):
                 print(json.loads(self._messages["lost"]), file=sys.stderr, end="", flush=True)
         return False
