@@ -24,11 +24,11 @@ BUDGET = {
     "distributed": 2297,
     "resilience": 1564,
     "training": 6052,
-    "run": 6579,
+    "run": 6589,
     "tasks": 2191,
     "mirror": 548,
     "launch": 2987,
-    "cli": 7461,
+    "cli": 7469,
     "time_travel": 1673,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -79,7 +79,7 @@ def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, run_dir
         assert it.job
         assert (it.job_id, it.job.state, it.job.requeues) == (job_id, "RUNNING", 0)
         terminal.read_until(rf"job {job_id}: running on {it.job.nodes}\n")
-        terminal.read_until(r"step 3/27 ")
+        terminal.read_until(r"step 1/27 ")
         cluster.slurm("scontrol", "requeuehold", job_id)
         it = wait_for(run_dir, "queued")
         assert it.job

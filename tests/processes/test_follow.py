@@ -37,19 +37,23 @@ def test_a_run_at_work_is_shown_as_on_its_console_until_it_is_stopped(run_dir: P
             assert terminal.end() == 130
             assert terminal.text.endswith(f"continues; `python -m evenkeel follow {run_dir}` follows it again\n")
         piped = start([*EVENKEEL, "follow", run_dir])
-        early = "".join(piped.stdout.readline() for _ in range(3))
-        told = processes.stop(job)
+        early = ""
+        while early.count("train/loss") < 2:
+            early += piped.stdout.readline()
+        processes.stop(job)
         shown = checked(finish(piped), 75)
     finally:
         kill_group(job)
 
     *lines, last = (early + shown.stdout).splitlines()
     assert re.fullmatch(rf"evenkeel: stopped at step \d+: SIGTERM -> {run_dir}", last)
-    # the same lines as the job's own; what is left and the goodput are as of now
-    own = {text.partition(" samples/s")[0] for text in told.stdout.splitlines() if "train/loss" in text}
-    steps = [text.partition(" samples/s")[0] for text in lines if "train/loss" in text]
+    written = {record["step"]: record for record in processes.records(run_dir, "train")}
+    steps = [text for text in lines if "train/loss" in text]
     assert len(steps) > 1
-    assert set(steps) <= own
+    for text in steps:
+        record = written[int(text.split("/")[0].removeprefix("step "))]
+        assert f"  train/loss {record['train/loss']:.4f}  {record['train/samples_per_s']:,.0f} samples/s" in text
+    assert len(written) > len(steps), "lines are seconds apart"
     assert not shown.stderr
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from evenkeel.common import phases as activity
 from evenkeel.common.phases import COMPUTING, DATA, EVALUATION, Activity
-from evenkeel.run.records import ACCOUNTS, attempt_ends, goodput, ledger, read_records
+from evenkeel.run.records import ACCOUNTS, attempt_ends, goodput, goodput_to_show, ledger, read_records
 
 
 class Clock:
@@ -80,6 +80,7 @@ def test_attempts_add_up_and_the_gaps_are_dead(tmp_path: Path) -> None:
     }  # fmt: skip
     assert sum(seconds.values()) == 30
     assert goodput(seconds) == round(13 / 30, 4)
+    assert [goodput_to_show(0.5, *it) for it in ((60.0, 2), (59.0, 2), (6000.0, 1))] == [0.5, None, None]
     assert [record["time"] for record in read_records(path, tail=120)] == [130.0]
     assert ledger(read_records(tmp_path / "none")) == dict.fromkeys(ACCOUNTS, 0)
     ends = attempt_ends(path)

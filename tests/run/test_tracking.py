@@ -20,6 +20,7 @@ import torch
 from evenkeel.config import Config
 from evenkeel.data.plan import ENDLESS, Plan
 from evenkeel.distributed.world import World
+from evenkeel.run.records import LINE_SECONDS
 from evenkeel.run.trackers import INIT_TIMEOUT, wandb_mode
 from evenkeel.run.tracking import Tracker, start_logs
 from tests.support.needs import small_disk
@@ -87,6 +88,20 @@ def test_each_event_is_a_line_of_json(run_dir: Path, capsys: pytest.CaptureFixtu
     assert "step 20/20  epoch 2/2  train/loss 0.5000  test/accuracy 0.5000" in shown
     assert "step 10/20  test/accuracy 0.5000  test/loss 1.2500\n" in shown
     assert "step 10/20  epoch 1/2" in shown, "the last step of the first epoch, in which one epoch is done"
+
+
+def test_lines_of_training_are_seconds_apart(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a console without a progress bar: the first, the last, and those between that are due. All are recorded."""
+    it = tracker(run_dir)
+    for step in (1, 2, 3):
+        it.train(step, 1.5, 2.5, 0.1)
+    it.evaluation(3, {"test/accuracy": 0.5})
+    it._last_line -= LINE_SECONDS
+    for step in (4, 5, 20):
+        it.train(step, 1.5, 2.5, 0.1)
+    shown = [line.split("/20  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["step 1", "step 3", "step 4", "step 20"]
+    assert [line["step"] for line in lines(run_dir) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 20]
 
 
 def test_a_stream_has_no_epoch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

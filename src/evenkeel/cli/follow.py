@@ -20,7 +20,7 @@ from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, eta, figures, in_epoch, progress, rates, shares, shown
 from ..resilience.interruption import KEYBOARD, STOPPED
-from ..run.records import YOUNG, is_run, read_config, values_of, verified
+from ..run.records import LINE_SECONDS, goodput_to_show, is_run, read_config, values_of, verified
 from .status import STYLES, Metrics, RunStatus, headline, status_of
 
 POLL = 0.5  # seconds between two looks at the run
@@ -79,6 +79,7 @@ class _Follower:
         self.values: dict[str, float | None] = {}  # at the record that is printed
         self.hints: list[str] = []
         self.begun = False
+        self.last_line = -math.inf  # when the last line of training was recorded that was printed
 
     def to_the_end(self, ctrl_c: CtrlC) -> int:
         """Show the run; returns the exit code as `FollowCommand` says."""
@@ -101,12 +102,19 @@ class _Follower:
         new, self.metrics.new = self.metrics.new, []
         self.values = self.values or headline(run.metrics)
         for record in new if self.begun else [record for record in new if record["kind"] == TRAIN][-1:]:
-            if (text := self.line(record, run)) and not (self.drawn and record["kind"] == TRAIN):
+            if (text := self.line(record, run)) and (record["kind"] != TRAIN or self.is_due(record, run)):
                 self.say(text)
         for hint in run.hints if not self.drawn else ():
             if hint not in self.hints:
                 self.say(f"hint: {hint}")
         self.hints, self.begun = run.hints, True
+
+    def is_due(self, record: dict[str, Any], run: RunStatus) -> bool:
+        """Whether to print a line of training, as the job's own console does: one every few seconds, and the last."""
+        if self.drawn or (record["time"] - self.last_line < LINE_SECONDS and record["step"] != run.total_steps):
+            return False
+        self.last_line = record["time"]
+        return True
 
     def line(self, record: dict[str, Any], run: RunStatus) -> str:
         """The line that the job's console prints for a record; empty for most kinds."""
@@ -126,7 +134,7 @@ class _Follower:
         epoch, steps = record.get("epoch"), self.config.get("max_steps")
         epochs = None if steps and steps == run.total_steps else self.config.get("epochs")
         at = in_epoch(math.ceil(epoch), epochs) if isinstance(epoch, int | float) and epoch > 0 else ""
-        productive = run.goodput if run.seconds >= YOUNG else None
+        productive = goodput_to_show(run.goodput, run.seconds, run.starts)
         return at, figures(self.values), rates(record), shares(record, productive)
 
     def panel(self, run: RunStatus) -> Group:

@@ -30,7 +30,7 @@ from ..training.state_dicts import cpu_state_dict, sha256
 from .attempt import Attempt
 from .checkpoint import Damaged, read_manifest, step_of
 from .checkpointer import Checkpointer
-from .records import goodput, ledger, read_facts, read_records
+from .records import goodput, goodput_to_show, ledger, read_facts, read_records
 from .run_directory import RunDirectory, RunState, mark_failed
 from .state_files import dump
 from .step_log import StepLog
@@ -125,8 +125,8 @@ class Ending:
         tracker.event("finish", self._state.step)
         dead = spent["dead"]
         seconds = sum(spent.values()) - dead
-        training = round(100 * spent["productive"] / max(seconds, 1e-9))
-        took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
+        share = goodput_to_show(spent["productive"] / max(seconds, 1e-9), seconds + dead, tracker.attempt)
+        took = f"{seconds:.1f} s" + (f" ({100 * share:.0f} % of it training)" if share is not None else "")
         took += f", and {dead:.0f} s while it was not running or hung" * (dead >= 1)
         early, found = f", {why}" * bool(why), f": {shown(metrics)}" * bool(metrics)
         self._attempt.print(f"finished in {took}{early}{found}  -> {self._attempt.path / 'model.pt'}")

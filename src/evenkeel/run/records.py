@@ -74,6 +74,9 @@ again; no process, or none that survived to record it."""
 YOUNG = 60.0
 """Seconds before a run's goodput is meaningful, because most of them are its start."""
 
+LINE_SECONDS = 5.0
+"""Seconds between two lines of training on a console without a progress bar."""
+
 
 TAIL = 1 << 20
 """Bytes at the end of metrics.jsonl that a start reads."""
@@ -222,6 +225,11 @@ def attempt_ends(path: Path) -> list[dict[str, Any]]:
 def goodput(seconds: dict[str, float]) -> float:
     """The productive part of all seconds, 0 .. 1."""
     return round(seconds["productive"] / max(sum(seconds.values()), 1e-9), 4)
+
+
+def goodput_to_show(share: float | None, seconds: float, starts: int) -> float | None:
+    """The goodput of a restarted run, once it is meaningful; otherwise it only says how long the start took."""
+    return share if seconds >= YOUNG and starts > 1 else None
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..data.plan import Plan
 from ..distributed.world import World
 from ..resilience import interruption
 from .chain import chained
-from .records import YOUNG, attempt_ends, goodput, ledger, read_records
+from .records import LINE_SECONDS, attempt_ends, goodput, goodput_to_show, ledger, read_records
 from .trackers import FAILED, FINISHED, STOPPED, MetricsTracker, WandB, in_the_folder, wandb_mode
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Tracker:
         self._trackers: dict[str, MetricsTracker] = {}
         self._mark = (time.perf_counter(), 0, 0.0)
         self._evaluated: tuple[int, Mapping[str, float]] = -1, {}
+        self._last_line = -math.inf  # when the last line of training was printed
         self._display = display.shown
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
@@ -134,12 +135,13 @@ class Tracker:
         self._losses = {f"{TRAIN}/loss": loss, **(parts or {})}
         present = {"kind": "train", "time": time.time(), "spent": spent}
         spent_so_far = ledger([*self._ends, present])
-        productive = goodput(spent_so_far) if sum(spent_so_far.values()) >= YOUNG else None
+        productive = goodput_to_show(goodput(spent_so_far), sum(spent_so_far.values()), self.attempt)
         if self._display:
             self._display.metrics = self._latest()
             # the display computes speed and remaining time itself
             self._display.more = rates(values | {f"{TRAIN}/samples_per_s": None}) + shares(values, productive)
-        else:
+        elif now - self._last_line >= LINE_SECONDS or step == self.plan.total_steps:
+            self._last_line = now
             words = self.plan.epoch_label(step), *self._latest(), *rates(values), eta(left), *shares(values, productive)
             self.say(progress(step, self.plan.total_steps, *words))
 
