@@ -19,7 +19,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1495,
-    "config": 583,
+    "config": 586,
     "data": 3160,
     "distributed": 2297,
     "resilience": 1564,
@@ -28,7 +28,7 @@ BUDGET = {
     "tasks": 2191,
     "mirror": 548,
     "launch": 2987,
-    "cli": 7469,
+    "cli": 7482,
     "time_travel": 1673,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

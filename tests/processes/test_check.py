@@ -74,7 +74,10 @@ def test_what_the_jobs_would_refuse_is_refused_before_them(tmp_path: Path) -> No
     done = checked(finish(start([sys.executable, *words[:-1], str(tmp_path / "more")], cwd=tmp_path)), 2)
     *_, line = done.stderr.splitlines()
     place = tmp_path / "pyproject.toml"
-    assert line == f"evenkeel: {place}: task = 'evenkeel.tasks:Gone': Gone does not exist in evenkeel.tasks"
+    assert (
+        line
+        == f"evenkeel: {place}: task = 'evenkeel.tasks:Gone': Gone does not exist in evenkeel.tasks, which has no task"
+    )
 
 
 GOOD: Any = [
@@ -83,8 +86,8 @@ GOOD: Any = [
     ("regress", ()),
     (f"{ROOT / 'tests/support/streams_task.py'}:Streamed", ()),
     (f"{ROOT / 'tests/support/odd_tasks.py'}:Usual", ("--batch-size=4",)),
-    (f"{ROOT / 'tests/support/odd_tasks.py'}:OwnBatches", ()),
-    (f"{ROOT / 'tests/support/odd_tasks.py'}:Everything", ()),
+    (f"{ROOT / 'tests/support/odd_tasks.py'}:OwnBatches", ("--batch-size=4",)),
+    (f"{ROOT / 'tests/support/odd_tasks.py'}:Everything", ("--batch-size=4",)),
     (f"{ROOT / 'tests/support/turns_task.py'}:Turns", ()),
     (f"{ROOT / 'tests/support/recording_task.py'}:Recorded", ("--die-at=13",)),
     (f"{ROOT / 'tests/support/ragged_task.py'}:Mixed", ("--batch-size=12",)),
@@ -119,10 +122,11 @@ def test_the_kill_shows_what_is_outside_of_the_committed_state(monkeypatch: pyte
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "evenkeel", "check", "--task", f"{BAD}:Good", "--script", str(TRAIN)]
-    process = start(command, env={"TMPDIR": str(tmp_path)})
-    for line in process.stderr:
-        if "--reduce tree" in line:
-            break
+    process, begun = start(command, env={"TMPDIR": str(tmp_path)}), ""
+    while "--reduce tree" not in begun:
+        begun += process.stderr.readline()
+    assert re.match(r"evenkeel: +0\.0 s  first .*, then 8 short jobs, .*\n.* about two minutes", begun)
+    assert " s  job 1 of 8: --reduce tree on 2 ranks" in begun
     (folder,) = tmp_path.glob("evenkeel-check-*")
     run_dir = folder / "tree-2" / "run"
     wait_until(lambda: any(str(run_dir) in line for line in still_running(Path(f"--run-dir={run_dir}"))), "a rank")
