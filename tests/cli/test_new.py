@@ -95,8 +95,10 @@ def test_the_first_thing_typed(
         monkeypatch.setenv(name, value)
     assert typed(monkeypatch, "new tide --task empty") == 0
     here = tmp_path / "tide"
-    said = f"wrote 13 files to {here}. Next:\n  cd {here} && make train\n  make test\n"
-    assert capsys.readouterr().out == said
+    said = (
+        f"wrote 13 files to {here}. Next:\n  cd {here} && make train\n  make test\nYour model goes into tide/task.py."
+    )
+    assert capsys.readouterr().out == f"{said}\n"
     (wheel,) = (here / "wheels").iterdir()
     with zipfile.ZipFile(wheel) as file:  # by default of this checkout, and not of an index
         assert file.read("evenkeel/cli/new/source.py") == Path(source_module.__file__).read_bytes()

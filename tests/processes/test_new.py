@@ -153,7 +153,7 @@ def test_the_commands(made: Made) -> None:
 
 
 def test_a_newer_wheel_of_the_same_version_is_installed(made: Made) -> None:
-    """As after `git pull` in the checkout: its version stays until the next release."""
+    """As after `git pull` in the checkout: its version stays until the next release. By an environment's path."""
     (wheel,) = (made.folder / "wheels").iterdir()
     with zipfile.ZipFile(wheel) as file:
         contents = {name: file.read(name) for name in file.namelist()}
@@ -161,5 +161,9 @@ def test_a_newer_wheel_of_the_same_version_is_installed(made: Made) -> None:
     with zipfile.ZipFile(wheel, "w") as file:
         for name, content in contents.items():
             file.writestr(name, content)
-    make(made.folder, "setup", PIP_FIND_LINKS=str(made.folder.parent / "index"))
+    (mine := made.folder.parent / "mine").symlink_to(made.folder / ".venv")
+    created = (mine / "pyvenv.cfg").stat().st_mtime_ns
+    done = make(made.folder, "setup", f"VENV={mine}", PIP_FIND_LINKS=str(made.folder.parent / "index"))
+    assert f"{mine}/bin/pip install" in done
     made("python -c __import__('evenkeel').NEWER")
+    assert (mine / "pyvenv.cfg").stat().st_mtime_ns == created, "an environment that is there is used as it is"

@@ -26,13 +26,13 @@ class NewCommand:
     """
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
-    """Name of the project, its folder and its package, such as tide."""
+    """Name of the project, its folder and its Python package, e.g. tide."""
     task: Annotated[Literal["classify", "lm", "empty"], NAME] = "classify"
-    """What its task does to begin with: classify (digits), lm (a text) or empty (random data)."""
+    """The task to begin with: classify (digits), lm (a text) or empty (random data, with TODOs)."""
     with_: Annotated[tuple[Literal["slurm", "docker", "k8s"], ...], tyro.conf.arg(name="with")] = ()
     """Launchers to add: slurm, docker, k8s."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SOURCE", help_behavior_hint="")] = ""
-    """A wheel, a checkout, git+https://HOST/evenkeel@REVISION or evenkeel==VERSION. Default: as this was installed."""
+    """A wheel, a checkout, git+https://HOST/evenkeel@REVISION or evenkeel==VERSION. Default: that of this evenkeel."""
 
     def __call__(self) -> int:
         """Write it, and say where it is and what to type next."""

@@ -150,9 +150,10 @@ def write(answers: Answers, version: str, folder: Path, wheel: Path | None = Non
 
 
 def next_steps(folder: Path, written: Sequence[str]) -> str:
-    """Where the project is, and the two commands to type."""
+    """Where the project is, the two commands to type, and the file to edit."""
     here = folder.resolve()
-    return f"wrote {len(written)} files to {here}. Next:\n  cd {here} && make train\n  make test"
+    commands = f"  cd {here} && make train\n  make test\n"
+    return f"wrote {len(written)} files to {here}. Next:\n{commands}Your model goes into {here.name}/task.py."
 
 
 def read_record(folder: Path) -> tuple[Answers, str, dict[str, str]]:
