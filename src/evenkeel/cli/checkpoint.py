@@ -39,7 +39,8 @@ PLACES = "name a run directory, its checkpoints folder or one step-* folder"
 Place = Annotated[
     tyro.conf.Positional[Path], tyro.conf.arg(help="A run directory, its checkpoints folder, or one step-* folder.")
 ]
-Step = Annotated[int | None, tyro.conf.arg(metavar="N", help="Step of the checkpoint. Default: the newest one.")]
+HELP = "Step of the checkpoint. Default: the newest one."
+Step = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="", help=HELP)]
 
 
 @dataclass(frozen=True)

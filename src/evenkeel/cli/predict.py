@@ -39,9 +39,9 @@ class PredictCommand:
 
     Example: python -m evenkeel predict runs/classify --set test --output test.csv
 
-    Predictions are made for a set of the run's task, or for a folder of images. What follows after `--` are options of
-    train.py that differ from the run's, for example -- --data-dir /elsewhere. On several processes, with the same rows:
-    torchrun --standalone --nproc_per_node=2 -m evenkeel predict ...
+    Predictions are made for a set of the run's task (--set), or for a folder of images (--input). What follows after
+    `--` are options of train.py that differ from the run's, for example -- --data-dir /elsewhere. On several processes,
+    with the same rows: torchrun --standalone --nproc_per_node=2 -m evenkeel predict ...
     """
 
     run: tyro.conf.Positional[Path]
@@ -49,9 +49,9 @@ class PredictCommand:
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The file to write: .csv or .parquet."""
     input: MaybePath = None
-    """A folder of images, also in folders below it, in the order of their paths."""
-    set: str = ""
-    """A set of the run's task: train, validation, test, or a name of its own."""
+    """Predict for all images in this folder and below it, in the order of their paths."""
+    set: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
+    """Predict for this set of the run's task: train, validation, test, or a name of its own."""
     checkpoint: str = "last"
     """last, best or a step, e.g. 460."""
     top: int = option(1, 1, 1000)

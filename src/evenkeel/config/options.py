@@ -84,9 +84,9 @@ class DataOptions:
     micro_batch: Annotated[int | Literal["auto"], tyro.conf.arg(metavar="N|auto")] = option(0, 0, change="warned")
     """Samples that a process computes at a time, e.g. 16; auto: as many as fit (0: one part per process)."""
     micro_batches: int = option(0, 0, change="warned")
-    """Number of micro-batches of a batch (0: by --micro-batch)."""
+    """Divide each batch into this many micro-batches, in place of --micro-batch (0: as --micro-batch says)."""
     batch_tokens: int = option(0, 0)
-    """Bound the tokens of a batch too, with padding, e.g. 8192; needs --micro-batches (0: by --batch-size alone)."""
+    """Also limit the tokens of a batch, padding included, e.g. 8192; needs --micro-batches (0: no limit)."""
     shares: Annotated[str, tyro.conf.arg(metavar="equal|auto|N:N...", help_behavior_hint="")] = option(
         "equal", change="free"
     )
@@ -98,7 +98,7 @@ class DataOptions:
     validation: float = option(0.0, 0, BELOW_1)
     """Share of the training data for validation, e.g. 0.1; the test data is then used at the end only (0: none)."""
     drop_last: Flag = False
-    """Leave out the end of each epoch that does not fill a batch: other samples in each epoch."""
+    """Leave out the last samples of an epoch if they do not fill a batch; each epoch leaves out others."""
     limit_batches: int = option(0, 0)
     """For a quick trial: use only this many batches of training data, and as many test samples, e.g. 10 (0: all)."""
 
@@ -110,7 +110,7 @@ class ModelOptions:
     init_from: MaybePath = None
     """Start from these weights: a file of torch.save or safetensors, a run directory, or a step folder."""
     init_partial: Flag = False
-    """Let --init-from load what fits, and list what stays random."""
+    """Let --init-from load the tensors that fit, and list those that stay random."""
     freeze: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")] = ()
     """Do not train these modules or parameters, e.g. features.0 '*.bias'."""
     ema: float = option(0.0, 0, BELOW_1)
@@ -130,7 +130,7 @@ class ModelOptions:
     shard: Annotated[Literal["off", "on"] | int, tyro.conf.arg(metavar="off|on|N")] = option("off", 2, change="free")
     """Divide weights, gradients and optimizer state among all ranks, or each N (FSDP2, HSDP). Needs --reduce tree."""
     replicate: int = option(0, 0, 1, change="free")
-    """1: with --shard on, copy each rank's state to another node after each step, so that a lost node costs none."""
+    """1: with --shard on, copy each rank's state to another node after each step; a lost node then costs no step."""
     strategy: Annotated[Literal["ddp", "dp"], NAME] = option("ddp", change="warned")
     """ddp: one process per GPU. dp: nn.DataParallel, one process for all visible GPUs, which is slower."""
     share_gpu: Flag = option(False, change="free")
@@ -184,11 +184,11 @@ class CheckpointOptions:
     keep_every: int = option(0, 0, change="free")
     """Also save a checkpoint every N steps and never delete it, e.g. 1000 (0: none)."""
     mirror: Annotated[str, tyro.conf.arg(metavar="URL", help_behavior_hint="")] = option("", change="unsaved")
-    """Copy whole checkpoints there, and begin from the newest there, e.g. s3://bucket/run."""
+    """Also copy complete checkpoints to this address, and start from its newest one, e.g. s3://bucket/run."""
     grace: float = option(25.0, 1, WEEK, change="free")
     """Maximum seconds from a stop signal to the end of the process, saved or not. torchrun kills it after 30."""
     hang_timeout: float = option(600.0, 0, WEEK, change="free")
-    """Seconds without progress after which a hanging job is saved and ended (0 disables it)."""
+    """Seconds without progress after which a hanging job saves its last step and ends (0 disables it)."""
     keeper: Annotated[Literal["on", "off"], NAME] = option("on", change="free")
     """on: killed ranks restart in place; off: torchrun restarts them."""
     keeper_restarts: int = option(3, 0, change="free")
@@ -198,7 +198,7 @@ class CheckpointOptions:
     on_nonfinite: Annotated[Literal["stop", "skip"], NAME] = option("stop", change="free")
     """If the loss or gradient is NaN or infinite: stop (end the run before that step) or skip (omit the step)."""
     verify_every: int = option(0, 0, change="free")
-    """Every N steps ranks check each other's gradients and weights, e.g. 100, to find a GPU that errs (0: never)."""
+    """Every N steps ranks check each other's gradients and weights, e.g. 100, to find a faulty GPU (0: never)."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class LoggingOptions:
     """What is reported."""
 
     log_every: int = option(10, 1, change="free")
-    """Steps between two lines of metrics."""
+    """Record the metrics every N steps. A console without a progress bar shows one such line per 5 seconds."""
     tensorboard: Flag = option(False, change="free")
     """Also write the metrics for TensorBoard (extra `tensorboard`)."""
     csv: Flag = option(False, change="free")
@@ -220,9 +220,9 @@ class LoggingOptions:
     ] = option((), change="free")
     """A tracker of your own, a class with log(metrics, step) and close(status). May be given several times."""
     wandb_report: Flag = option(False, change="free")
-    """Send the page of `evenkeel report` to Weights & Biases."""
+    """At the end send the page of `evenkeel report` to Weights & Biases."""
     profile: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="")] = option("", change="unsaved")
-    """Trace these steps, e.g. 20:25 for the five after step 20."""
+    """Record a trace of these steps, e.g. 20:25 for the five after step 20 (`evenkeel profile` merges the ranks)."""
     memory_snapshot: Flag = option(False, change="unsaved")
     """With --profile on GPUs: also record memory, for pytorch.org/memory_viz."""
 
@@ -244,7 +244,7 @@ class ReproducibilityOptions:
     strict_bits: Flag = option(False, change="free")
     """Refuse to continue if machine, libraries or code have changed."""
     digest_every: int = option(0, 0, change="free")
-    """Record a digest of each tensor every N steps for `python -m evenkeel compare` (0: none); --shard gathers each."""
+    """Record a digest of each tensor every N steps for `evenkeel compare` (0: none). --shard gathers each tensor."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,10 @@ class Config(
 ):  # fmt: skip
     """Train a task. Runs under torchrun on any number of processes, or alone as `python train.py`.
 
-    The same command continues the run at its next step. Numbers are for the job, not for a process.
+    Example: torchrun --standalone --nproc_per_node=2 train.py --epochs 5
+
+    Typed again, the same command continues the run at its next step. Numbers such as --batch-size are for the whole
+    job, not per process.
     """
 
     def __post_init__(self) -> None:

@@ -28,8 +28,8 @@ class AuditCommand:
     Example: python -m evenkeel audit runs/a --segments 3
 
     For runs with --digest-every N, --reduce tree and, for more parts, --keep-every. The ledger is in metrics.jsonl.
-    What is run again is run on this process. The result is left in RUN/audit.json, for `report`; nothing else in the
-    run changes. It proves the computation, not that the data is what somebody says it is. What follows after `--` are
+    The parts run in this process. The result is written to RUN/audit.json, for `report`; nothing else in the run
+    changes. It proves the computation, not that the data is what somebody says it is. What follows after `--` are
     options of train.py that differ, for example -- --data-dir /elsewhere. Exit code 0: nothing is wrong, 1: something
     is.
     """
@@ -39,7 +39,7 @@ class AuditCommand:
     segments: int = option(3, 0)
     """Random parts between kept checkpoints to run again."""
     seed: int = option(-1, -1, 2**63 - 1)
-    """Of the choice of parts, to repeat it (-1: another one each time)."""
+    """Seed of the choice of parts, to repeat it (-1: another choice each time)."""
     script: Path = Path("train.py")
     """The training script whose train(run) is the loop."""
 

@@ -49,7 +49,7 @@ class ChaosCommand:
     """Maximum number of faults (0: no limit)."""
     seed: int = option(0, *SEEDS)
     """Seed of the kinds of the faults, their order and intervals."""
-    faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...")] = ""
+    faults: Annotated[str, tyro.conf.arg(metavar="NAME,NAME,...", help_behavior_hint="")] = ""
     """kill, keeper, term, stop (ranks), truncate (checkpoints), agent, node; not by default: fill (disk), bitflip."""
     then: Literal["finish", "stop"] = "finish"
     """After the last fault: let the job finish, or stop it by SIGTERM."""

@@ -23,7 +23,7 @@ class DoctorCommand:
 
     run_dir: MaybePath = None
     """Folder to test; no files remain in it. Default: the run directory of the job's options."""
-    master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]")] = ""
+    master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")] = ""
     """Without torchrun: the address of node 0 that several nodes will use. Default: only the port, 29500, is tested."""
     timeout: float = option(10.0, 1, 3600)
     """Seconds that the ranks wait for each other, and that a check may take."""

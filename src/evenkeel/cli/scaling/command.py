@@ -24,7 +24,7 @@ from ...common.naming import count_ranks
 from ...common.network import meet
 from ...common.processes import count_cores, die_with_parent
 from ...config import Flag, MaybePath, devices_per_rank, option
-from ...launch.launchers import link_of, processes_of_node
+from ...launch.launchers import Count, link_of, processes_of_node
 from ...launch.topology import DEFAULT_PORT, Topology, parse_master, torchrun
 from .analysis import LOSSES, Row, Sample, measure, middle, predicted, table
 
@@ -55,9 +55,9 @@ class ScalingCommand:
     """Processes per node to compare, e.g. 1,2,4: one per GPU, any number without GPUs. The smallest is the baseline."""
     nodes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N,N,...")] = "1"
     """Numbers of nodes to compare, e.g. 1,2, with a single -g. A node that a run does not need waits for the next."""
-    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"], metavar="N")] = option(None, 0, 2**16)
+    node_rank: Annotated[int | None, tyro.conf.arg(aliases=["-nr"]), Count] = option(None, 0, 2**16)
     """Rank of this node, from 0. Node 0 is in every run and prints the tables."""
-    master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]")] = ""
+    master: Annotated[str, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")] = ""
     """Address by which the other nodes reach node 0. Each run has its own port, from this one (29500) upwards."""
     steps: int = option(60, 24, 10**6)
     """Steps of each run. The first third is warm-up and does not count."""
