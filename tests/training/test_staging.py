@@ -225,7 +225,7 @@ class Training:
             attempt.begin()
         self.run = Run(attempt, task, self.state)
         if world.rank == 0:
-            self.run.resume()
+            self.run._resume()
         for parameter in model.parameters():
             parameter.data.zero_()
 

@@ -154,7 +154,7 @@ class Keeper:
         if self._forks:  # the imports before the first are part of its start
             activity.begin()
         keeper_link.open_link(sending, launcher, self._forks)
-        self._memory.enter()
+        self._memory.hand_over()
         self._train()
         raise AssertionError("the main program has returned")
 

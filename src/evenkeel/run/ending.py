@@ -209,22 +209,28 @@ class Ending:
                 if (status := read_facts(file)[0]).get("state") == "running":
                     mark_failed(file, explanation, wrong_nodes=self._wrong_nodes(status))
 
+    @property
+    def _step(self) -> int:
+        """The step reached; as recorded, if this attempt has not loaded it yet. Right on rank 0 only."""
+        known = self._attempt.directory.status if self._attempt.directory else {}
+        return self._state.step or int(known.get("step", 0))
+
     def _rescue(self, in_place: bool) -> str:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
     def _record_failure(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> str:
         self._record_end("failed", reason_of(error), FAILED, **facts)
-        self._attempt.print(f"{what} at step {self._state.step}; {saved}")
+        self._attempt.print(f"{what} at step {self._step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(self._attempt.path))}"
             self._attempt.print(f"to look into that step: {command} --step {self._state.step + 1}")
         return saved
 
     def _record_end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
-        directory, tracker, step = self._attempt.directory, self._attempt.tracker, self._state.step
+        directory, tracker = self._attempt.directory, self._attempt.tracker
         if not (directory and tracker) or directory.status.get("state") == "finished":
             return  # a signal after the end has no effect
         with contextlib.suppress(OSError):  # a disk too full even for this
-            directory.advance(name, step or directory.status.get("step", 0), reason=reason, **facts)
-        tracker.event({"stopped": "stop", "failed": "failure"}[name], step, reason=reason)
+            directory.advance(name, self._step, reason=reason, **facts)
+        tracker.event({"stopped": "stop", "failed": "failure"}[name], self._step, reason=reason)
         tracker.close(exit_code=exit_code)

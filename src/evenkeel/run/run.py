@@ -7,7 +7,7 @@ only take part in the collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -135,8 +135,10 @@ class Run:
                     yield run
                     return
                 interruption.rescue_with(run.ending.stopped)
-                run.resume()
-                with run.watched(store, interruption), run._ended(interruption):
+                # the watch outlives the rescue, because `_ended` leaves first
+                with ExitStack() as stack, run._ended(interruption):
+                    run._resume()
+                    stack.enter_context(run._watched(store, interruption))
                     yield run
 
     @contextmanager
@@ -156,7 +158,7 @@ class Run:
             self.ending.failed(error)
             raise
 
-    def resume(self) -> None:
+    def _resume(self) -> None:
         """Load the newest complete state of any node, if there is one; raises as `Resume.load`."""
         resumed = Resume(self.config, self.world, self.attempt.checkpoints)
         resumed.load(self.state, self.checkpointer.saver)
@@ -166,7 +168,7 @@ class Run:
                 self.attempt.tracker.say(f"evenkeel: {disk_needed(self.config, self.plan.total_steps, self.state)}")
             resumed.report(self.state, self.attempt.directory, self.attempt.tracker)
 
-    def watched(self, store: Store | None, interruption: Interruption) -> Watch:
+    def _watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
         timeout, logs = self.config.hang_timeout, self.attempt.logs

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 RANK_DELAY = 0.05
 """Seconds between the ranks of a node: the lowest live one writes, and the others then find that it has."""
 
+NOTHING_NEW = "no step has finished in this attempt; nothing to save"
+
 
 class Saver:
     """Copies the state while the next step is computed, and writes it in a thread. The next commit waits for the copy.
@@ -131,7 +133,7 @@ class Saver:
             in_place: ranks are about to start again in place; then memory is enough, if there is a keeper.
         """
         if state.step == 0:
-            return "no step has finished; nothing to save"
+            return NOTHING_NEW
         # deadlines, not durations: whatever the waits take, the second half of --grace is left for writing
         begun, grace = time.monotonic(), self._grace
         taken = self._staging.take(begun + grace / 4)

@@ -20,7 +20,7 @@ from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.staging import Staging
 from ..training.state import State
-from .saver import Saver
+from .saver import NOTHING_NEW, Saver
 from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, facts_of, write_rows, write_slots
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class ShardedSaver(Saver):
         while not in_place and state.step == before and activity.phase in committing and time.monotonic() < until:
             time.sleep(0.01)
         if state.step == 0:
-            return "no step has finished; nothing to save"
+            return NOTHING_NEW
         taken = self._staging.take(begun + grace / 4)  # a checkpoint that is being written comes first
         try:
             if state.step > max(self.slots.steps(), default=0):  # stopped between the commit and the copy
@@ -113,7 +113,7 @@ class ShardedSaver(Saver):
                     self._store(state, begun + grace / 2, final=True)
             steps = self.slots.freeze(begun + grace / 2)
             if not steps:
-                return "no step has finished; nothing to save"
+                return NOTHING_NEW
             if in_place and keeper_link.has_keeper():
                 log.info("stored step %d in memory after %.2f s", steps[-1], time.monotonic() - begun)
                 return f"step {steps[-1]} is in memory"
