@@ -59,7 +59,6 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> No
     assert "failed at step 2; no step has finished in this attempt; nothing to save" in ranks[0].stdout
 
 
-
 @pytest.mark.slow
 def test_a_state_that_does_not_fit_is_still_the_reason_after_all_restarts_of_torchrun(run_dir: Path) -> None:
     unfit_state(run_dir)

@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..common.naming import shown
 from ..common.phases import CHECKPOINT, activity
 from ..common.processes import ends_with_traceback
 from ..distributed.exits import is_loss_of_a_rank, reason_of
+from ..resilience.diagnosis import Diagnosis
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
 from ..training.nonfinite import NonFinite
@@ -182,32 +183,23 @@ class Ending:
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
         assert self.watch
-        self.watch.diagnose()  # in another thread, so that explaining the hang cannot delay the save
+        diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
         saved = self._rescue(in_place=keeper_link.has_keeper())
-        explanation = self.watch.explain()
-        if self.watch.is_within_reach():
+        explanation = diagnosis.explain()
+        if diagnosis.is_within_reach():
             keeper_link.send("hang")
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()
-        self.watch.kill_frozen()
-        self._record_for_frozen_rank_0(explanation)
-        known = self._attempt.directory.status if self._attempt.directory else {}
-        self._record_failure(Ended(explanation), saved, wrong_nodes=self._wrong_nodes(known))
-        self.watch.write_collectives()
-        self.watch.compare_collectives()
-
-    def _wrong_nodes(self, status: Mapping[str, Any]) -> dict[str, int]:
-        """How often which node was wrong, with this hang."""
-        outlook = self.watch and self.watch.outlook
-        return dict(Counter(status.get("wrong_nodes", {})) + Counter(outlook.blamed if outlook else ()))
-
-    def _record_for_frozen_rank_0(self, explanation: str) -> None:
-        """If rank 0 is frozen, the lowest live rank records the end in its place."""
-        outlook, file = self.watch and self.watch.outlook, self._attempt.path / "status.json"
-        if outlook and self._world.rank == outlook.lowest != 0:
+        diagnosis.kill_frozen()
+        blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"
+        if diagnosis.is_lowest and self._world.rank != 0:  # rank 0 is frozen, so this one records the end
             with contextlib.suppress(OSError):  # the file system may be the cause
-                if (status := read_facts(file)[0]).get("state") == "running":
-                    mark_failed(file, explanation, wrong_nodes=self._wrong_nodes(status))
+                if (known := read_facts(status)[0]).get("state") == "running":
+                    mark_failed(status, explanation, wrong_nodes=_wrong_nodes(known, blamed))
+        known = self._attempt.directory.status if self._attempt.directory else {}
+        self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(known, blamed))
+        diagnosis.write_collectives()
+        diagnosis.compare_collectives()
 
     @property
     def _step(self) -> int:
@@ -234,3 +226,8 @@ class Ending:
             directory.advance(name, self._step, reason=reason, **facts)
         tracker.event({"stopped": "stop", "failed": "failure"}[name], self._step, reason=reason)
         tracker.close(exit_code=exit_code)
+
+
+def _wrong_nodes(status: Mapping[str, Any], blamed: Sequence[str]) -> dict[str, int]:
+    """How often which node was wrong, with the hang that these are blamed for."""
+    return dict(Counter(status.get("wrong_nodes", {})) + Counter(blamed))
