@@ -32,7 +32,7 @@ from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss
 from ..training.loss import LossFunction
 from ..training.refresh import Refresh
-from ..training.state import State, keep_weights
+from ..training.state import State
 from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
@@ -222,7 +222,7 @@ class Run:
         sampler.assignment = "dealt" if state.sharding else "share"
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._started_loader)
         self.evaluator.begin()
-        if state.owes_evaluation or (self._unevaluated and state.evaluation_is_due()):
+        if self.evaluator.owed or (self._unevaluated and state.evaluation_is_due()):
             self._evaluate_and_save()
         # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError
         steps = self._steps(batches, sampler)
@@ -239,7 +239,7 @@ class Run:
             self.attempt.record_order(epoch)
             if refresh := self.state.refresh:
                 if not first_step and refresh.due(epoch):
-                    keep_weights(self.state, refresh, epoch)
+                    self.state.keep_weights(refresh, epoch)
                 if refresh.epoch != loaded:
                     batches, loaded = self._refreshed(refresh, sampler), refresh.epoch
             sampler.set_epoch(epoch, first_step)
