@@ -219,6 +219,7 @@ class Training:
         task = Classify()
         config = Config(run_dir=folder, checkpoint_every=1, grace=grace, wandb="disabled").resolved()
         attempt = Attempt(config, task, Plan.of(config, 1437), world)
+        assert attempt.logs == attempt.path / "logs", "also of a run that does not begin, because it is finished"
         model = nn.Linear(size, size)
         self.state = State(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
         if world.rank == 0:  # on others it waits to hear from rank 0

@@ -7,7 +7,7 @@ only take part in the collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.phases import COMPILE_TIMEOUT, START_UP, activity
 from ..config import Config, profile_window
 from ..data.data_digest import TRAINING
+from ..data.dataset import SizedDataset
 from ..data.loader import loader, start_workers
 from ..data.order import positions_in, token_batches
 from ..data.plan import Plan
@@ -48,9 +49,11 @@ from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss
 
-DRAWN = 2e7
+WEIGHTS_PER_SECOND = 2e7
 """Weights that a slow CPU initialises in a second."""
+
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
+"""After so many steps of an attempt comes what is done now and then."""
 
 
 class Run:
@@ -101,7 +104,8 @@ class Run:
         ends the process.
 
         Raises:
-            Refusal: bad input, before the process group exists and before anything is written.
+            Refusal: bad input; on one rank before the process group exists, or on all ranks. Nearly always before
+                anything is written (see `Refusal`).
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
@@ -115,17 +119,11 @@ class Run:
             # options and what is recorded -> options with the cut decided (training/cut.py)
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
             cut_config = cutter(recorded)
-            plan = Plan.of(cut_config, positions_in(sets[TRAINING]), token_batches(sets[TRAINING]))
-            if (window := profile_window(config)) and window.start >= plan.total_steps:
-                raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
+            plan = _plan_of(cut_config, sets[TRAINING])
             state = build_state(cut_config, task, world, plan, model, sets)
-            # the last refusals; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
-            # in seconds: a collective's time-out explains nothing, so the watch for hangs must come 300 s earlier
-            longest = max(600, config.hang_timeout) + COMPILE_TIMEOUT * config.compile
-            alone = sum(it.numel() for it in state.parameters) / DRAWN * (config.shard != "off")  # rank 0, at first
-            with attempt, world.connected(timedelta(seconds=longest + 300), timedelta(seconds=alone)) as store:
+            with closing(attempt), world.connected(*_timeouts(config, state)) as store:
                 finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state, no_meta))
                 num_workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, num_workers, world.device))
@@ -302,3 +300,20 @@ class Run:
             self.checkpointer.after_step(self.evaluator.metrics)
         elif self.config.save_predictions:
             self.evaluator.save_predictions()
+
+
+def _plan_of(config: Config, train_set: SizedDataset) -> Plan:
+    """How the steps of a run are cut; refuses a --profile that begins after the last one."""
+    plan = Plan.of(config, positions_in(train_set), token_batches(train_set))
+    if (window := profile_window(config)) and window.start >= plan.total_steps:
+        raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
+    return plan
+
+
+def _timeouts(config: Config, state: State) -> tuple[timedelta, timedelta]:
+    """The two of `World.connected`: of a collective, and by how much later rank 0 may come."""
+    # a collective's time-out explains nothing, so the watch for hangs must come 300 s earlier
+    longest = max(600, config.hang_timeout) + 300 + COMPILE_TIMEOUT * config.compile
+    # in a sharded run rank 0 initialises all weights, while the others wait for it
+    drawing = sum(it.numel() for it in state.parameters) / WEIGHTS_PER_SECOND if config.shard != "off" else 0.0
+    return timedelta(seconds=longest), timedelta(seconds=drawing)
