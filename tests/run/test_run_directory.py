@@ -26,7 +26,7 @@ from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.run import run_directory
 from evenkeel.run.records import is_run, read_config, read_facts
-from evenkeel.run.run_directory import Identity, RunDirectory, prepare_folder, launch_token
+from evenkeel.run.run_directory import Identity, RunDirectory, launch_token, prepare_folder
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
 from tests.tasks.test_command_line import contents

@@ -38,16 +38,7 @@ from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint
 from .records import read_facts, recorded_options
 from .resume import Resume
-from .run_directory import (
-    MAX_FRUITLESS,
-    Identity,
-    RunDirectory,
-    adopt,
-    prepare_folder,
-    claim,
-    has_begun,
-    launch_token,
-)
+from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, claim, has_begun, launch_token, prepare_folder
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 

@@ -152,9 +152,9 @@ class Checkpoints:
         Called on a node without rank 0. On a shared file system the folder is rank 0's too, so planned checkpoints and
         the snapshots of other hosts stay.
         """
-        for path, found in self._manifests():
-            mine = (found.kind, found.host) == ("snapshot", socket.gethostname())
-            if mine and found.step < before and not found.kept_for_ever:
+        for path, manifest in self._manifests():
+            mine = (manifest.kind, manifest.host) == ("snapshot", socket.gethostname())
+            if mine and manifest.step < before and not manifest.kept_for_ever:
                 self._delete(path)
 
     @contextlib.contextmanager
@@ -207,7 +207,7 @@ class Checkpoints:
                 raise
         sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
-        kept = {*self.best_paths(), *(path for path, found in self._manifests() if found.kept_for_ever)}
+        kept = {*self.best_paths(), *(path for path, manifest in self._manifests() if manifest.kept_for_ever)}
         for path in self.all()[: -self.keep]:
             if path not in kept:
                 self._delete(path)
@@ -221,7 +221,7 @@ class Checkpoints:
 
     def newest_manifest(self) -> Manifest | None:
         """The newest readable manifest; its files are not checked."""
-        return next((found for _, found in self._manifests()), None)
+        return next((manifest for _, manifest in self._manifests()), None)
 
     def _manifests(self) -> Iterator[tuple[Path, Manifest]]:
         """Yield the checkpoints whose manifest can be read, the newest first."""
@@ -255,7 +255,7 @@ class Checkpoints:
 
     def _scores(self) -> dict[Path, float]:
         """Each checkpoint's score, newest first."""
-        return {path: self._score(found.metrics) for path, found in self._manifests()}
+        return {path: self._score(manifest.metrics) for path, manifest in self._manifests()}
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         """The deciding metric, with a sign so that greater is better; -inf if it is missing or NaN."""
@@ -307,11 +307,11 @@ def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: 
         try:
             if (size := file.stat().st_size) != written.bytes:
                 raise Damaged(f"{file}: has {size} bytes, should have {written.bytes} bytes")
-            found = sha256_of(file, advance)
+            digest = sha256_of(file, advance)
         except OSError as error:
             raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
-        if found != written.sha256:
-            raise Damaged(f"{file}: sha256 is {found}, the manifest says {written.sha256}")
+        if digest != written.sha256:
+            raise Damaged(f"{file}: sha256 is {digest}, the manifest says {written.sha256}")
     return manifest
 
 

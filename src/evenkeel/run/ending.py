@@ -77,30 +77,32 @@ class Ending:
             self._saver.save_last(state, metrics)
             return
         activity.enter(CHECKPOINT)
-        early = state.step < attempt.plan.total_steps
-        why = f"stopped early at step {state.step}: {state.stopping.why()}" * early
+        early_reason = ""
+        if state.step < attempt.plan.total_steps:
+            early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
         try:
-            seconds = self._write_last(directory, metrics, why, weights or cpu_state_dict(state.best_model))
+            seconds = self._write_last(directory, metrics, early_reason, weights or cpu_state_dict(state.best_model))
         except OSError as error:
             raise Ended(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
                 f"{self._saver.checkpoints.newest_step()}; free space and run the same command again"
             ) from error
-        self._report_finished(tracker, metrics, seconds, why)
+        self._report_finished(tracker, metrics, seconds, early_reason)
 
     def _write_last(
-        self, directory: RunDirectory, metrics: dict[str, float], why: str, weights: dict[str, Tensor]
+        self, directory: RunDirectory, metrics: dict[str, float], early_reason: str, weights: dict[str, Tensor]
     ) -> dict[str, float]:
-        """Write the files of a finished run, with ``why`` it stopped early. Returns its ledger."""
+        """Write the files of a finished run, with the reason if it stopped early. Returns its ledger."""
         state, path = self._state, self._attempt.path
         self._saver.save_last(state, metrics)
         directory.advance("running", state.step)
         write_atomically(path / "model.pt", lambda file: dump(weights, file))
         summary = self._summary(directory, metrics) | {"weights_sha256": sha256(weights)}
-        summary |= {"stopped_early": bool(why)} | ({"reason": why} if why else {})
+        early = {"stopped_early": bool(early_reason)}
+        summary |= early | ({"reason": early_reason} if early_reason else {})
         write_json(path / "summary.json", summary)
         # a run that stopped early has no more steps, whatever the plan says
-        directory.advance("finished", state.step, total_steps=state.step, stopped_early=bool(why), reason=why)
+        directory.advance("finished", state.step, total_steps=state.step, reason=early_reason, **early)
         return dict(summary["ledger"])
 
     def _summary(self, directory: RunDirectory, metrics: dict[str, float]) -> dict[str, Any]:
@@ -122,15 +124,19 @@ class Ending:
             "ledger": seconds,
         }
 
-    def _report_finished(self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], why: str) -> None:
+    def _report_finished(
+        self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], early: str
+    ) -> None:
         tracker.event("finish", self._state.step)
         dead = spent["dead"]
         seconds = sum(spent.values()) - dead
         training = round(100 * spent["productive"] / max(seconds, 1e-9))
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
-        took += f", and {dead:.0f} s while it was not running or hung" * (dead >= 1)
-        early, found = f", {why}" * bool(why), f": {shown(metrics)}" * bool(metrics)
-        self._attempt.print(f"finished in {took}{early}{found}  -> {self._attempt.path / 'model.pt'}")
+        if dead >= 1:
+            took += f", and {dead:.0f} s while it was not running or hung"
+        took += f", {early}" if early else ""
+        result = f": {shown(metrics)}" if metrics else ""
+        self._attempt.print(f"finished in {took}{result}  -> {self._attempt.path / 'model.pt'}")
         tracker.send(self._state.step, self._best(metrics))
         tracker.close()
 
@@ -153,7 +159,8 @@ class Ending:
         if regroups:
             self._attempt.print(f"another rank died; {saved}; this rank starts again")
             return
-        more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
+        traceback = ends_with_traceback(keeper_link.launcher())
+        more = " (torchrun may print a traceback; that is not an error)" if traceback else ""
         self._attempt.print(f"stopped by {reason}; {saved}; the same command continues there{more}")
 
     def failed(self, error: BaseException) -> None:

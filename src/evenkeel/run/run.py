@@ -152,7 +152,7 @@ class Run:
             self.ending.stopped("Ctrl-C")
             raise
         except BaseException as error:
-            interruption.await_end()  # after a signal other ranks leave, which is no failure
+            interruption.claim_end()  # after a signal other ranks leave, which is no failure
             self.ending.failed(error)
             raise
 
@@ -265,7 +265,7 @@ class Run:
         state, directory = self.state, self.attempt.directory
         if self.verification.again:
             return  # --verify-every found a difference: this step was not committed, and is computed again
-        self.checkpointer.saver.after_step(state)
+        self.checkpointer.saver.store_step(state)
         self._steps_here += 1
         if self._steps_here == 1:
             keeper_link.send("progress", str(state.step))

@@ -359,7 +359,8 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
             for name, old, new in changed
         )
         more = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
-        more *= bool({"epochs", "max_steps"} & {name for name, *_ in changed})
+        if not {"epochs", "max_steps"} & {name for name, *_ in changed}:
+            more = ""
         if not (status.get("step") or step_folders(folder)):
             more = " (it has not finished a step)"
         raise Refusal(
