@@ -124,9 +124,7 @@ class Ending:
             "ledger": seconds,
         }
 
-    def _report_finished(
-        self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], early: str
-    ) -> None:
+    def _report_finished(self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], why: str) -> None:
         tracker.event("finish", self._state.step)
         dead = spent["dead"]
         seconds = sum(spent.values()) - dead
@@ -134,7 +132,7 @@ class Ending:
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
         if dead >= 1:
             took += f", and {dead:.0f} s while it was not running or hung"
-        took += f", {early}" if early else ""
+        took += f", {why}" if why else ""
         result = f": {shown(metrics)}" if metrics else ""
         self._attempt.print(f"finished in {took}{result}  -> {self._attempt.path / 'model.pt'}")
         tracker.send(self._state.step, self._best(metrics))

@@ -104,8 +104,7 @@ class Run:
         ends the process.
 
         Raises:
-            Refusal: bad input; on one rank before the process group exists, or on all ranks. Nearly always before
-                anything is written (see `Refusal`).
+            Refusal: bad input; on one rank before the process group exists, or on all. `Refusal` says when.
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
