@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2297,
     "resilience": 1637,
     "training": 6034,
-    "run": 6620,
+    "run": 6622,
     "tasks": 2191,
     "mirror": 548,
     "launch": 2987,
